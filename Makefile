@@ -6,7 +6,8 @@
 
 PROMPT ?= Why is the sky blue?
 ARGS ?=
-# Tests with clusters wait much; the others compute, in the meantime.
+# Tests with clusters wait much; the others compute, in the meantime. A test process that dies ends the run: xdist would
+# start another one, and then wait for ever.
 TEST_PROCESSES ?= 2
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
 	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
@@ -26,7 +27,8 @@ run: $(VENV)/.run
 	@exec $(BIN)/tandem up --prompt "$(PROMPT)" $(if $(filter-out 0,$(ONCE)),--once) $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder \
+		--max-worker-restart 0 $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

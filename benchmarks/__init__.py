@@ -1,1 +1,1 @@
-"""Measurements of Tandem against its peers and against the machine; each run prints, and can keep, one JSON object."""
+"""Benchmarks of Tandem against its peers and against the hardware; each run prints one JSON object and can save it."""

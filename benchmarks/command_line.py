@@ -1,4 +1,4 @@
-"""What a benchmark's command line says where there is nothing to measure: one sentence instead of a traceback."""
+"""Error handling of the benchmarks' command lines: one sentence instead of a traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from wire.errors import TandemError
 
 
 @contextmanager
-def errors_in_words() -> Iterator[None]:
-    """A TandemError within ends the program with its message."""
+def exit_on_error() -> Iterator[None]:
+    """Ends the program with the message of a TandemError raised within."""
     try:
         yield
     except TandemError as error:
@@ -18,7 +18,7 @@ def errors_in_words() -> Iterator[None]:
 
 
 def need_gpu() -> None:
-    """SystemExit where PyTorch sees no CUDA GPU."""
+    """Raises SystemExit where PyTorch has no CUDA GPU."""
     if not torch.cuda.is_available():
         raise SystemExit(
             "this benchmark measures a CUDA GPU and PyTorch sees none; "

@@ -1,8 +1,8 @@
-"""Pictures of the dashboards with a real run's data: `python -m benchmarks.dashboard_pictures`.
+"""Draws the dashboards with a real run's data: `python -m benchmarks.dashboard_pictures`.
 
-Starts a cluster on this CPU and a Prometheus beside it, sends two minutes of mixed load, and draws every dashboard of
-`deploy/dashboards/` as Prometheus has it then. With `--prometheus HOST:PORT` it draws what that one has of the last
-`--seconds`, whatever it scrapes.
+Starts a cluster on this CPU and a Prometheus that scrapes it, sends two minutes of mixed load, and draws every
+dashboard of `deploy/dashboards/` with the data that Prometheus has then. With `--prometheus HOST:PORT` it draws that
+server's data of the last `--seconds`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.command_line import errors_in_words
+from benchmarks.command_line import exit_on_error
 from benchmarks.dashboards.panel_axes import draw_panel
-from benchmarks.dashboards.panels import Stretch, names, read_dashboard, show
-from benchmarks.dashboards.prometheus import Prometheus, prometheus_beside
+from benchmarks.dashboards.panels import TimeRange, names, read_dashboard, show
+from benchmarks.dashboards.prometheus import Prometheus, running_prometheus
 from benchmarks.load.mixed import run_mixed
 from benchmarks.load.stage import running_cluster
 from benchmarks.load.target import find_target, touch
@@ -39,13 +39,13 @@ _SETTINGS = {
 _PROCESSES, _SEED, _DPI = 3, 31, 80
 _COLUMNS, _WIDTH_IN, _LINE_IN = 24, 19.0, 0.27
 _MARGIN_X, _MARGIN_TOP, _MARGIN_BOTTOM = 0.045, 0.9, 0.8
-"""Around each panel: parts of a panel's width, and grid lines above and below."""
+"""Margins of each panel: shares of a panel's width, and grid lines above and below."""
 _HEAD_LINES = 2
 _POINTS = 150
 
 
-def draw(dashboard: dict[str, Any], prometheus: Prometheus, stretch: Stretch, file: Path) -> None:
-    """One dashboard, each panel where Grafana has it."""
+def draw(dashboard: dict[str, Any], prometheus: Prometheus, time_range: TimeRange, file: Path) -> None:
+    """Draws one dashboard, each panel at its position in Grafana."""
     lines = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"]) + _HEAD_LINES + 1
     figure = Figure(figsize=(_WIDTH_IN, lines * _LINE_IN), facecolor="white")
     FigureCanvasAgg(figure)
@@ -55,14 +55,14 @@ def draw(dashboard: dict[str, Any], prometheus: Prometheus, stretch: Stretch, fi
             folded = " (folded: no such hardware here)" if panel["collapsed"] else ""
             height = 1 - (panel["gridPos"]["y"] + _HEAD_LINES + 0.5) / lines
             figure.text(0.01, height, panel["title"] + folded, fontsize=11, weight="bold", va="center", color="#444444")
-    for shown in show(dashboard, prometheus, stretch):
+    for shown in show(dashboard, prometheus, time_range):
         axes = figure.add_axes(_place(shown.panel["gridPos"], lines))
-        draw_panel(axes, shown, stretch)
+        draw_panel(axes, shown, time_range)
     figure.savefig(file, dpi=_DPI)
 
 
 def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, float]:
-    """Left, bottom, width and height as parts of the figure."""
+    """Returns left, bottom, width and height as shares of the figure."""
     top = place["y"] + _HEAD_LINES
     return (
         place["x"] / _COLUMNS + _MARGIN_X * 0.8,
@@ -74,12 +74,12 @@ def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, floa
 
 @contextmanager
 def _own_run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
-    """A Prometheus that has seen a cluster under load, and when that began."""
+    """Yields a Prometheus that has scraped a cluster under load, and the start of the load."""
     model = choose_model(arguments.model, arguments.shape)
     with (
         tempfile.TemporaryDirectory(prefix="tandem-prometheus-") as folder,
         running_cluster(model, _SETTINGS) as listeners,
-        prometheus_beside(listeners.metrics, Path(folder)) as prometheus,
+        running_prometheus(listeners.metrics, Path(folder)) as prometheus,
     ):
         target = find_target(listeners.grpc)
         touch(target)
@@ -100,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw them all."""
+    """Draws all dashboards."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.dashboard_pictures", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
@@ -110,12 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate-interval", type=int, default=15, help="seconds that rates are taken over")
     parser.add_argument("--out", type=Path, default=OUT, help="folder; it is made")
     parsed = parser.parse_args(arguments)
-    with errors_in_words(), _run(parsed) as (prometheus, start):
+    with exit_on_error(), _run(parsed) as (prometheus, start):
         end = time.time()
-        stretch = Stretch(start, end, parsed.rate_interval, max(1.0, (end - start) / _POINTS))
+        time_range = TimeRange(start, end, parsed.rate_interval, max(1.0, (end - start) / _POINTS))
         parsed.out.mkdir(parents=True, exist_ok=True)
         for name in names():
-            draw(read_dashboard(name), prometheus, stretch, parsed.out / f"{name}.png")
+            draw(read_dashboard(name), prometheus, time_range, parsed.out / f"{name}.png")
             print("wrote", f"{name}.png")
 
 

@@ -1,13 +1,13 @@
-"""The engine against transformers: `python -m benchmarks.engine --device cpu --peer transformers`.
+"""Compares the engine with transformers: `python -m benchmarks.engine --device cpu --peer transformers`.
 
-Same model, dtype and threads on both sides, in one process. The two sides take turns, so that a noisy machine is as
-noisy for one as for the other, and the medians of the turns are compared. Decode excludes the prefill on both sides.
+Both sides use the same model, dtype and threads in one process. They take turns, so that noise of the machine affects
+both alike, and the medians are compared. Decode excludes the prefill on both sides.
 
-On a GPU (`--device cuda --shape llama-3-8b`) the engine is measured against the chip: see benchmarks/gpu/engine_gpu.py.
-There `--profile`, which needs no `--device`, shows where a step's time goes.
+On a GPU (`--device cuda --shape llama-3-8b`) the engine is compared with the chip's ceilings: see
+benchmarks/gpu/engine_gpu.py. There `--profile`, which needs no `--device`, shows where a step's time goes.
 
-The last line is one JSON object with `decode_ratio_b1`, `decode_ratio_b8` and `prefill_ratio_512`: how many times
-faster the engine is. These are float32's; bfloat16's have the suffix `_bf16`.
+The last line is one JSON object with `decode_ratio_b1`, `decode_ratio_b8` and `prefill_ratio_512`: the engine's speed /
+the peer's. These are of float32; those of bfloat16 have the suffix `_bf16`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.command_line import errors_in_words, need_gpu
+from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.cpu.bandwidth import read_bandwidth
 from benchmarks.results import run_facts, save_result
 from cli.models.default_model import NAME, find_default_model
@@ -45,7 +45,7 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in tokens: `batches` of `prompt` tokens decode `new_tokens`; a `prefill` is timed to its first token."""
+    """Sizes in tokens: `batches` of `prompt` tokens decode `new_tokens`; `prefill` is timed to its first token."""
 
     batches: Sequence[int] = (1, 8)
     prompt: int = 128
@@ -55,7 +55,7 @@ class Settings:
 
 
 DEFAULTS = Settings()
-_WHAT = "The engine against transformers on a CPU, or against the chip's ceilings on a GPU. The last line is JSON."
+_WHAT = "Compares the engine with transformers on a CPU, or with the chip's ceilings on a GPU. The last line is JSON."
 _CPU_OPTIONS = {
     "peer": "transformers",
     "dtype": "both",
@@ -67,43 +67,47 @@ _CPU_OPTIONS = {
     "rounds": DEFAULTS.rounds,
 }
 _GPU_OPTIONS = {"shape": "llama-3-8b", "eager": False, "profile": None}
-"""Options that count on one device only, with what they are where the command line does not say."""
+"""Defaults of the options that only one device uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One quantity on both sides: seconds of each turn, medians decide."""
+    """Seconds of each turn of both sides for one quantity; the medians are compared."""
 
     name: str
     engine: Sequence[float]
     peer: Sequence[float]
     bytes_read: int = 0
-    """What a decode step must read, 0 where that is not the limit."""
+    """Bytes that a decode step must read; 0 for prefill."""
     same_tokens: str = ""
 
     @property
     def ratio(self) -> float:
+        """The engine's speed / the peer's, from the medians."""
         return statistics.median(self.peer) / statistics.median(self.engine)
 
 
 class Engine:
-    """One runner, its pages handed out by position: request b has pages b · share, b · share + 1, …"""
+    """A runner whose pages this object hands out by position.
+
+    Request b has the pages from b · share to (b + 1) · share - 1.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.vocab_size = runner.model_config.vocab_size
-        # The peer needs PyTorch's threads; the runner has just said how many it wants.
+        # The peer needs PyTorch's threads; the runner has just set their number.
         self._torch_threads = torch.get_num_threads()
 
     def prefill(self, prompt: list[int]) -> float:
-        """Seconds from a prompt to its first token, in one step."""
+        """Returns the seconds from a prompt to its first token, in one step."""
         torch.set_num_threads(self._torch_threads)
         started = time.perf_counter()
         self._step([prompt], [0])
         return time.perf_counter() - started
 
     def decode(self, prompts: Prompts, new_tokens: int) -> tuple[float, Prompts]:
-        """Seconds a decode step of all prompts, and the tokens; the prompts' own step is left out."""
+        """Returns seconds per decode step of all prompts, and the tokens; the prefill step does not count."""
         torch.set_num_threads(self._torch_threads)
         pieces, starts = prompts, [0] * len(prompts)
         answers: Prompts = [[] for _ in prompts]
@@ -118,7 +122,7 @@ class Engine:
         return (time.perf_counter() - started) / (new_tokens - 1), answers
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of `tokens` tokens."""
+        """Returns the bytes of the KV of `tokens` tokens."""
         return tokens * self._runner.cache.tensor[0].nbytes // self._runner.page_tokens
 
     def _step(self, pieces: Prompts, starts: list[int]) -> list[int]:
@@ -131,7 +135,7 @@ class Engine:
 
 
 def compare(engine: Engine, peer: TransformersPeer, settings: Settings) -> list[Comparison]:
-    """All quantities; every side has one turn of each before it counts."""
+    """Compares all quantities; each side first has one turn that does not count."""
     compared = []
     for batch in settings.batches:
         prompts = _prompts(batch, settings.prompt, engine.vocab_size)
@@ -174,9 +178,11 @@ def _prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
 
 
 def measure(folder: Path, dtype: str, threads: int, settings: Settings) -> tuple[list[Comparison], float]:
-    """Load both sides and compare them → the comparisons and the read bandwidth in GB/s."""
+    """Loads both sides and compares them; returns the comparisons and the read bandwidth in GB/s."""
     engine = Engine(ModelRunner.load(EngineConfig(folder, dtype=dtype, threads=threads)))
-    from benchmarks.cpu.peer_transformers import TransformersPeer  # here, as GPUs' start is measured without it
+    from benchmarks.cpu.peer_transformers import (
+        TransformersPeer,
+    )  # imported here: the start on GPUs is measured without it
 
     peer = TransformersPeer(folder, dtype, threads)
     bandwidth = read_bandwidth(threads)
@@ -185,7 +191,7 @@ def measure(folder: Path, dtype: str, threads: int, settings: Settings) -> tuple
 
 
 def print_table(dtype: str, compared: Sequence[Comparison], bandwidth: float) -> None:
-    """Medians and best turns of both sides."""
+    """Prints medians and best turns of both sides."""
     print(f"\n{dtype}; plain read {bandwidth:.1f} GB/s; milliseconds a decode step or a prefill: median (best)")
     for each in compared:
         ours, theirs = statistics.median(each.engine), statistics.median(each.peer)
@@ -199,7 +205,7 @@ def print_table(dtype: str, compared: Sequence[Comparison], bandwidth: float) ->
 
 
 def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> dict[str, object]:
-    """Ratios, and what they are made of, for JSON."""
+    """Returns ratios and the underlying times for JSON."""
     result: dict[str, object] = {each.name + suffix: round(each.ratio, 3) for each in compared}
     for each in compared:
         name = each.name.replace("ratio_", "") + suffix
@@ -212,7 +218,7 @@ def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> 
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; options that count on the other device are refused, not ignored."""
+    """Parses the command line; options of the other device are errors."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=_WHAT)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="(cpu; with --profile cuda)")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
@@ -237,7 +243,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     ours, others = (_GPU_OPTIONS, _CPU_OPTIONS) if chosen.device == "cuda" else (_CPU_OPTIONS, _GPU_OPTIONS)
     if misplaced := [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name) is not None]:
         other = "cpu" if chosen.device == "cuda" else "cuda"
-        parser.error(f"{', '.join(misplaced)}: counts with --device {other} only; leave out one or the other")
+        parser.error(f"{', '.join(misplaced)}: only with --device {other}; leave out one or the other")
     if chosen.profile is not None and chosen.eager:
         parser.error("--eager: a profile measures no steps without CUDA graphs; leave out one or the other")
     for name, default in ours.items():
@@ -247,16 +253,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the command line asks for and print it, JSON last."""
+    """Measures what the command line asks for, and prints JSON last."""
     chosen = parse_arguments(arguments)
-    with errors_in_words():
+    with exit_on_error():
         if chosen.device == "cpu":
             _run_on_cpu(chosen)
             return
         if chosen.profile:
             need_gpu()
         parse_device(chosen.device)
-        # Triton need not be there where no GPU is.
+        # Triton is not installed where there is no GPU.
         from benchmarks.gpu import engine_gpu
 
         engine_gpu.run(chosen)

@@ -1,7 +1,7 @@
-"""What runs must hold, and whether the newest ones do: `python -m benchmarks.floors`.
+"""Checks the newest results against their floors: `python -m benchmarks.floors`.
 
-Floors are bounds of figures, by benchmark, hardware and shape. The command looks at the newest run of each that is
-kept in benchmarks/results/ and ends with 1 if one of them misses a floor or lacks a figure that has one.
+Floors are bounds of figures, by benchmark, hardware and shape. The command checks the newest run of each in
+benchmarks/results/; the exit status is 1 if one misses a floor or lacks a figure that has one.
 """
 
 import sys
@@ -14,21 +14,21 @@ from benchmarks.results import RESULTS, Run, read_results
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A figure is at least `limit`; or at most, and there more by what the same run has as `beside`."""
+    """A lower bound of a figure; with `at_most` an upper bound, to which the run's figure `plus` is added."""
 
     limit: float
     at_most: bool = False
-    beside: str = ""
+    plus: str = ""
 
     def missed(self, value: object, run: Run) -> bool:
-        """Whether `value` of `run` is a number on the wrong side."""
+        """Returns True if `value` of `run` is a number beyond the bound."""
         if not isinstance(value, int | float):
             return False
-        limit = self.limit + (run[self.beside] if self.beside else 0)
+        limit = self.limit + (run[self.plus] if self.plus else 0)
         return value > limit if self.at_most else value < limit
 
     def __str__(self) -> str:
-        return f"{'≤' if self.at_most else '≥'} {self.limit:g}" + (f" + `{self.beside}`" if self.beside else "")
+        return f"{'≤' if self.at_most else '≥'} {self.limit:g}" + (f" + `{self.plus}`" if self.plus else "")
 
 
 Floors = Mapping[str, Floor]
@@ -58,37 +58,37 @@ _ENGINE: dict[str, Floors] = {
         "decode_idle_share_b32": Floor(0.03, at_most=True),
     },
 }
-"""One H200, bfloat16, by shape."""
+"""Floors for one H200, bfloat16, by shape."""
 _STEPS = Floor(1.03, at_most=True)
-"""A step is at most 3 % longer than without transfers."""
+"""The bound of a step with transfers: at most 3 % longer than without."""
 _KV_TWO_GPUS: Floors = {
     "transfer_bw_ratio_one_page": Floor(0.60),
     "transfer_bw_ratio_2048": Floor(0.90),
     "transfer_bw_ratio_4096": Floor(0.90),
     "transfer_bw_ratio_8192": Floor(0.90),
     "exposed_share_8192": Floor(0.02, at_most=True),
-    "handover_ms_8192": Floor(2, at_most=True, beside="decode_step_ms"),
+    "handover_ms_8192": Floor(2, at_most=True, plus="decode_step_ms"),
     "prefill_with_over_without_transfer": _STEPS,
     "decode_step_with_over_without_transfers": _STEPS,
     "decode_step_meeting_transfers_over_quiet": _STEPS,
 }
-"""Pages that the prefill worker writes, the default; without figures that end in `_read`."""
+"""Floors for KV pages that the prefill worker writes, the default."""
 _KV_CPU: Floors = {"exposed_of_prefill_1536": Floor(0.10, at_most=True)}
 _SERVING: Floors = {"cluster_decode_ratio_b64": Floor(0.95)}
-"""Through a cluster on GPUs, of the engine alone."""
+"""Decode speed through a cluster on GPUs / the engine's alone."""
 _WEIGHTS: Floors = {"load_gb_per_s": Floor(2)}
 _METRICS: Floors = {"ratio": Floor(0.99), "ratio_standard_error": Floor(0.005, at_most=True)}
 
 
 def main(folder: Path = RESULTS) -> int:
-    """Print a line for each run that is judged; 1 if one of them does not hold its floors, else 0."""
+    """Prints a line for each run that has floors; returns 1 if one of them misses one, else 0."""
     judged = list(_judge(folder))
     print("\n".join(line for _, line in judged))
     return int(not all(held for held, _ in judged))
 
 
 def _judge(folder: Path) -> Iterator[tuple[bool, str]]:
-    """Of each benchmark, model and hardware that has floors, whether its newest run holds them, and what to print."""
+    """Yields for the newest run of each benchmark, model and hardware: True if it holds its floors, and a line."""
     newest: dict[tuple[str, ...], tuple[str, Run]] = {}
     for name, run in read_results(folder):
         benchmark, model = name.split("-", 1)[0], str(run.get("shape") or run.get("model"))
@@ -111,7 +111,7 @@ def _faults(floors: Floors, run: Run) -> Iterator[str]:
 
 
 def floors_of(benchmark: str, run: Run) -> Floors:
-    """None where nothing is to be held: other shapes, or two workers on one GPU, which wait for each other."""
+    """Returns a run's floors; empty for other shapes, or for two workers on one GPU, which wait for each other."""
     if benchmark == "engine":
         return _ENGINE.get(str(run.get("shape")), {})
     if benchmark == "kv":

@@ -1,10 +1,10 @@
-"""What fusing is worth on this GPU: `python -m benchmarks.fused_kernels --shape llama-3-8b [--save]`.
+"""Measures the gain of fused kernels on this GPU: `python -m benchmarks.fused_kernels --shape llama-3-8b [--save]`.
 
-Every fused operation of the engine against the same work in pieces: PyTorch's operations one by one, or cuBLAS with
-kernels of our own around it. Both run in CUDA graphs whose launches walk through more memory than L2 holds; only the
-sampler that asks the host is timed by events, and the product of gate and up of long prompts takes turns with its parts
-on a heated chip. Other products are the engine's own choice for the size, so from the size on where it takes cuBLAS
-itself the ratio is 1. Activations are random bfloat16. The last line is one JSON object.
+Every fused operation of the engine is compared with the same work in parts: PyTorch's operations one by one, or cuBLAS
+with the engine's kernels around it. Both run in CUDA graphs whose launches use more memory than L2 holds. Two
+exceptions: the sampler that waits for the host is timed by events, and the gate/up product of long prompts takes turns
+with its parts on a heated chip. For other products the engine chooses the kernel by size; where it chooses cuBLAS the
+ratio is 1. Activations are random bfloat16. The last line is one JSON object.
 """
 
 import argparse
@@ -27,6 +27,7 @@ _COMPILERS = 16
 
 
 def main() -> None:
+    """Measures all operations, prints a table, and JSON last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama-3-8b", choices=shape_names())
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -57,8 +58,8 @@ def main() -> None:
 
 
 def compare_fused(engine_shape: ModelConfig, tokens: Sequence[int]) -> list[Comparison]:
-    """Every operation that `Contests` has for steps of so many tokens, by name."""
-    # Triton need not be there where no GPU is.
+    """Measures all contests for steps of these numbers of tokens; returns them sorted by name."""
+    # Triton is not installed where there is no GPU.
     from benchmarks.gpu.fused_contests import Contests
     from engine.kernels.linear.triton_linear import reserve_scratch
 
@@ -66,7 +67,7 @@ def compare_fused(engine_shape: ModelConfig, tokens: Sequence[int]) -> list[Comp
     reserve_scratch(device)
     contests = Contests(engine_shape, device, max(tokens))
     entered = [contest for count in tokens for contest in contests.of(count)]
-    # Kernels compile at their first launch, a second each: all of them side by side.
+    # Kernels compile at their first launch, a second each, so they are launched in parallel.
     with ThreadPoolExecutor(_COMPILERS) as pool:
         list(pool.map(lambda contest: contest.fused(contest.inputs[0]), entered))
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""KV hand-over from prefill to decode workers: `python -m benchmarks.kv_transfer --device cuda`.
+"""Measures the KV hand-over from prefill to decode workers: `python -m benchmarks.kv_transfer --device cuda`.
 
-First two page pools alone, in two processes: the bandwidth of transfers against a plain copy measured in the same run.
-Then a real cluster, one prefill and one decode worker: how long after a prompt's last chunk its first decode step
-begins, how much of that a client could feel, and what transfers cost those who compute meanwhile. With two GPUs each
+First two page pools without engines, in two processes: the bandwidth of transfers against a plain copy measured in the
+same run. Then a real cluster with one prefill and one decode worker: the time from a prompt's last chunk to its first
+decode step, the share of it that delays the answer, and the slowdown of steps during transfers. With two GPUs each
 worker has its own; with one they share it; `--device cpu` moves host memory. The last line is one JSON object.
 """
 
@@ -25,11 +25,11 @@ from cluster.launcher import Cluster
 from kv_transfer.nixl_backend.ucx_shared_memory import ucx_settings
 
 _GPU_SHAPE = "llama-3-8b"
-"""What is measured on GPUs if nothing else is asked for."""
+"""The default shape on GPUs."""
 
 
 def pools(plan: PoolPlan, settings: Settings) -> Figures:
-    """Bandwidth of one page, a chunk and longer transfers as shares of a plain copy's."""
+    """Returns the bandwidth of one page, a chunk and longer transfers as shares of a plain copy's."""
     sizes = sorted({1, *(tokens // plan.page_tokens for tokens in (settings.chunk, *settings.transfers))})
     ceiling = copy_ceiling(plan, sizes)
     found, wire, ports = asyncio.run(measure_pools(plan, sizes))
@@ -52,13 +52,13 @@ def pools(plan: PoolPlan, settings: Settings) -> Figures:
 
 
 def allowed_transports(plan: PoolPlan) -> str:
-    """`UCX_TLS` as UCX is given it, whoever says so."""
+    """Returns the `UCX_TLS` that UCX gets, from the environment or from Tandem's settings."""
     settings = {**ucx_settings(trusted_network=plan.trusted_network), **os.environ}
     return settings.get("UCX_TLS", "all")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_model_options(parser)
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterConfig) -> Figures:
-    """Pools first, then the cluster, or `only` one of them."""
+    """Measures the pools, then the cluster, or `only` one of them."""
     found: Figures = {}
     if only != "cluster":
         found |= pools(plan, settings)
@@ -83,7 +83,7 @@ def measure(only: str | None, settings: Settings, plan: PoolPlan, config: Cluste
 
 
 def main() -> None:
-    """Measure, show and perhaps save."""
+    """Runs the measurement, prints it, and saves it with --save."""
     arguments = parse_arguments()
     if arguments.device == "cuda":
         need_gpu()

@@ -1,9 +1,9 @@
-"""What counting costs: `python -m benchmarks.metrics_cost`, or `--device cuda --shape llama-3-8b` on a GPU.
+"""Measures the cost of metrics: `python -m benchmarks.metrics_cost`, or `--device cuda --shape llama-3-8b` on a GPU.
 
-One worker decodes a full batch with its real engine. Metrics are on and off in turns of some steps each, in one run and
-over the same requests, and scraped once a second while they are on; neighbouring turns are compared, so that what the
-machine does beside it meets both. The last line is one JSON object with `ratio`: decode tokens a second with metrics
-over those without.
+One worker decodes a full batch with its real engine. Metrics are on and off in turns of some steps each, within one run
+and for the same requests, and are scraped once a second while they are on. Neighbouring turns are compared, so that
+other load of the machine affects both. The last line is one JSON object with `ratio`: decode tokens per second with
+metrics / without.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command_line import errors_in_words, need_gpu
+from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from costs.step_cost import StepWork
@@ -43,19 +43,19 @@ ME, ROUTER = PeerRef("both-0", 1), "router"
 PROMPT = 64
 _WARM_TURNS = 2
 _BETWEEN_STEPS = 8
-"""Most that are taken to go by between two turns."""
+"""Maximum number of steps assumed to pass between two turns."""
 _STEP_TOKENS = 2048
 _CPU_REQUESTS, _GPU_REQUESTS = 8, 128
 _HOURS = 1e4
 _LOOK_S, _SCRAPE_S = 0.002, 1.0
 _RESAMPLES = 4000
 SURE = 0.005
-"""Standard error of the ratio from which on a run says nothing about one percent."""
+"""Standard error of the ratio above which a run cannot resolve one percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`turns` of `steps` steps each, on and off by turns, of a batch of `requests`."""
+    """`turns` of `steps` steps each, alternately on and off, with a batch of `requests`."""
 
     requests: int
     steps: int
@@ -63,19 +63,20 @@ class Plan:
 
     @property
     def answer(self) -> int:
-        """Tokens of each request, enough for all turns: those that begin before all decode run longer."""
+        """Tokens of each request, enough for all turns; requests that start first decode longer."""
         return (self.steps + _BETWEEN_STEPS) * (self.turns + _WARM_TURNS) + 4 * self.requests + 64
 
     def kv_pages(self, page_tokens: int, max_context: int) -> int:
-        """A pool of which a worker of both roles promises enough for all answers, whole: it keeps the longest prompt's
-        pages back, and never more than half.
+        """Returns the size of a pool that can reserve pages for all answers in full.
+
+        A worker of both roles keeps the longest prompt's pages back, but at most half of the pool.
         """
         promised = self.requests * pages_for(PROMPT + self.answer, page_tokens)
         return promised + min(promised, pages_for(max_context, page_tokens))
 
 
 class Turns:
-    """Hears of each step, as metrics do, and of when a turn's tokens are there. Engine thread, but for `run`."""
+    """Receives each step like metrics do, and measures a turn's tokens. Engine thread, except for `run`."""
 
     def __init__(self, tested: Worker, requests: int) -> None:
         self._tested = tested
@@ -86,9 +87,9 @@ class Turns:
         self._began = self._ended = 0.0
 
     async def run(self, steps: int, *, on: bool) -> float:
-        """Decode tokens a second of `steps` steps, from the end of the one before them to the end of the last.
+        """Returns decode tokens per second of `steps` steps, from the end of the step before them.
 
-        RuntimeError when an answer ends before: what is compared is a full batch.
+        RuntimeError if a request ends before, since a full batch is compared.
         """
         self._tokens, self._steps = 0, -1
         self._left = steps
@@ -115,14 +116,14 @@ class Turns:
 
 
 class Scraper:
-    """Scrapes as the metrics listener does, after each second in which it runs."""
+    """Scrapes like the metrics listener does, after each second in which it runs."""
 
     def __init__(self, exposition: Exposition) -> None:
         self._exposition = exposition
         self._wait_s = _SCRAPE_S
 
     async def run(self) -> None:
-        """Until cancelled; another time goes on where this one stopped."""
+        """Scrapes until cancelled; the next call continues the interrupted second."""
         while True:
             began = time.monotonic()
             try:
@@ -135,7 +136,7 @@ class Scraper:
 
 
 async def measure(engine: ModelRunner, settings: EngineConfig, plan: Plan) -> list[tuple[float, float]]:
-    """(with, without) metrics, tokens a second, of each pair of turns."""
+    """Returns tokens per second (with, without) metrics for each pair of turns."""
     context = engine.facts.max_context
     if PROMPT + plan.answer > context:
         raise InvalidArgument("--turns", f"need answers of {plan.answer} tokens and the model's context is {context}")
@@ -150,8 +151,8 @@ async def measure(engine: ModelRunner, settings: EngineConfig, plan: Plan) -> li
         prefix_cache=False,
     )
     tested = Worker(config, ME, engine, layout, lambda notice: InMemoryTransport(fabric, layout, ME, notice))
-    tested.metrics.board.read(partial(worker_facts, tested.report, tested.transport))
-    tested.metrics.board.read(partial(engine_facts, engine, lambda: Role.BOTH.value))
+    tested.metrics.registry.read(partial(worker_facts, tested.report, tested.transport))
+    tested.metrics.registry.read(partial(engine_facts, engine, lambda: Role.BOTH.value))
     tested.start()
     try:
         return await _turns(tested, plan)
@@ -162,7 +163,7 @@ async def measure(engine: ModelRunner, settings: EngineConfig, plan: Plan) -> li
 
 async def _turns(tested: Worker, plan: Plan) -> list[tuple[float, float]]:
     await _decode_all(tested, plan)
-    turns, scraper = Turns(tested, plan.requests), Scraper(Exposition(tested.metrics.board))
+    turns, scraper = Turns(tested, plan.requests), Scraper(Exposition(tested.metrics.registry))
 
     async def one(*, on: bool) -> float:
         scraping = asyncio.create_task(scraper.run()) if on else None
@@ -183,7 +184,7 @@ async def _turns(tested: Worker, plan: Plan) -> list[tuple[float, float]]:
 
 
 async def _decode_all(tested: Worker, plan: Plan) -> None:
-    """Until all requests are in the batch."""
+    """Sends all requests, and waits until they are in the batch."""
     sampling = SamplingParams(max_tokens=plan.answer, ignore_eos=True)
     for number in range(plan.requests):
         ref, prompt = (
@@ -197,8 +198,10 @@ async def _decode_all(tested: Worker, plan: Plan) -> None:
 
 
 def figures(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Ready for JSON: tokens a second, their ratio (median of the pairs), and how sure it is: the deviation of medians
-    of as many pairs drawn from these (the bootstrap, Efron, Annals of Statistics 1979).
+    """Returns tokens per second and their ratio, the median of the pairs, with its standard error, for JSON.
+
+    The error is the deviation of medians of as many pairs drawn from these (bootstrap, Efron, Annals of Statistics
+    1979).
     """
     ratios = np.array([on / off for on, off in pairs])
     drawn = np.random.default_rng(0).choice(ratios, (_RESAMPLES, len(ratios)))
@@ -212,7 +215,7 @@ def figures(pairs: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def engine_settings(model: ServedModel, device: str, plan: Plan) -> EngineConfig:
-    """Whose KV pool holds the whole plan."""
+    """Returns settings with a KV pool that holds the whole plan."""
     settings = EngineConfig(
         model.folder,
         device=device,
@@ -227,14 +230,14 @@ def engine_settings(model: ServedModel, device: str, plan: Plan) -> EngineConfig
 
 
 def load_engine(settings: EngineConfig, name: str, plan: Plan) -> ModelRunner:
-    """InvalidArgument, with what to take less of, where the device has no memory for it."""
+    """Loads the engine. InvalidArgument, with options to reduce, where the device has too little memory."""
     try:
         return ModelRunner.load(settings, name=name)
     except InvalidArgument as error:
         if error.field != "kv_cache_bytes":
             raise
         asked = f"answers of {plan.answer} tokens each need {(settings.kv_cache_bytes or 0) / GIB:.1f} GiB of KV pages"
-        message = f"{asked}, for which {settings.device} has no room; take fewer of them, or fewer --turns or --steps"
+        message = f"{asked}, for which {settings.device} has too little memory; take fewer of them, --turns or --steps"
         raise InvalidArgument("--requests", message) from error
 
 
@@ -248,7 +251,7 @@ def _run(model: ServedModel, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and keep if asked to."""
+    """Runs the measurement, prints it, and saves it with --save."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.metrics_cost", description=(__doc__ or "").split("\n")[0]
     )
@@ -263,12 +266,12 @@ def main() -> None:
     if not on_cpu:
         need_gpu()
     chosen.requests = chosen.requests or (_CPU_REQUESTS if on_cpu else _GPU_REQUESTS)
-    with errors_in_words():
+    with exit_on_error():
         result = _run(choose_model(chosen.model, chosen.shape), chosen)
     if chosen.save:
         print(f"saved {save_result('metrics-cost', result)}")
     if result["ratio_standard_error"] > SURE:
-        print(f"the standard error is above {SURE:.1%}: this machine does other things; take more --turns")
+        print(f"the standard error is above {SURE:.1%}: this machine has other load; take more --turns")
     print(json.dumps(result))
 
 

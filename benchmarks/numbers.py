@@ -1,4 +1,4 @@
-"""Numbers on a benchmark's command line: argparse says what is wrong with one, before anything is measured."""
+"""Argument types for numbers on a benchmark's command line; argparse reports errors before anything is measured."""
 
 import argparse
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """For `add_argument(type=...)`: a whole number, `least` or more."""
+    """Returns a `type` for `add_argument`: an integer of at least `least`."""
 
     def number(text: str) -> int:
         try:
@@ -21,7 +21,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def above_0(text: str) -> float:
-    """For `add_argument(type=...)`: a finite number above 0."""
+    """Parses a finite number above 0, as a `type` for `add_argument`."""
     try:
         value = float(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Pictures of load runs: `python -m benchmarks.pictures benchmarks/results/load-*.json --out pictures`.
+"""Draws load runs: `python -m benchmarks.pictures benchmarks/results/load-*.json --out pictures`.
 
-For each run the distribution of every latency, a curve for each rate; for each workload goodput against rate, a curve
-for each run. Of a strategy table (`benchmarks.strategies`, `benchmarks.simulation`) goodput against rate for each
-workload, a curve for each row. matplotlib draws them (`pip install -e '.[dev]'`).
+For each run it draws the distribution of every latency, with a curve for each rate; for each workload goodput against
+rate, with a curve for each run; and for a strategy table (`benchmarks.strategies`, `benchmarks.simulation`) goodput
+against rate for each workload, with a curve for each row. It needs matplotlib (`pip install -e '.[dev]'`).
 """
 
 import argparse
@@ -34,16 +34,16 @@ _PANEL = (4.6, 3.4)
 _GRID = 0.3
 _LEGEND_COLUMNS, _LEGEND_HEIGHT = 4, 0.7
 _MARKERS = "osv^Dx*"
-"""Hollow and unlike each other: many curves lie on one line below the knee."""
+"""Hollow, distinct markers: many curves coincide below the knee."""
 _LEAST_MS = 0.05
-"""Logarithmic axes begin here: tokens that travelled together have gaps of 0."""
+"""Start of logarithmic axes in ms, since tokens of one message have gaps of 0."""
 
 Load = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One result of `benchmarks.load`: what to call it, its workload, and its loads by rising rate."""
+    """A result of `benchmarks.load`: its label, workload, and loads by ascending rate."""
 
     label: str
     workload: str
@@ -53,14 +53,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One result of `benchmarks.strategies`: what to call it, and by workload a run for each row."""
+    """A result of `benchmarks.strategies`: its label, and a run for each row by workload."""
 
     label: str
     workloads: Mapping[str, Sequence[Run]]
 
 
 def read(file: Path, label: str = "") -> Run | Table:
-    """InvalidArgument if `file` is no result of loads."""
+    """Reads a result. InvalidArgument if `file` is not a result of loads."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
         name = label or file.stem
@@ -76,7 +76,7 @@ def _make_run(label: str, result: Mapping[str, Any]) -> Run:
 
 
 def make_table(label: str, result: Mapping[str, Any]) -> Table:
-    """Of `tables` and the `loads` that they are made of: the rows that stand in the tables."""
+    """Returns the runs of the rows in `tables`, from their `loads`."""
     return Table(
         label,
         {
@@ -91,7 +91,7 @@ def _by_rate(loads: Sequence[Load]) -> tuple[Load, ...]:
 
 
 def draw_latencies(run: Run, file: Path) -> None:
-    """Distributions of all latencies, a panel each; time is logarithmic."""
+    """Draws the distributions of all latencies, one panel each, with logarithmic time."""
     figure, panels = _panels(len(_LATENCIES))
     for axes, (key, title) in zip(panels, _LATENCIES.items(), strict=True):
         for load in run.loads:
@@ -107,7 +107,7 @@ def draw_latencies(run: Run, file: Path) -> None:
 
 
 def draw_goodput(runs: Sequence[Run], file: Path) -> None:
-    """Goodput against the offered rate, a panel for each SLO cell that all runs have; they share a workload."""
+    """Draws goodput against the offered rate for runs of one workload, one panel for each SLO cell that all have."""
     cells = [cell for cell in runs[0].loads[0]["goodput"] if all(cell in run.loads[0]["goodput"] for run in runs)]
     figure, panels = _panels(len(cells))
     offered = sorted({load["offered_per_s"] for run in runs for load in run.loads})
@@ -143,14 +143,14 @@ def _finish(axes: Axes) -> None:
 
 
 def _save(figure: Figure, title: str, file: Path) -> None:
-    """The same result gives the same bytes."""
+    """Saves the figure; equal results give equal bytes."""
     figure.suptitle(title)
     with mpl.rc_context({"svg.hashsalt": file.stem}):
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
 def draw(runs: Sequence[Run], folder: Path, suffix: str) -> list[Path]:
-    """Every picture of `runs` → the files."""
+    """Draws all pictures of `runs`; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     workloads: dict[str, list[Run]] = defaultdict(list)
@@ -165,7 +165,7 @@ def draw(runs: Sequence[Run], folder: Path, suffix: str) -> list[Path]:
 
 
 def draw_table(table: Table, folder: Path, suffix: str) -> list[Path]:
-    """A picture for each workload → the files."""
+    """Draws a picture for each workload; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {workload: folder / f"{table.label}-{workload}.{suffix}" for workload in table.workloads}
     for workload, file in files.items():
@@ -174,7 +174,7 @@ def draw_table(table: Table, folder: Path, suffix: str) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw what the command line names."""
+    """Draws the results that the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pictures", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )

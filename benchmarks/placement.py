@@ -1,11 +1,11 @@
-"""What it costs to choose workers for a request: `python -m benchmarks.placement`.
+"""Measures the cost of choosing workers for a request: `python -m benchmarks.placement`.
 
-A fleet whose prefix caches hold a million pages, and requests that come one after the other, each placed by predicted
-cost with its bookings, while those before it end. The time of a request holds all that the router does to place it
-but the tokenizer, the naming of its pages (which threads do) and the two calls to the workers. It is time of the CPU:
-what else runs on the machine does not count.
+The prefix caches of a fleet hold a million pages. Requests arrive one after the other, each is placed by predicted cost
+and counted at its workers, while earlier ones end. The measured time is all that the router does to place a request,
+except for the tokenizer, the hashing of pages (which threads do) and the two calls to the workers. It is CPU time, so
+other load of the machine does not count.
 
-The last line is one JSON object: µs a request, and that as a part of one decode step of an 8B model.
+The last line is one JSON object: µs per request, and that as a share of one decode step of an 8B model.
 """
 
 import argparse
@@ -32,28 +32,28 @@ from wire.mode import Mode
 PAGE_TOKENS = 16
 PROMPT_TOKENS, ANSWER_TOKENS = 2000, 500
 RUNNING = 12
-"""Answers that run on each decode worker while others are placed."""
+"""Decoding requests on each decode worker while others are placed."""
 COSTS = CostParameters(
     base_s=3.9e-3, token_s=1.8e-5, pair_s=1.1e-11, row_s=1e-5, context_s=3.3e-8, free_tokens=200, observed=1
 )
-"""Of an 8B model on one H200, about."""
+"""Approximate step cost of an 8B model on one H200."""
 MODEL = ModelFacts("model", 128_256, 131_072, (), "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured."""
+    """The fleet's size and mode, and the number of requests."""
 
     workers: int
     pages: int
     requests: int
     mode: Mode
     shared: float
-    """Part of the requests whose prompt begins as one that some worker holds."""
+    """Share of the requests whose prompt has a prefix that some worker holds."""
 
 
 def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]]]:
-    """The fleet, and the prompts, by their pages' names, that its caches hold."""
+    """Returns the fleet, and the prompts that its caches hold, by their pages' hashes."""
     fleet, pages_each = Fleet(), plan.pages // plan.workers
     roles = [Role.BOTH] * plan.workers if plan.mode is not Mode.DISAGGREGATED else [Role.PREFILL, Role.DECODE]
     held: list[list[bytes]] = []
@@ -75,7 +75,7 @@ def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]
 
 
 def make_requests(plan: Plan, held: list[list[bytes]], dice: random.Random) -> list[QueuedRequest]:
-    """Prompts of a conversation: some go on where a held one ended, others share its beginning alone."""
+    """Returns prompts of conversations: some continue a cached prompt, others share its system prompt only."""
     requests = []
     for _ in range(plan.requests):
         known = dice.choice(held) if dice.random() < plan.shared else held[0][:8]
@@ -88,7 +88,7 @@ def make_requests(plan: Plan, held: list[list[bytes]], dice: random.Random) -> l
 
 
 class Placer:
-    """Places requests and lets the oldest end, as a router does."""
+    """Places requests and ends the oldest, as a router does."""
 
     def __init__(self, plan: Plan, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -98,7 +98,7 @@ class Placer:
         self._most = RUNNING * plan.workers
 
     def place(self, name: str, request: QueuedRequest) -> bool:
-        """One request; whether it was placed."""
+        """Places one request; returns True if it was placed."""
         if len(self._running) >= self._most:
             self._end(*self._running.popleft())
         pair = self._policy.place(request, self._fleet, 0.0)
@@ -112,7 +112,7 @@ class Placer:
         return True
 
     def computed(self) -> None:
-        """The prompts placed so far have been computed."""
+        """Marks the prompts placed so far as computed."""
         for name, pair in list(self._running)[-len(self._by_peer) :]:
             self._by_peer[pair.prefill].remove_prompt(name)
 
@@ -123,13 +123,13 @@ class Placer:
 
 
 def measure(plan: Plan) -> dict[str, object]:
-    """Seconds of each request, and what they come to."""
+    """Measures the time of each request; returns quantiles and the fleet's size."""
     dice = random.Random(1)
     fleet, held = make_fleet(plan, dice)
     requests = make_requests(plan, held, dice)
     placer = Placer(plan, fleet)
     gc.collect()
-    gc.freeze()  # the load and the index stay: to look for garbage among them is no part of a placement
+    gc.freeze()  # requests and index live on; collecting garbage among them is not part of a placement
     seconds, placed = [], 0
     for number, need in enumerate(requests):
         started = time.thread_time()
@@ -155,6 +155,7 @@ def measure(plan: Plan) -> dict[str, object]:
 
 
 def main() -> None:
+    """Measures each mode, prints it, and JSON last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=at_least(2), default=64)
     parser.add_argument("--pages", type=at_least(1), default=1_000_000, help="pages in the prefix index")

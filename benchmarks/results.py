@@ -1,4 +1,4 @@
-"""What every measurement says of itself: machine, versions, commit, command; and where results are kept."""
+"""Saves and reads results; each names its machine, versions, commit and command."""
 
 import datetime
 import json
@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def run_facts(device: str) -> dict[str, object]:
-    """Hardware, versions, commit, date and command of this run, ready for JSON."""
+    """Returns hardware, versions, commit, date and command of this run, for JSON."""
     return {
         "hardware": _hardware(device),
         "versions": {"python": platform.python_version()} | _versions(),
@@ -33,7 +33,7 @@ def run_facts(device: str) -> dict[str, object]:
 
 
 def save_result(name: str, result: Mapping[str, object], folder: Path = RESULTS) -> Path:
-    """Write `result`, which holds `run_facts` and a `dtype`, as <name>-<hardware>-<date>-<dtype>.json → the file."""
+    """Writes `result`, with `run_facts` and a `dtype`, as <name>-<hardware>-<date>-<dtype>.json; returns the file."""
     hardware = result["hardware"]
     machine = hardware["name"] if isinstance(hardware, Mapping) else "unknown"
     date = str(result["date"])[:19].replace(":", "")
@@ -44,13 +44,13 @@ def save_result(name: str, result: Mapping[str, object], folder: Path = RESULTS)
 
 
 def read_results(folder: Path = RESULTS, kind: str = "") -> list[tuple[str, Run]]:
-    """The runs whose file names begin with `kind`, each behind its file's name, oldest first."""
+    """Returns the runs whose file names begin with `kind`, each with its file name, oldest first."""
     found = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob(f"{kind}*.json")]
     return sorted(found, key=lambda each: (str(each[1]["date"]), each[0]))
 
 
 def newest_result(folder: Path, kind: str, figure: str = "") -> tuple[str, Run]:
-    """The newest run of `kind` that has `figure`, behind its file's name; LookupError if none is kept."""
+    """Returns the newest run of `kind` that has `figure`, with its file name. LookupError without one."""
     found = [each for each in read_results(folder, kind) if not figure or figure in each[1]]
     if not found:
         raise LookupError(f"no run of {kind} with {figure or 'any figure'} is kept in {folder.name}")
@@ -76,7 +76,7 @@ def _cpu_name() -> str:
 
 
 def _driver() -> str:
-    """Of NVIDIA's GPUs; empty if it does not say."""
+    """Returns the version of NVIDIA's driver; empty if unknown."""
     try:
         listed = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -96,7 +96,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checked-out commit, `-dirty` if tracked files differ from it; $TANDEM_COMMIT where there is no repository."""
+    """Returns the commit, with `-dirty` if tracked files differ from it; $TANDEM_COMMIT without a repository."""
     if "TANDEM_COMMIT" in os.environ:
         return os.environ["TANDEM_COMMIT"]
     here = Path(__file__).parent
@@ -113,7 +113,7 @@ def _commit() -> str:
 
 
 def _command() -> str:
-    """The command, without this machine's paths."""
+    """Returns the command without this machine's paths."""
     program = Path(sys.argv[0])
     module = program.parent if program.name == "__main__.py" else program
     parts = module.with_suffix("").parts

@@ -1,24 +1,24 @@
-"""What a step costs beside its computation: `python -m benchmarks.scheduling`.
+"""Measures the host's cost of a step: `python -m benchmarks.scheduling`.
 
-A real worker, both halves, its loop, cache, leases and outbox, and the packer of a GPU's steps, over an engine that
-computes nothing and lets every step last as long as one of an 8B model did on a large GPU, where a kept run says how
-long that is. A router reads its stream. Counted is what the loop's thread does for a step:
+A real worker, with both halves, loop, cache, leases, outbox and the packer of a GPU's steps, runs over an engine that
+computes nothing. Every step lasts as long as one of an 8B model on a large GPU, according to a saved run. A router
+reads the worker's stream. The loop's thread does these parts of a step:
 
-  plan     who is in it, with which rows
-  pack     from rows to the host memory that goes to the device, the draws' parameters included
-  results  tokens become answers and news, and the step's time a lesson
-  outbox   the news leave for the event loop
+  plan     which requests are in the step, with which rows
+  pack     copies rows to the host memory that goes to the device, with the sampling parameters
+  results  tokens become answers and events, and the step's time updates the cost model
+  outbox   the events go to the event loop
 
-and, beside it, what the event loop's thread does to send them (`send`). CPU time and time by the clock: they differ by
-what else runs on the machine, and by the other thread, as one of them runs at a time. First all requests decode,
-greedily and sampled; then prompts join them, under each policy; then answers end as well, and others take their places,
-so that the batch is another one in most steps.
+and the event loop's thread sends them (`send`). Both CPU time and elapsed time are given: they differ by other load of
+the machine, and by the other thread, as one of them runs at a time. First all requests decode, greedily and sampled;
+then prompts join them, under each policy; then answers end as well, and other requests replace them, so that the batch
+changes in most steps.
 
-Last come steps of half a millisecond, `close decode`: what the same costs where hardly anything else gets at the core's
-caches between two steps. What the others cost beyond that is the machine's and its other tenants'.
+The last case has steps of half a millisecond, `close decode`: the same work while the core's caches stay warm between
+two steps. The difference to the other cases is cache misses.
 
-With asynchronous engines all of it happens while the device is at another step. The last line is one JSON object: µs a
-step, and that as a part of the step.
+With asynchronous engines all of it happens while the device computes another step. The last line is one JSON object: µs
+per step, and that as a share of the step.
 """
 
 import argparse
@@ -51,40 +51,40 @@ from worker.worker import Worker
 
 PROMPT = 1000
 CHANGING_ANSWER = 256
-"""Tokens of an answer where answers end: longer than the first of them wait for the last to join."""
+"""Answer length where answers end: more tokens than steps until the last request has joined."""
 JOINING_PROMPT = 1500
 JOINING = 4
-"""Prompts that wait at any time while prompts join."""
+"""Number of prompts that wait at any time while prompts join."""
 ME = PeerRef("both-0", 1)
 ROUTER = "router"
 ROWS = (32, 128, 256)
 CLOSE_S = 0.5e-3
-"""Of a step that follows the one before at once."""
+"""Seconds of a step that follows the one before at once."""
 STEP_S = 9.3e-3
-"""Of a step that no kept run has measured."""
+"""Default seconds of a step, without a saved run."""
 PARTS = ("plan", "pack", "results", "outbox")
-"""Of the loop's thread."""
+"""Parts of a step in the loop's thread."""
 INSIDE = {
-    "plan": "StepScheduler.plan: who ends, joins and needs a page, pages taken for them, the policy, both halves' rows",
+    "plan": "StepScheduler.plan: requests that end, join or need a page, page allocation, the policy, all rows",
     "pack": "columns of rows and draws, checks, the step's host buffer, parameters and numbers of random draws",
     "results": "tokens to a list, StepScheduler.apply, columns of tokens for each router; the step's time learned",
-    "outbox": "Outbox.publish: what there is to tell, given to the event loop",
-    "send": "not in `us`: the event loop's thread, from news to the bytes of one message",
+    "outbox": "Outbox.publish: the events, given to the event loop",
+    "send": "not in `us`: the event loop's thread, from events to the bytes of one message",
     "nowhere": "launching kernels, copies to the device, gRPC's own threads, requests that arrive",
 }
-"""What is counted where, kept with the figures."""
-_RESULTS = ("drawn", "applied", "told", "learned")
+"""The content of each part, saved with the figures."""
+_RESULTS = ("drawn", "applied", "tokens", "learned")
 _CLOSE = "close decode"
 _OF_STEPS = ("plan", "pack", *_RESULTS, "outbox")
 LOW = 0.1
-"""Quantile that tells what a step costs when nothing else wants the cores."""
+"""Quantile that shows a step's cost without other load on the cores."""
 _LOOK_S = 0.02
 _HOURS = 1e4
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured."""
+    """The number of requests and steps, and the seconds of a step."""
 
     requests: int
     steps: int
@@ -94,8 +94,9 @@ class Plan:
 async def measure(
     plan: Plan, policy: PolicyName, *, joining: bool = False, changing: bool = False, temperature: float = 0.0
 ) -> Stopwatch:
-    """Of `plan.steps` steps with all requests running, and prompts `joining` them or not; `changing`: answers end, and
-    as many others begin.
+    """Measures `plan.steps` steps with all requests running; prompts join them if `joining`.
+
+    With `changing`, answers end and as many other requests begin.
     """
     answer = CHANGING_ANSWER if changing else 4 * plan.steps + 400
     pages = plan.requests * (-(-(PROMPT + answer) // GPU_PAGE_TOKENS) + 1) + 2048
@@ -154,21 +155,21 @@ class _Kind(TypedDict, total=False):
 _TIMED = (
     (StepScheduler, "plan", "plan"),
     (StepScheduler, "apply", "applied"),
-    (CompletedStep, "plain_tokens", "told"),
+    (CompletedStep, "plain_tokens", "tokens"),
     (StepMeter, "learn", "learned"),
     (Outbox, "publish", "outbox"),
 )
 
 
 async def _read(stream: RouterStream, watch: Stopwatch) -> None:
-    """As the servicer does, until the stream ends."""
+    """Reads the stream like the servicer, until it ends."""
     async for message in stream.messages():
         with watch.timing("send"):
             convert.step_events_to_proto(message).SerializeToString()
 
 
 async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> None:
-    """Until all requests are in the batch; RuntimeError if the first ends before the last is."""
+    """Sends all requests and waits until they decode; RuntimeError if one ends before."""
     for number in range(plan.requests):
         _send(tested, f"d{number}", PROMPT, sampling)
     most = 0
@@ -180,13 +181,13 @@ async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> N
 
 
 def _running(tested: Worker) -> int:
-    """Requests that decode or are going to."""
+    """Returns the number of requests that decode or will decode."""
     load = tested.report.load()
     return load.decode_requests + load.prefill_requests
 
 
 def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> None:
-    """A prompt that no other begins like; one that decodes is reserved for first."""
+    """Sends a prompt with a unique prefix; reserves pages first if it decodes."""
     ref, prompt = RequestRef(name, 1), (int.from_bytes(name.encode()) % MODEL.vocab_size, *range(100, 99 + tokens))
     destination = None
     if sampling.max_tokens > 1:
@@ -196,7 +197,7 @@ def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> N
 
 
 def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, object]:
-    """All cases, ready for JSON."""
+    """Measures all cases, for JSON."""
     cases: dict[str, tuple[int, PolicyName, _Kind]] = {}
     cases |= {f"decode {each}": (each, PolicyName.UNCHUNKED, {}) for each in rows}
     cases |= {f"decode sampled {each}": (each, PolicyName.UNCHUNKED, {"temperature": 1.0}) for each in rows}
@@ -214,9 +215,7 @@ def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, ob
 
 
 def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
-    """Seconds of a decode step of so many rows in the newest kept run of an 8B model on a GPU; `STEP_S` if none has
-    it.
-    """
+    """Returns the newest saved step time of `rows` rows for an 8B model on a GPU in seconds; else `STEP_S`."""
     for file in sorted(folder.glob("engine-llama-3-8b-*-bfloat16.json"), reverse=True):
         measured = json.loads(file.read_text(encoding="utf-8")).get(f"decode_ms_b{rows}")
         if measured is not None:
@@ -225,7 +224,7 @@ def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
 
 
 def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
-    # Counting may have begun amid a step: some parts of it are missing then.
+    # Counting may have begun within a step, of which some parts are missing then.
     counted = min(plan.steps, *(len(watch.spent[part]) for part in _OF_STEPS))
     spent = {part: np.array(each[:counted]) for part, each in watch.spent.items()}
     spent["results"] = np.sum([spent.pop(each) for each in _RESULTS], axis=0)
@@ -246,11 +245,11 @@ def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and keep if asked to."""
+    """Runs the measurement, prints it, and saves it with --save."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduling", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--requests", type=at_least(1), nargs="+", default=ROWS, help="that decode")
     parser.add_argument("--steps", type=at_least(1), default=300, help="that are counted in each case")
-    parser.add_argument("--step-ms", type=above_0, help="how long the device is at a step; default: as a kept run says")
+    parser.add_argument("--step-ms", type=above_0, help="the device's time for a step; default: that of a saved run")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     chosen = parser.parse_args()
     step_s = None if chosen.step_ms is None else chosen.step_ms / 1e3

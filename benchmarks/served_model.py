@@ -1,4 +1,4 @@
-"""Which model a benchmark serves: a folder or a GGUF file, a shape with random weights, or the small default model."""
+"""The model that a benchmark serves: a folder or GGUF file, a shape with random weights, or the small default model."""
 
 import argparse
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from engine.weights.gguf import prepare_model
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A folder in Hugging Face layout, the name clients use, and whether its weights are drawn at random."""
+    """A folder in Hugging Face layout, the name that clients use, and whether its weights are random."""
 
     folder: Path
     name: str
@@ -19,13 +19,13 @@ class ServedModel:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--model` and `--shape`, as `choose_model` takes them."""
+    """Adds `--model` and `--shape`, which `choose_model` takes."""
     parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
     parser.add_argument("--shape", default=None, help="random weights of this shape (llama-3-8b) instead of a model")
 
 
 def choose_model(model: Path | None, shape: str | None) -> ServedModel:
-    """`shape` with random weights if it is given, else `model`, else the small default model, prepared to be served."""
+    """Returns `shape` with random weights if given, else `model`, else the small default model, ready to be served."""
     if shape is not None:
         return ServedModel(random_model(shape), shape, random_weights=True)
     folder = prepare_model(model or find_default_model())

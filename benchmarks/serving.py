@@ -1,8 +1,8 @@
-"""The whole cluster against its own engine: `python -m benchmarks.serving --device cpu`.
+"""Compares a whole cluster with its own engine: `python -m benchmarks.serving --device cpu`.
 
-The same eight requests — greedy, same prompts, same answer length — once through the router of a running cluster,
-once through the engine alone in this process. Rounds of both alternate, medians are compared. Both sides compute
-every prompt token and every answer token; what is left is what serving costs.
+The same eight requests (greedy, same prompts, same answer length) run through the router of a cluster, and through the
+engine alone in this process. Rounds of both alternate, medians are compared. Both sides compute every prompt token and
+every answer token; the difference is the cost of serving.
 
 The last line is one JSON object with `cluster_efficiency_b8`.
 """
@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.command_line import errors_in_words
+from benchmarks.command_line import exit_on_error
 from benchmarks.gpu.gpu_engine import GpuEngine
 from benchmarks.numbers import at_least
 from benchmarks.results import run_facts, save_result
@@ -32,7 +32,7 @@ from wire.rpc import open_client_channel
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`prompts` of equal length, each answered with `new_tokens` tokens."""
+    """Prompts of equal length, each answered with `new_tokens` tokens."""
 
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
@@ -45,9 +45,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One pass over the workload: answer tokens a second, and the answers, to compare.
+    """One pass over the workload: answer tokens per second, and the answers for comparison.
 
-    `decoding`: tokens a second while every stream decodes, from the last first token to the first end; 0 unmeasured.
+    `decoding` is tokens per second while every stream decodes, from the last first token to the first end; 0
+    unmeasured.
     """
 
     tokens_per_second: float
@@ -56,20 +57,20 @@ class Round:
 
 
 def make_workload(streams: int, prompt_tokens: int, new_tokens: int) -> Workload:
-    """Arbitrary but fixed token ids, every prompt different."""
+    """Returns fixed token ids, different for every prompt."""
     prompts = tuple(tuple(1000 + (17 * s + 131 * i) % 20000 for i in range(prompt_tokens)) for s in range(streams))
     return Workload(prompts, new_tokens)
 
 
 def decode_rate(runner: ModelRunner, workload: Workload) -> float:
-    """Tokens a second of the engine alone that decodes all streams, over the same positions as the cluster."""
+    """Returns tokens per second of the engine alone, decoding all streams over the same positions as the cluster."""
     engine = GpuEngine(runner)
     batch, context = len(workload.prompts), len(workload.prompts[0]) + workload.new_tokens // 2
     return batch / engine.decode_seconds(batch, context, steps=workload.new_tokens // 2)
 
 
 def engine_round(runner: ModelRunner, workload: Workload, max_step_tokens: int) -> Round:
-    """Prefill in steps of at most `max_step_tokens`, then decode all together."""
+    """Prefills in steps of at most `max_step_tokens`, then decodes all streams together."""
     sampling = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
     total = len(workload.prompts[0]) + workload.new_tokens
     refs = [RequestRef(f"alone-{i}", 1) for i in range(len(workload.prompts))]
@@ -100,7 +101,7 @@ def _drawn(token: int | None) -> int:
 
 
 async def cluster_round(address: str, workload: Workload) -> Round:
-    """All requests at once over one connection, from the first byte sent to the last answer's end."""
+    """Sends all requests at once over one connection; the time ends with the last answer."""
     channel = open_client_channel(address)
     stub: Any = inference_pb2_grpc.InferenceStub(channel)
     started = time.perf_counter()
@@ -114,7 +115,7 @@ async def cluster_round(address: str, workload: Workload) -> Round:
 
 
 async def _ask(stub: Any, prompt: tuple[int, ...], new_tokens: int) -> list[tuple[float, list[int]]]:
-    """Each chunk's arrival and tokens."""
+    """Returns each chunk's arrival and tokens."""
     options = inference_pb2.GenerationOptions(max_tokens=new_tokens, temperature=0, ignore_eos=True)
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), options=options)
     chunks: list[tuple[float, list[int]]] = []
@@ -127,7 +128,7 @@ async def _ask(stub: Any, prompt: tuple[int, ...], new_tokens: int) -> list[tupl
 def compare(
     runner: ModelRunner, cluster: Cluster, workload: Workload, rounds: int, max_step_tokens: int
 ) -> dict[str, object]:
-    """Alternate engine and cluster after one unmeasured round of each; medians and their ratio."""
+    """Alternates engine and cluster after one unmeasured round of each; returns medians and their ratio."""
     address = cluster.endpoints.grpc
     engine_round(runner, workload, max_step_tokens)
     asyncio.run(cluster_round(address, workload))
@@ -163,7 +164,7 @@ def compare(
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="auto")
@@ -178,14 +179,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what the command line asks for and print it, JSON last."""
+    """Measures what the command line asks for, and prints JSON last."""
     arguments = parse_arguments()
-    with errors_in_words():
+    with exit_on_error():
         _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """Start a cluster, load the engine beside it, measure both."""
+    """Starts a cluster, loads the engine in this process, and measures both."""
     model = choose_model(arguments.model, arguments.shape)
     engine = EngineConfig(
         model.folder,

@@ -1,9 +1,10 @@
-"""What steps of prompts beside answers take, and what a worker that has seen them all predicts:
-`python -m benchmarks.step_costs --device cuda --shape llama-3-8b`.
+"""Measures mixed steps and a fitted cost model's predictions of them; see the command below.
 
-Placement, chunks and gates go by the cost model (`costs/step_cost.py`). A worker fits it to its own steps, so it is
-right where it has the right form. Here steps of many sizes run back to back as in a worker, a model is fitted to them
-as a worker does it, and each size's time is laid beside its prediction. The last line is one JSON object.
+`python -m benchmarks.step_costs --device cuda --shape llama-3-8b`
+
+Placement and chunk sizes use the cost model (`costs/step_cost.py`). A worker fits it to its own steps, so its errors
+are those of its form. Here steps of many sizes run back to back as in a worker, a model is fitted to them as a worker
+does it, and each size's time is compared with its prediction. The last line is one JSON object.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise, product
 
-from benchmarks.command_line import errors_in_words
+from benchmarks.command_line import exit_on_error
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import add_model_options, choose_model
 from costs.step_cost import CostParameters, StepCost, StepWork
@@ -27,13 +28,16 @@ from wire.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 _WARM = 2
-"""Steps of a size before those that are timed."""
+"""Steps of a size that are not timed."""
 _TOKEN = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A step: `tokens` of a prompt behind `context` others of it, beside `answers` of `answer_context` tokens."""
+    """A step: `tokens` of a prompt after `context` earlier ones, and `answers` decoding requests.
+
+    Each decoding request has `answer_context` tokens.
+    """
 
     answers: int
     tokens: int
@@ -42,12 +46,12 @@ class Size:
 
     @property
     def work(self) -> StepWork:
-        """As a worker notes it: a decode row attends to its own token, too."""
-        beside = StepWork(decode_rows=self.answers, decode_context_tokens=self.answers * (self.answer_context + 1))
-        return beside.with_chunk(self.tokens, self.context) if self.tokens else beside
+        """The step's work as a worker records it; a decode row attends to its own token, too."""
+        decode = StepWork(decode_rows=self.answers, decode_context_tokens=self.answers * (self.answer_context + 1))
+        return decode.with_chunk(self.tokens, self.context) if self.tokens else decode
 
     def batch(self, page_tokens: int) -> StepBatch:
-        """Its rows, over pages of their own."""
+        """Returns the step's rows, each on its own pages."""
         lengths = [self.answer_context + 1] * self.answers + [self.context + self.tokens] * (self.tokens > 0)
         ends = accumulate((-(-length // page_tokens) for length in lengths), initial=0)
         pages = [range(first, end) for first, end in pairwise(ends)]
@@ -59,7 +63,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The median step of a size, in seconds, and whether a CUDA graph computed it."""
+    """The median step of a size in seconds, and whether a CUDA graph computed it."""
 
     size: Size
     seconds: float
@@ -67,7 +71,7 @@ class Timed:
 
 
 def sizes(answers: Sequence[int], tokens: Sequence[int], contexts: Sequence[int], answer_context: int) -> list[Size]:
-    """Each with each but the empty one; without a prompt there is but one context."""
+    """Returns all combinations except for the empty step; steps without a prompt have one context only."""
     found = (Size(*each, answer_context) for each in product(answers, tokens, contexts))
     return list(
         dict.fromkeys(
@@ -79,7 +83,7 @@ def sizes(answers: Sequence[int], tokens: Sequence[int], contexts: Sequence[int]
 
 
 def measure(runner: ModelRunner, size: Size, steps: int) -> Timed:
-    """Steps of one size, each launched before the one before is read where the runner can."""
+    """Times steps of one size, each launched before the one before is read where the runner can."""
     hits = runner.graph_use.hits
     times = list(_results(runner, size.batch(runner.page_tokens), _WARM + steps))
     gaps = [after - before for before, after in pairwise(times)]
@@ -87,7 +91,7 @@ def measure(runner: ModelRunner, size: Size, steps: int) -> Timed:
 
 
 def _results(runner: ModelRunner, batch: StepBatch, steps: int) -> Iterator[float]:
-    """The moments at which results are here."""
+    """Yields the times at which results arrive."""
     pending = runner.launch(batch)
     for _ in range(steps - 1):
         launched = runner.launch(batch) if runner.asynchronous else None
@@ -99,7 +103,7 @@ def _results(runner: ModelRunner, batch: StepBatch, steps: int) -> Iterator[floa
 
 
 def fitted(guess: CostParameters, timed: Sequence[Timed], rounds: int) -> CostParameters:
-    """By a worker that has seen these sizes `rounds` times, in any order."""
+    """Returns the parameters of a worker that has seen these sizes `rounds` times, in random order."""
     fit, dice = StepFit(guess), random.Random(0)
     for _ in range(rounds):
         for each in dice.sample(timed, len(timed)):
@@ -108,7 +112,7 @@ def fitted(guess: CostParameters, timed: Sequence[Timed], rounds: int) -> CostPa
 
 
 def figures(timed: Sequence[Timed], parameters: CostParameters) -> dict[str, object]:
-    """Ready for JSON: each size with its time ÷ prediction, and how far these are from 1, by who computed them."""
+    """Returns each size with time / prediction, and the extremes with and without CUDA graphs, for JSON."""
     cost = StepCost(parameters)
     steps = [
         asdict(each.size)
@@ -128,7 +132,7 @@ def figures(timed: Sequence[Timed], parameters: CostParameters) -> dict[str, obj
 
 
 def as_lines(found: dict[str, object]) -> Iterator[str]:
-    """A line for each size."""
+    """Yields a line for each size."""
     steps = found["steps"]
     assert isinstance(steps, list)
     for each in steps:
@@ -139,7 +143,7 @@ def as_lines(found: dict[str, object]) -> Iterator[str]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step_costs", description=(__doc__ or "").split("\n")[0])
     add_model_options(parser)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -158,10 +162,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, fit, show; JSON last."""
+    """Measures, fits and prints; JSON last."""
     parsed = parse_arguments(arguments)
     answers, tokens, contexts = _numbers(parsed.answers), _numbers(parsed.tokens), _numbers(parsed.contexts)
-    with errors_in_words():
+    with exit_on_error():
         model = choose_model(parsed.model, parsed.shape)
         runner = ModelRunner.load(
             EngineConfig(

@@ -1,8 +1,8 @@
-"""What a router's process pays to pass tokens on: `python -m benchmarks.streaming`.
+"""Measures the router's cost of forwarding tokens: `python -m benchmarks.streaming`.
 
-A worker that computes nothing brings tokens for many answers, clients in processes of their own read them, and the
-router is measured with its own listeners and with front processes, by turns. Times are of the CPU: what else runs on the
-machine hardly counts. The last line is one JSON object.
+A stand-in worker sends tokens for many answers, clients in other processes read them, and the router is measured with
+its own listeners and with front processes, in turns. Times are CPU time, so other load of the machine hardly counts.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 _PROMPT = 20
 Turn = dict[str, float]
-"""CPU time a token in µs, of each part, and tokens a chunk."""
+"""CPU time per token in µs of each process, and tokens per chunk."""
 
 
 def main() -> None:
+    """Measures both kinds in turns, and prints JSON last."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--answers", type=int, default=128, help="at a time")
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def _figures(own: list[Turn], fronts: list[Turn]) -> dict[str, Any]:
-    """Medians of both kinds' turns, and the part that the router's process pays with front processes."""
+    """Returns medians of both kinds' turns, and the router process's cost with front processes / without."""
     figures = {
         name: {key: round(median(each[key] for each in found), 2) for key in found[0]}
         for name, found in (("own_listeners", own), ("front_processes", fronts))
@@ -81,17 +82,17 @@ def _figures(own: list[Turn], fronts: list[Turn]) -> dict[str, Any]:
 
 
 def _shares(answers: int, clients: int) -> list[int]:
-    """How many answers each client reads: all of them together, and none of them nothing."""
+    """Returns the number of answers that each client reads, at least one each."""
     clients = min(answers, clients)
     return [answers // clients + (number < answers % clients) for number in range(clients)]
 
 
 def _turn(context: Any, asked: argparse.Namespace, controller: str, model: Path, fronts: int) -> Turn:
-    """One router's life. EOFError if one of the processes died."""
+    """Runs one router from start to end. EOFError if one of the processes died."""
     here, there = context.Pipe()
     router = context.Process(target=_run_router, args=(there, controller, model, fronts))
     router.start()
-    there.close()  # or nobody would hear of its death
+    there.close()  # otherwise the router's death would not close the pipe
     address = here.recv()
     readers = []
     for number, answers in enumerate(_shares(asked.answers, asked.clients)):
@@ -169,7 +170,7 @@ async def _read(pipe: Connection, address: str, number: int, answers: int, token
 
 
 async def _read_one(stub: inference_pb2_grpc.InferenceStub, request_id: str, tokens: int) -> tuple[int, int]:
-    """→ tokens and chunks of an answer."""
+    """Returns tokens and chunks of an answer."""
     request = inference_pb2.GenerateRequest(
         request_id=request_id,
         token_ids=inference_pb2.TokenIds(ids=range(1000, 1000 + _PROMPT)),

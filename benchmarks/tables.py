@@ -1,9 +1,10 @@
-"""docs/performance.md, made from the newest runs in benchmarks/results/: `python -m benchmarks.tables`.
+"""Writes docs/performance.md from the newest runs in benchmarks/results/: `python -m benchmarks.tables`.
 
-Each section shows the newest run of its benchmark for each model and hardware, by the few figures that say how good it
-is. Everything else a run measured is in its file; earlier runs are in git.
+Each section shows the key figures of its benchmark's newest run for each model and hardware. All other figures of a run
+are in its file; earlier runs are in git.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 ENGINE_SHAPES = ("llama-3-8b", "llama-3.2-1b", "qwen3-0.6b")
 CELLS = ("strict", "balanced", "quick")
 PEER_ROWS = {"vllm": "vLLM 0.25.1", "tandem_default_steps": "Tandem", "tandem_chunked_2048": "Tandem, 2,048"}
-"""Rows of the served load of the run beside vLLM, and what the table calls them."""
+"""Rows of the served load in the comparison with vLLM, and their names in the table."""
 _DISAGGREGATED = "disaggregated"
+_REMOVED_OPTIONS = re.compile(r" --direction \w+")
+"""Options in saved commands that were removed since: the direction of `benchmarks.kv_transfer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class _Column:
     more_is_better: bool = False
 
     def numbers(self, load: Mapping[str, Any]) -> list[float]:
+        """Returns the column's figures of a load."""
         value = load[self.figure]
         return [float(value[each]) for each in self.percentiles] if self.percentiles else [float(value)]
 
@@ -70,19 +74,19 @@ _PICTURES = """
 
 
 def main() -> None:
-    """Write the page."""
+    """Writes the page."""
     PAGE.write_text(make_page(RESULTS), encoding="utf-8")
     print("wrote", PAGE.name)
 
 
 def make_page(folder: Path) -> str:
-    """The page of the runs in `folder`; LookupError if a section has no run there."""
+    """Returns the page of the runs in `folder`. LookupError if a section has no run there."""
     sections = (_engine, _served, _handover, _goodput, _peer, _cpu)
     return _HEAD + "".join(section(folder) for section in sections)
 
 
 def peer_tables(folder: Path) -> tuple[list[str], list[str]]:
-    """Lines of the two tables beside vLLM, which README.md shows as well: decode steps, and served load."""
+    """Returns the tables of the comparison with vLLM, which README.md has too: decode steps, and served load."""
     _, run = newest_result(folder, "peer-vllm")
     ours, theirs = run["engine"]["tandem"]["llama-3-8b"], run["engine"]["vllm"]
     kinds = {"vLLM 0.25.1, bf16": theirs["llama-3-8b bf16"], "vLLM 0.25.1, fp8": theirs["llama-3-8b fp8"]}
@@ -102,13 +106,13 @@ def peer_tables(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _rates(run: Run) -> list[float]:
-    """The rates at which every row of the served load was measured."""
+    """Returns the rates at which every row of the served load was measured."""
     rates = [{float(load["rate"]) for load in run["serving"][key]} for key in PEER_ROWS]
     return sorted(set.intersection(*rates))
 
 
 def _served_rows(run: Run, rate: float) -> list[list[str]]:
-    """A row for each server at `rate`, with the best figure of each column in bold."""
+    """Returns a row for each server at `rate`, with the best figure of each column in bold."""
     loads = [next(load for load in run["serving"][key] if load["rate"] == rate) for key in PEER_ROWS]
     rows = [[f"{rate:g}", name] for name in PEER_ROWS.values()]
     for column in _SERVED:
@@ -195,7 +199,7 @@ def _handover(folder: Path) -> str:
         ("decode step with transfers ÷ without", f"{run['decode_step_with_over_without_transfers']:.3f}"),
     )
     title = f"Hand-over: {run['model']}, {run['gpus']} × {run['hardware']['name']}"
-    return _section(title, text, _table(("figure", ""), rows), run["command"], [(name, run)])
+    return _section(title, text, _table(("figure", ""), rows), _command(run), [(name, run)])
 
 
 def _goodput(folder: Path) -> str:
@@ -238,7 +242,7 @@ def _peer(folder: Path) -> str:
         f"*Caveats:* {conditions['caveats']} Servers were ready after {seconds['vllm_server']} s (vLLM) and "
         f"{seconds['tandem_server_all_ready']} s (Tandem).\n\n{run['reading']} Bold is the best at each rate."
     )
-    return _section("Beside vLLM: llama-3-8b, one H200", text, [*steps, "", *served], _OVER_HTTP, [(name, run)])
+    return _section("Compared with vLLM: llama-3-8b, one H200", text, [*steps, "", *served], _OVER_HTTP, [(name, run)])
 
 
 def _cpu(folder: Path) -> str:
@@ -257,13 +261,16 @@ def _cpu(folder: Path) -> str:
     text = "The same cluster on two cores; both sides of a ratio ran in turns on one machine."
     title = f"CPU: {engine[1]['model']}, {engine[1]['hardware']['name']}"
     found = [engine, serving, handover]
-    return _section(
-        title, text, _table(("figure", ""), rows), "; ".join(str(run["command"]) for _, run in found), found
-    )
+    return _section(title, text, _table(("figure", ""), rows), "; ".join(_command(run) for _, run in found), found)
+
+
+def _command(run: Run) -> str:
+    """Returns the run's command without options that its benchmark no longer has."""
+    return _REMOVED_OPTIONS.sub("", str(run["command"]))
 
 
 def _section(title: str, text: str, lines: Iterable[str], command: str, runs: Iterable[tuple[str, Run]]) -> str:
-    """A section: what was measured, its table, how to measure it again, and the runs that it shows."""
+    """Returns a section: description, table, the command that repeats it, and links to its runs."""
     links = ", ".join(
         f"[{str(run['commit'])[:8]} of {str(run['date'])[:10]}](../benchmarks/results/{name})"
         for name, run in dict(runs).items()

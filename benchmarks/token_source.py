@@ -1,5 +1,6 @@
-"""A worker that computes nothing and brings every request a token a step, and the membership that routers find it in:
-load for a router alone.
+"""A stand-in worker that sends each request one token per step, with the membership through which routers find it.
+
+It is the load for measurements of a router alone.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ from wire.tracing.timeline import Edge, EdgeStamp
 
 MODEL = ModelFacts("tokens", 49_152, 8192, (2,), "none")
 TOKEN = "of a cluster that answers nothing"
-"""What routers give as the cluster's: the parts of a real one speak to each other encrypted."""
+"""The cluster token of the routers, since a cluster's processes communicate encrypted."""
 _PAGES, _PAGE_TOKENS = 1 << 20, 128
 _REQUESTS_MAX = 4096
 _LEASE_S = 3600.0
 _FIRST_ID = 1000
-"""Ids of tokens are from here on, and no stop."""
+"""Lowest token id, above all stop tokens."""
 
 
 class TokenSource(worker_pb2_grpc.WorkerServicer):
-    """One worker of both roles, for one router at a time. Belongs to the event loop."""
+    """A worker of both roles for one router at a time. Event loop only."""
 
     def __init__(self, step_s: float) -> None:
-        """Each request has a token after every `step_s` seconds."""
+        """Sets the interval between a request's tokens to `step_s` seconds."""
         self._step_s = step_s
         self._running: dict[str, tuple[PrefillTask, int]] = {}
         self._out: asyncio.Queue[StepEvents] = asyncio.Queue()
         self._epoch = self._step = 0
 
     async def start(self) -> str:
-        """Serve, as the only member of a cluster → the controller's address."""
+        """Serves as the only member of a cluster; returns the controller's address."""
         server = open_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
         registry = Registry()
-        operator = cast(Operator, None)  # nobody asks for changes
+        operator = cast(Operator, None)  # no operation is requested
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, operator), server)
         address = f"127.0.0.1:{listen(server, '127.0.0.1:0', TOKEN)}"
         await server.start()
@@ -67,6 +68,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         return address
 
     async def Attach(self, _request: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
+        """Streams step outputs to the router that attached last."""
         self._running.clear()
         self._out = asyncio.Queue()
         await context.send_initial_metadata(())
@@ -74,11 +76,13 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
             yield convert.step_events_to_proto(await self._out.get())
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
+        """Grants a lease at once."""
         ref = convert.reservation_from_proto(request).ref
         self._epoch += 1
         return convert.granted_to_proto(GrantedLease(Lease(ref.request_id, ref.attempt, self._epoch), _LEASE_S))
 
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
+        """Sends the first token at once; the others follow by steps."""
         task = convert.prefill_task_from_proto(request)
         edges = tuple(EdgeStamp.now(edge) for edge in (Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED))
         self._running[task.ref.request_id] = task, 1
@@ -86,14 +90,17 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
+        """Ends these requests."""
         for ref in request.requests:
             self._running.pop(ref.request_id, None)
         return worker_pb2.AbortWorkResponse()
 
     async def Heartbeat(self, _request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
+        """Accepts a router's heartbeat."""
         return worker_pb2.HeartbeatResponse()
 
     async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
+        """Returns an empty prefix cache."""
         return worker_pb2.ListPrefixesResponse()
 
     async def _steps(self) -> None:

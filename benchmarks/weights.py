@@ -1,8 +1,7 @@
-"""How fast the engine loads a checkpoint: `python -m benchmarks.weights --device cuda`.
+"""Measures how fast the engine loads a checkpoint: `python -m benchmarks.weights --device cuda`.
 
-Writes safetensors files of a real shape, warms the page cache and loads them through the engine's own loader, beside
-the ceiling of the last leg: a copy from pinned memory to the GPU, or on a CPU a copy within its memory. The last line
-is one JSON object.
+Writes safetensors files of a real shape, warms the page cache and loads them with the engine's own loader. The ceiling
+is a copy from pinned memory to the GPU, or on a CPU a copy within its memory. The last line is one JSON object.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.command_line import errors_in_words
+from benchmarks.command_line import exit_on_error
 from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.results import run_facts, save_result
 from engine.config.model import ModelConfig, load_model_config
@@ -43,8 +42,9 @@ Figures = dict[str, object]
 
 
 def write_checkpoint(folder: Path, shape: str, size: float) -> ModelConfig:
-    """Files of `shape` with as many layers as make about `size` bytes, at least one: a file a layer and one for the
-    rest, as large checkpoints come. The numbers are random, but repeat.
+    """Writes files of `shape` with enough layers for about `size` bytes, at least one.
+
+    As in large checkpoints there is one file per layer and one for the rest. The numbers are random, but repeat.
     """
     config = load_model_config(write_shape(shape, folder))
     config = replace(config, layers=_layers_of(config, size))
@@ -64,7 +64,7 @@ def write_checkpoint(folder: Path, shape: str, size: float) -> ModelConfig:
 
 
 def measure(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, rounds: int) -> Figures:
-    """Seconds and bytes of a load from the page cache into weights of `dtype`, and what it took of the host."""
+    """Measures loads from the page cache into weights of `dtype`: seconds, bytes, and host memory."""
     size = _warm(folder)
     with torch.inference_mode():
         into = _places(config, device, dtype)
@@ -84,7 +84,7 @@ def measure(folder: Path, config: ModelConfig, device: torch.device, dtype: torc
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--shape", default="llama-3-8b", choices=shape_names())
@@ -97,9 +97,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the command line asks for and print it, JSON last."""
+    """Measures what the command line asks for, and prints JSON last."""
     chosen = parse_arguments(arguments)
-    with errors_in_words():
+    with exit_on_error():
         _run(chosen, parse_device(chosen.device))
 
 
@@ -109,14 +109,14 @@ def _run(chosen: argparse.Namespace, device: torch.device) -> None:
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="tandem-weights-") as made:
         folder = Path(made)
         if shutil.disk_usage(folder).free < (chosen.gib + 2) * GIB:
-            raise SystemExit(f"{folder.parent} has no room for {chosen.gib:g} GiB; give another --folder")
+            raise SystemExit(f"{folder.parent} has less than {chosen.gib:g} GiB free; give another --folder")
         config = write_checkpoint(folder, chosen.shape, chosen.gib * GIB)
         print(f"{chosen.shape} with {config.layers} layers is written", flush=True)
         result = measure(folder, config, device, _DTYPES[chosen.dtype], chosen.rounds)
     print(
         f"loaded {result['checkpoint_gib']} GiB at {result['load_gb_per_s']:.2f} GB/s,"
         f" {result['load_ratio']:.1%} of a copy ({result['copy_gb_per_s']} GB/s);"
-        f" {result['host_extra_gib']} GiB of the host taken meanwhile"
+        f" {result['host_extra_gib']} GiB of host memory used meanwhile"
     )
     result |= {"shape": chosen.shape, "layers": config.layers, "dtype": chosen.dtype, **run_facts(chosen.device)}
     if chosen.save:
@@ -142,7 +142,7 @@ def _repeated(block: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _warm(folder: Path) -> int:
-    """Bytes of the weights, all of them in the page cache and on the disk."""
+    """Reads all weights into the page cache, after they are on disk; returns their bytes."""
     size = 0
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:
@@ -153,7 +153,7 @@ def _warm(folder: Path) -> int:
 
 
 def _load_rounds(load: Callable[[], None], rounds: int) -> tuple[list[float], int]:
-    """Seconds of each, and the most bytes of the host that the process held beyond what it held before."""
+    """Returns the seconds of each round, and the largest growth of the process's memory in bytes."""
     before = psutil.Process().memory_info().rss
     _forget_peak()
     seconds = []
@@ -169,21 +169,21 @@ def _forget_peak() -> None:
 
 
 def _peak_bytes() -> int:
-    """The most that this process held in memory since `_forget_peak`."""
+    """Returns the process's peak memory in bytes since `_forget_peak`."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def _pinned_copy(device: torch.device) -> float:
-    """Bytes a second from pinned memory to the GPU."""
+    """Returns bytes per second from pinned memory to the GPU."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
     return _COPY_BYTES / median_seconds(lambda: target.copy_(source, non_blocking=True))
 
 
 def _host_copy() -> float:
-    """Bytes a second, each read and written, that all cores copy within the host's memory."""
+    """Returns bytes per second, read and written each, that all cores copy within the host's memory."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     seconds = []

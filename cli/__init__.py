@@ -1,7 +1,7 @@
-"""The `tandem` command: one file a command, and nothing imported before it is needed."""
+"""The `tandem` command: one file per command, and no import before it is needed."""
 
 import os
 
-# gRPC reads it when it is imported, here and in the processes that are started: else each handshake with a stranger,
-# and each connection that ends, is a line of its own on stderr.
+# gRPC reads it at import, here and in child processes; otherwise each failed handshake and each closed connection
+# prints a line on stderr.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

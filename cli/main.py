@@ -1,4 +1,4 @@
-"""The `tandem` command. Each command's file imports what it needs when it runs, so that --help is quick."""
+"""The `tandem` command. Each command imports what it needs only when it runs, so that --help is quick."""
 
 import typer
 
@@ -31,7 +31,7 @@ for command in (up, generate, chat, status, top, why, trace, logs, mode, scale, 
 
 
 def main() -> None:
-    """Entry point of the `tandem` script."""
+    """Runs the `tandem` script."""
     app()
 
 

@@ -1,4 +1,4 @@
-"""Options of a command by what they are about: a dataclass each, whose fields are the options."""
+"""Groups of command options: each group is a dataclass whose fields are the options."""
 
 import functools
 import inspect
@@ -10,9 +10,7 @@ R = TypeVar("R")
 
 
 def option_groups(command: Callable[..., R]) -> Callable[..., R]:
-    """Let `command` take such dataclasses, by name, among options of its own; the shell has all options one by one, in
-    the order in which they stand.
-    """
+    """Lets `command` take such dataclasses by name among its own options; the shell sees a flat list of options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     options = []

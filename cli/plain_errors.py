@@ -1,4 +1,4 @@
-"""Errors as people read them: one sentence on stderr and an exit code, never a traceback."""
+"""Errors for people: one sentence on stderr and an exit code, never a traceback."""
 
 import functools
 import re
@@ -29,11 +29,11 @@ SETTINGS = {
     "random_weights": "--random-weights",
     "threads": "--threads",
 }
-"""What an engine calls its settings, and the options that set them."""
+"""Maps the engine's setting names to the options that set them."""
 
 
 def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Let `command` end with a sentence and a code where it raises a TandemError or is interrupted."""
+    """Makes `command` end with a sentence and an exit code when it raises a TandemError or is interrupted."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -51,14 +51,15 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_options(message: str) -> str:
-    """`message` with options instead of an engine's settings: where it begins with one, and where it names one that is
-    no word of English.
+    """Returns `message` with options instead of the engine's setting names.
+
+    A name is replaced where the message begins with it, and where it contains an underscore.
     """
     return re.sub(r"^(\w+)(?=:)|\b\w+_\w+\b", lambda found: SETTINGS.get(found.group(), found.group()), message)
 
 
 def exit_code(error: Exception) -> int:
-    """2 for a wrong option, 3 for a model that cannot be served, 4 for a cluster that is away, else 1."""
+    """Returns 2 for a wrong option, 3 for a model that cannot be served, 4 for an unavailable cluster, else 1."""
     from wire.errors import InvalidArgument, ModelError, Unavailable
 
     codes: dict[type[Exception], int] = {InvalidArgument: BAD_OPTION, ModelError: BAD_MODEL, Unavailable: UNAVAILABLE}

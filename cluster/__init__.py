@@ -1,1 +1,1 @@
-"""The cluster: one controller that keeps every worker and the router alive, and knows who serves."""
+"""The cluster: one controller that keeps every worker and the router alive, and tracks which workers serve."""

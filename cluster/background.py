@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits: what ends one unexpectedly is told, and what has to go on does."""
+"""Background tasks: an unexpected end is logged, and tasks that must keep running are restarted."""
 
 import asyncio
 import logging
@@ -15,25 +15,25 @@ Result = TypeVar("Result")
 
 
 def begin(work: Coroutine[Any, Any, Result], what: str) -> asyncio.Task[Result]:
-    """A task, whose failure is logged whether anybody waits for it or not; `what` it does, in words."""
+    """Starts a task whose failure is logged even if no caller awaits it; `what` describes the work in the log."""
     task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: _tell(done, what))
+    task.add_done_callback(lambda done: _log_failure(done, what))
     return task
 
 
 async def going_on(run: Callable[[], Awaitable[None]], what: str) -> None:
-    """`run`, and again after each failure of it, until it returns or is cancelled."""
+    """Runs `run`, and runs it again after each failure, until it returns or is cancelled."""
     while True:
         try:
             return await run()
         except Exception:
-            log.exception("%s has failed, and goes on", what)
+            log.exception("%s failed; restarting it", what)
         await asyncio.sleep(AGAIN_S)
 
 
-def _tell(done: asyncio.Task[Any], what: str) -> None:
+def _log_failure(done: asyncio.Task[Any], what: str) -> None:
     error = None if done.cancelled() else done.exception()
     if isinstance(error, TandemError):
         log.info("%s: %s", what, error.message)
     elif error is not None:
-        log.error("%s has failed", what, exc_info=error)
+        log.error("%s failed", what, exc_info=error)

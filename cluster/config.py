@@ -21,10 +21,10 @@ from wire.security.credentials import check_key
 
 GIB = 1 << 30
 WORKERS_MAX = 64
-"""Of each role."""
+"""The largest number of workers of each role."""
 CPU_KV_CACHE_BYTES = GIB
 GPU_MEMORY_FRACTION = 0.9
-"""Part of a GPU's memory that all of its workers take together."""
+"""Fraction of a GPU's memory that all of its workers use together."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _MOST_FRONTS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -32,12 +32,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """What to serve, with how many workers, and where clients find it."""
+    """The model to serve, the number of workers, and the addresses that clients use."""
 
     model: Path
-    """Folder in Hugging Face layout, already checked."""
+    """Model folder in Hugging Face layout, already checked."""
     model_name: str = ""
-    """The name clients use; empty = the folder's name."""
+    """The model name that clients use; empty = the folder's name."""
     mode: str = Mode.DISAGGREGATED
     """`disaggregated`: `prefill` and `decode` workers; `colocated`: `workers` that do both."""
     prefill: int = 1
@@ -47,122 +47,149 @@ class ClusterConfig:
     workers: int = 1
     """Workers of a colocated or adaptive cluster, >= 1."""
     step_policy: str = PolicyName.DECODE_PRIORITY
-    """Prompt tokens of a step beside requests that decode: `unchunked`, as many as fit; `chunked`, `step_budget` less
-    the decode rows; `decode-priority`, the same for the sake of answers without a target. Whatever the policy, no step
-    is longer than the targets of its answers allow."""
+    """The policy that limits prompt tokens in a mixed step: `unchunked`, `chunked` or `decode-priority`.
+
+    `unchunked` takes as many as fit, `chunked` takes `step_budget` less the decode rows, and `decode-priority` applies
+    that budget only while a decoding request without a target is in the step. Under every policy a step is no longer
+    than the targets of its decoding requests allow.
+    """
     step_budget: int | None = None
-    """Most tokens of such a step, decode rows included; None = 512."""
+    """Maximum tokens of a mixed step, decode rows included; None = 512."""
     itl_target_s: float | None = None
-    """Longest time between two tokens of any answer, in seconds, above 0: batches grow no further, and prompts take
-    what decoding leaves of it. None = only the service classes of the answers say."""
+    """Maximum inter-token latency of any request, in seconds, above 0.
+
+    None = only the requests' service classes limit it. Batches grow no further than this allows, and prefill uses the
+    time that decode leaves.
+    """
     random_weights: bool = False
-    """Whether workers draw their weights at random, for performance runs: `model` then needs none."""
+    """True if workers use random weights, for performance runs: the `model` folder then needs none."""
     device: str = "cpu"
-    """`cpu`, `cuda`: then workers spread over the GPUs that are there, or `cuda:N`: then they share that one."""
+    """`cpu`; `cuda`, which spreads workers over all GPUs; or `cuda:N`, which places all workers on that GPU."""
     dtype: str = "auto"
-    """`auto`, `float32`, `bfloat16` or `float16`, of weights and KV."""
+    """Data type of weights and KV: `auto`, `float32`, `bfloat16` or `float16`."""
     page_tokens: int | None = None
-    """Tokens a KV page holds; None = 16 on CPU, 128 on GPUs."""
+    """Tokens per KV page; None = 16 on CPU, 128 on GPUs."""
     kv_cache_bytes: int | None = None
-    """KV page pool of each worker, in bytes; None = 1 GiB on CPU, on GPUs what is left of `memory_fraction`."""
+    """Size of each worker's KV page pool, in bytes; None = 1 GiB on CPU, on GPUs what `memory_fraction` leaves."""
     memory_fraction: float | None = None
-    """Part of its GPU's memory each worker may use, weights included, 0 to 1; None = 0.9, shared equally by the
-    workers of a GPU."""
+    """Fraction of its GPU's memory that each worker may use, weights included, 0 to 1.
+
+    None = 0.9, shared equally by the workers of a GPU.
+    """
     max_step_tokens: int = 2048
-    """Most tokens a worker computes in one step: the chunk size of prefill."""
+    """Maximum tokens that a worker computes in one step: the chunk size of prefill."""
     max_batch_requests: int | None = None
-    """Most requests of one decode step; None = 64 on CPU, 256 on GPUs."""
+    """Maximum requests of one decode step; None = 64 on CPU, 256 on GPUs."""
     ceilings: Ceilings | None = None
-    """What each worker's device can do at best, which utilization is told by; None = it is measured at each start."""
+    """Peak rates of each worker's device, used for utilization; None = measured at each start."""
     threads: int | None = None
     """CPU threads of each worker's engine; None = all cores, for every worker."""
     ray_address: str = ""
-    """Empty = a Ray of its own, on this host and its loopback alone; else host:port of a Ray cluster that is there
-    already, or `auto` for the one this host belongs to. Then workers go where nodes offer the resources `prefill` and
-    `decode`, router and controller stay on this host, workers and controller listen on the address of their node, and
-    the model lies in the same folder on each. With `cuda`, each worker has a GPU of its node for itself."""
+    """The Ray cluster to join, host:port or `auto`; empty = a private Ray on this host's loopback.
+
+    `auto` is the cluster that this host belongs to. Workers then run on nodes that offer the resources `prefill` and
+    `decode`. Router and controller stay on this host, workers and controller listen on the address of their node, and
+    every node has the model in the same folder. With `cuda`, each worker has one GPU of its node exclusively.
+    """
     trusted_network: bool = False
-    """Whether nobody but workers reaches workers over the network, so that KV pages may cross it: UCX then listens at
-    each worker and writes what a connection asks for into its memory. Workers on several hosts need it."""
+    """True if only workers can reach workers over the network, so that KV pages may cross it.
+
+    UCX then listens at each worker and writes into its memory whatever a connection requests. Workers on several hosts
+    need it.
+    """
     places_timeout_s: float = 0.0
-    """How long to wait for that Ray cluster and for its nodes to offer enough, in seconds, 0 or more."""
+    """Maximum wait for that Ray cluster and for enough node resources, in seconds, 0 or more."""
     workers_outlive_s: float = 0.0
-    """How long workers on a joined Ray wait for another controller of the same `cluster_name` and `token` when theirs
-    is gone, in seconds; then they end by themselves. 0 = they end with the process that started them."""
+    """Seconds that workers on a joined Ray outlive their controller while they wait for another one; then they exit.
+
+    The other controller has the same `cluster_name` and `token`. 0 = they end with the process that started them.
+    """
     cluster_name: str = DEFAULT_NAME
-    """Which workers those are, where they outlive; clusters of other names on the same Ray are others."""
+    """The name that identifies workers that outlive their controller; it separates several clusters on one Ray."""
     controller_port: int = 0
     """Port of the controller's gRPC server, at which workers register and operators ask; 0 = any free one."""
     token: str = field(default="", repr=False)
-    """The cluster's secret, which opens all listeners but the router's; empty = a fresh one."""
+    """The cluster's secret, required at all listeners but the router's; empty = a fresh one."""
     host: str = "127.0.0.1"
-    """Address the router listens on; beyond loopback there have to be `api_keys`, or `insecure`."""
+    """Address that the router listens on; beyond loopback it requires `api_keys` or `insecure`."""
     insecure: bool = False
-    """Whether whoever reaches `host` may use the cluster without an API key."""
+    """True if every client that reaches `host` may use the cluster without an API key."""
     grpc_port: int = 50051
     """Port of the router's gRPC server; 0 = any free one."""
     http_port: int = 8000
     """Port of the router's HTTP server; 0 = any free one."""
     front_processes: int = 0
-    """Processes at these ports that hold clients' connections for the router, 0 to 64; 0 = it holds them itself."""
+    """Number of front processes that hold client connections for the router, 0 to 64; 0 = the router holds them."""
     listeners: ListenerLimits = DEFAULT_LIMITS
-    """What both ports grant to connections and calls."""
+    """Limits of connections and calls at both ports."""
     max_messages: int = 4096
-    """Most messages of a conversation."""
+    """Maximum messages of a conversation."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages whose scripts may call the router's HTTP port (CORS), `*` = all; none = no other page."""
     strict_requests: bool = False
-    """Whether HTTP requests with fields that are not known are refused; else such fields are ignored."""
+    """True if HTTP requests with unknown fields are rejected; otherwise such fields are ignored."""
     metrics_port: int = 0
-    """Port of the whole cluster's metrics, on the controller's address; 0 = any free one. The router's own are on its
-    HTTP port, the workers' on ports that the controller tells (`/sd`)."""
+    """Port of the cluster-wide metrics, on the controller's address; 0 = any free one.
+
+    The router's own metrics are on its HTTP port, the workers' on ports that the controller lists at `/sd`.
+    """
     otlp_endpoint: str = ""
-    """Where spans of requests go by OTLP/gRPC, http://HOST:PORT or https://HOST:PORT; empty = nowhere."""
+    """OTLP/gRPC endpoint for request spans, http://HOST:PORT or https://HOST:PORT; empty = none."""
     metrics_key: str = ""
-    """The key that opens all metrics; empty = none is asked for on loopback, unless API keys are: then, and elsewhere,
-    nobody but the cluster itself reads them."""
+    """The key that opens all metrics; empty = no key is required on loopback while there are no API keys.
+
+    Otherwise an empty key closes the metrics to all but the cluster itself.
+    """
     slo_classes: tuple[SloClass, ...] = DEFAULT_CLASSES
-    """What requests may name as their `slo_class`: targets, and what happens when they cannot be held."""
+    """Service classes that requests may name as their `slo_class`: targets, and the action when they cannot be met."""
     default_slo_class: str = BEST_EFFORT.name
-    """The class of requests that name none."""
+    """The service class of requests that name none."""
     default_max_tokens: int | None = None
-    """Most tokens of an answer whose client names no limit, at least 1; None = what its context leaves."""
+    """Maximum output tokens of requests that set no limit, at least 1; None = what the context leaves."""
     api_keys: tuple[str, ...] = ()
-    """Keys clients may present; none = no key is asked for."""
+    """API keys that clients may present; none = no key is required."""
     log_folder: Path | None = None
-    """A folder for one log file of each process, made on each host that lacks it; None = Ray's own files, which go with
-    its cluster."""
+    """Folder with one log file per process, created on each host that lacks it; None = Ray's own files.
+
+    Ray's own files are removed with its cluster.
+    """
     log_format: str = LogFormat.PRETTY
-    """`pretty`, for people, or `json`, an object a line."""
+    """Log format: `pretty`, for people, or `json`, one object per line."""
     log_max_mib: int = MAX_MIB
-    """Size of a log file from which on another one is begun, in MiB, at least 1; the last few are kept. Of a Ray of its
-    own, each of its files, too."""
+    """Size at which a log file is rotated, in MiB, at least 1; the last few files are kept.
+
+    It also limits each log file of a private Ray.
+    """
     step_deadline_s: float | None = None
-    """How long one step of a worker may take before its engine counts as stuck and the worker is started again, in
-    seconds; None = 60 on GPUs, 600 on CPUs."""
+    """Maximum duration of one worker step before the engine counts as stuck and the worker is restarted, in seconds.
+
+    None = 60 on GPUs, 600 on CPUs.
+    """
     hang_deadline_s: float = HANG_DEADLINE_S
-    """How long a worker, the router or the controller may live without a sign of life before it is killed and started
-    again, in seconds; 0 = for ever, as for a debugger that stops them. While one starts, at least 120. A step may take
-    longer, up to `step_deadline_s`."""
+    """Seconds without a sign of life after which a process is killed and restarted; 0 = never.
+
+    It applies to workers, router and controller. While a process starts the deadline is at least 120 s. A step may take
+    longer, up to `step_deadline_s`. A debugger that stops processes needs 0.
+    """
     prefix_cache: bool = True
-    """Whether workers keep full KV pages as long as there is room, for requests that begin alike."""
+    """True if workers keep full KV pages for prefix reuse while memory allows."""
     kv_checksum_rate: float = 0.05
-    """Part of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page a prompt; 0 = none."""
+    """Fraction of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page; 0 = none."""
     kv_lease_s: float = 5.0
-    """How long a decode worker keeps a place for a request whose router is silent, in seconds, 1 to 600."""
+    """Lease of a decode worker's reservation for a request whose router is silent, in seconds, 1 to 600."""
     kv_transfer_deadline_s: float = 30.0
-    """How long a write of KV pages may take before the prompt is computed again, in seconds, 1 to 600."""
+    """Deadline of a KV page write, after which the prompt is computed again, in seconds, 1 to 600."""
     kv_quarantine_share: float = 0.5
-    """Part of a worker's KV pages that may be lost to transfers before it takes nothing new, 0 to 1."""
+    """Fraction of a worker's KV pages in quarantine above which it accepts no new requests, 0 to 1."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    """Whether the number of workers and their roles follow the load, and within which limits."""
+    """Settings of the planner, which adapts roles and the number of workers to the load."""
     start_timeout_s: float = 180.0
-    """How long the first start of all workers may take, in seconds."""
+    """Maximum duration of the first start of all workers, in seconds."""
     stop_grace_s: float = 0.5
-    """How long calls in flight may still take when the whole cluster stops, in seconds; new ones are refused."""
+    """Seconds that calls in flight may continue when the cluster stops; new calls are rejected."""
 
     def __post_init__(self) -> None:
-        """InvalidArgument names the option and its limit."""
+        """Validates all settings; InvalidArgument names the option and its limit."""
         for option, value in (("--prefill", self.prefill), ("--decode", self.decode), ("--workers", self.workers)):
             if not 1 <= value <= WORKERS_MAX:
                 raise InvalidArgument(option, f"{value} is not between 1 and {WORKERS_MAX}")
@@ -257,25 +284,26 @@ class ClusterConfig:
             raise InvalidArgument("--workers-outlive", "a Ray of its own ends with it; join one with --address")
         if not self.token:
             raise InvalidArgument(
-                "--workers-outlive", "who takes the workers over has to know their secret; give both the same --token"
+                "--workers-outlive",
+                "the controller that takes the workers over needs their secret; give both the same --token",
             )
 
     def log_file(self, name: str) -> Path | None:
-        """Where the process called `name` writes what it has to say."""
+        """The log file of the process called `name`; None without a log folder."""
         return None if self.log_folder is None else self.log_folder / f"{name}.log"
 
     def log_of(self, name: str) -> LogConfig:
-        """Where and how it does."""
+        """The log configuration of the process called `name`."""
         return LogConfig(self.log_file(name), LogFormat(self.log_format), self.log_max_mib << 20)
 
     @property
     def ray_namespace(self) -> str | None:
-        """Where workers and controllers of this cluster find each other; None = nobody else may."""
+        """The Ray namespace in which workers and controllers of this cluster are found; None = a private one."""
         return namespace_of(self.cluster_name) if self.workers_outlive_s else None
 
     @property
     def worker_count(self) -> int:
-        """Workers of all roles."""
+        """The number of workers of all roles."""
         return self.prefill + self.decode if self.mode == Mode.DISAGGREGATED else self.workers
 
     @property
@@ -284,16 +312,16 @@ class ClusterConfig:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether workers compute on the CPU."""
+        """True if workers compute on the CPU."""
         return self.device == "cpu"
 
     @property
     def worker_kv_cache_bytes(self) -> int | None:
-        """What `kv_cache_bytes` means on this device; None = a worker measures what its GPU has left."""
+        """The effective `kv_cache_bytes` on this device; None = each worker measures what its GPU has left."""
         return CPU_KV_CACHE_BYTES if self.kv_cache_bytes is None and self.on_cpu else self.kv_cache_bytes
 
     @property
     def batch_requests(self) -> int:
-        """What `max_batch_requests` means on this device."""
+        """The effective `max_batch_requests` on this device."""
         default = CPU_BATCH_REQUESTS if self.on_cpu else GPU_BATCH_REQUESTS
         return default if self.max_batch_requests is None else self.max_batch_requests

@@ -1,7 +1,8 @@
-"""The controller: one Ray actor that keeps the router and every worker alive and knows who serves.
+"""The controller: one Ray actor that keeps the router and every worker alive and tracks which workers serve.
 
-It only ever speaks about processes. Requests and their data never pass through it. Where workers may outlive it there
-may be several, one for each `tandem up`; each keeps its router, and the youngest keeps the workers (`election.py`).
+It handles only processes: requests and their data never pass through it. Where workers may outlive it there may be
+several controllers, one for each `tandem up`. Each keeps its own router, and the youngest supervises the workers
+(`leadership/election.py`).
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from wire.security.credentials import reading_keys
 
 
 class Controller:
-    """Starts, watches and restarts; `Cluster` makes a Ray actor of it. Owns the processes it keeps."""
+    """Starts, watches and restarts processes; `Cluster` makes a Ray actor of it. Owns the processes it keeps."""
 
     def __init__(self, config: ControllerConfig) -> None:
         cluster = config.cluster
@@ -53,11 +54,11 @@ class Controller:
         self._stopped = asyncio.Event()
 
     async def pid(self) -> int:
-        """This process."""
+        """Returns the process id of this process."""
         return os.getpid()
 
     async def start(self) -> str:
-        """Open the controller's listener, begin to start or take over everything at once; the listener's host:port."""
+        """Opens the listener, begins to start or take over all processes, and returns the listener's host:port."""
         cluster, token = self._config.cluster, self._config.token
         operator, elsewhere = self._supervisor.operator, self._election.decided
         servicer = ForwardingServicer(self._registry, operator, token, elsewhere)
@@ -76,16 +77,16 @@ class Controller:
         return self._address
 
     async def serves(self) -> None:
-        """The whole cluster does: its start is over."""
+        """Marks the start of the whole cluster as complete: every required process serves."""
         self._supervisor.started.set()
         self._election.started()
 
     async def let_go(self) -> Handover:
-        """See `LeaderElection.let_go`; for another controller."""
+        """Releases the workers to another controller; see `LeaderElection.let_go`."""
         return await self._election.let_go()
 
     async def settled(self) -> str:
-        """See `LeaderElection.settled`; for another controller, which hears where this one's listener is."""
+        """Waits as `LeaderElection.settled` does and returns this controller's listener, host:port."""
         await self._election.settled()
         return self._address
 
@@ -107,7 +108,7 @@ class Controller:
         )
 
     async def health(self) -> ClusterHealth:
-        """How everything is doing now. Raises what keeps this controller from taking over."""
+        """Returns the health of all processes. Raises the error that keeps this controller from taking over."""
         begun = self._taking_over
         filled = begun is not None and begun.done()
         if begun is not None and filled and not begun.cancelled():
@@ -124,14 +125,14 @@ class Controller:
         )
 
     async def run(self) -> None:
-        """Pending as long as the controller lives and is wanted."""
+        """Waits until the controller is stopped."""
         await self._stopped.wait()
 
     async def stop(self, *, leave_workers: bool = False) -> bool:
-        """End the router, then the workers, then the listener; returns when all are gone. Whether workers live on.
+        """Stops the router, then the workers, then the listener; returns True if workers live on.
 
-        They do, if they may outlive this controller at all, where that is asked for, where another controller lives,
-        and where this one's start is not over and began none of them.
+        They live on, if they may outlive this controller at all, when the caller asks for it, when another controller
+        lives, and when this controller's start is not complete and it started none of them.
         """
         if self._taking_over is not None:
             self._taking_over.cancel()
@@ -139,7 +140,7 @@ class Controller:
         self._router_keeper.stop()
         if self._router_run is not None:
             await self._router_run
-        # Not before: another may take over while the router still lets requests end.
+        # Only now: another controller may take over while the router still finishes requests.
         await self._election.stop()
         leave = await self._leaves_workers(asked=leave_workers)
         await self._supervisor.stop(end_workers=not leave)

@@ -1,4 +1,4 @@
-"""One cluster, from nothing to serving and back to nothing."""
+"""The life of one cluster: start, serve, stop."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ from cluster.ray_processes.ray_node import RayNode
 from cluster.ray_processes.ray_process import actor_class, on_this_node
 from cluster.supervision.health import ClusterHealth, Phase
 from cluster.supervision.process_supervisor import first_line
-from cluster.supervision.roles import offer, plan, room
+from cluster.supervision.roles import capacity, offer, plan
 from cluster.worker_supervisor import ControllerConfig
 from wire.errors import DeadlineExceeded, TandemError, Unavailable
 from wire.security.credentials import metrics_key_of
@@ -33,18 +33,21 @@ POLL_S = 0.05
 WATCH_S = 0.3
 STOP_TIMEOUT_S = 15.0
 KILL_AFTER_S = 25.0
-"""How long a cluster may take to end before it is killed, in seconds: `tandem down` waits a little longer."""
+"""Seconds that a cluster may take to end before it is killed; `tandem down` waits a little longer."""
 KILLED_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 BESIDES_WORKERS = 2
-"""Actors that are not workers: controller and router."""
+"""The number of actors that are not workers: controller and router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A step of start-up: `name` is "Ray" or a process ("router", "prefill-0"), `detail` what it is busy with, and
-    `fraction` how much of that is done; `done` = it serves. After the start: `done` = it serves again, else it is gone,
-    and `detail` says why. `note` is a sentence instead of all that."""
+    """One progress report of the start-up, or of a process that dies or comes back after it.
+
+    During start-up `name` is "Ray" or a process ("router", "prefill-0"), `detail` its current activity, `fraction` the
+    part of that activity that is done, and `done` = it serves. After the start `done` = it serves again; otherwise it
+    is gone and `detail` is the reason. `note` is a sentence that replaces all other fields.
+    """
 
     name: str
     done: bool
@@ -55,7 +58,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the cluster listens, each host:port. `token` lets parts and operators in, at all but the router's."""
+    """The cluster's listeners, each host:port; `token` is required at all but the router's."""
 
     grpc: str
     http: str
@@ -65,15 +68,15 @@ class Endpoints:
 
     @property
     def metrics_key(self) -> str:
-        """Opens all metrics and traces."""
+        """The key that opens all metrics and traces."""
         return metrics_key_of(self.token)
 
 
 class Cluster:
-    """A running cluster, owned by whoever started it until `stop`.
+    """A running cluster, owned by the caller of `start` until `stop`.
 
-    Ray lives in a thread of its own, because its processes die with the thread that starts them; the caller's
-    thread stays free for signals.
+    Ray runs in a thread of its own, because its processes die with the thread that starts them; the caller's thread
+    stays free for signals.
     """
 
     endpoints: Endpoints
@@ -102,17 +105,17 @@ class Cluster:
         )
         self._leave_workers = False
         self.left_workers = False
-        """Whether workers lived on when it stopped."""
+        """True if workers lived on when the cluster stopped."""
         self._controller: Any = None
         self._controller_pid = 0
         self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
 
     @classmethod
     def start(cls, config: ClusterConfig, progress: Callable[[Progress], None] = lambda _: None) -> "Cluster":
-        """Start everything and wait until it serves.
+        """Starts all processes and waits until they serve.
 
-        `progress` is called from another thread. A TandemError says why it cannot serve; on any exception, a
-        KeyboardInterrupt too, nothing is left behind but workers that lived before.
+        `progress` is called from another thread. A TandemError gives the reason if the cluster cannot serve; on any
+        exception, including KeyboardInterrupt, nothing is left behind except workers that lived before.
         """
         cluster = cls(config, progress)
         cluster._thread.start()
@@ -137,23 +140,23 @@ class Cluster:
                     self._signals_back.set()
 
     def health(self) -> ClusterHealth:
-        """How the router and the workers are doing now. Unavailable once the cluster is gone."""
+        """Returns the current health of the router and the workers. Unavailable once the cluster is gone."""
         if self._over.is_set():
             raise self._failure or Unavailable("the cluster is stopped; start it with `tandem up`")
         health: ClusterHealth = _ask(self._controller.health.remote())
         return health
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until the cluster is gone or the time is over. Raises what ended it, if it was not `stop`."""
+        """Waits until the cluster is gone or the timeout expires. Raises the error that ended it, if any."""
         self._over.wait(timeout_s)
         if self._failure is not None:
             raise self._failure
 
     def stop(self, timeout_s: float = KILL_AFTER_S, *, leave_workers: bool = False) -> None:
-        """End every process and remove every file of the cluster; returns when they are gone. Idempotent.
+        """Ends every process of the cluster and removes its files; returns when they are gone. Idempotent.
 
-        Workers that may outlive it do so if `leave_workers`, or if another `tandem up` serves with them.
-        What is not gone `timeout_s` seconds after the config's grace, a Ray that hangs for instance, is killed.
+        Workers that may outlive it do so if `leave_workers`, or if another `tandem up` serves with them. A process that
+        is not gone `timeout_s` seconds after the config's grace, such as a hanging Ray, is killed.
         """
         self._leave_workers = leave_workers
         self._stopping.set()
@@ -162,7 +165,7 @@ class Cluster:
             self._over.wait(KILLED_S)  # the thread is a daemon: if it hangs still, it ends with this process
 
     def _live(self) -> None:
-        """The Ray thread: start, watch the controller, stop."""
+        """The body of the Ray thread: start, watch the controller, stop."""
         try:
             self._start_ray()
             self._start_controller()
@@ -178,15 +181,15 @@ class Cluster:
 
     def _start_ray(self) -> None:
         self._progress(Progress("Ray", False))
-        places = offer(self._config) if self._config.ray_address else room()
+        places = offer(self._config) if self._config.ray_address else capacity()
         self._node.start(places, processes=self._config.worker_count + BESIDES_WORKERS)
-        # Whoever is told that Ray is up may send SIGTERM: only the main thread can take that back from Ray first.
+        # A caller that sees Ray up may send SIGTERM: the main thread must take the signal back from Ray first.
         self._ray_up.set()
         self._signals_back.wait(1.0)
         self._progress(Progress("Ray", True))
 
     def _start_controller(self) -> None:
-        """Bring everything up, then stay until the controller dies or `stop` is called."""
+        """Starts all processes, then waits until the controller dies or `stop` is called."""
         if self._stopping.is_set():
             return
         number = next_number() if self._config.workers_outlive_s else 0
@@ -206,7 +209,7 @@ class Cluster:
         self._watch(life, health)
 
     def _watch(self, life: Any, health: ClusterHealth) -> None:
-        """Until `stop`: report each process that goes, comes or comes back."""
+        """Reports each process that dies or serves again, until `stop`."""
         before, kept_at = {one.name: one.phase for one in health.all}, health.kept_at
         while not self._stopping.wait(WATCH_S):
             _raise_if_over(life)
@@ -222,7 +225,7 @@ class Cluster:
                 before[one.name] = one.phase
 
     def _await_serving(self, life: Any) -> ClusterHealth | None:
-        """Poll until all serve; None = `stop` came first. The first death before that ends the start."""
+        """Polls until all processes serve; None = `stop` came first. The first death before that fails the start."""
         give_up = time.monotonic() + self._config.start_timeout_s
         while not self._stopping.wait(POLL_S):
             _raise_if_over(life)
@@ -240,8 +243,9 @@ class Cluster:
         return None
 
     def _health_in_time(self) -> ClusterHealth:
-        """As `health`, for whoever keeps the controller: one that lives and does not answer is killed. Waits are
-        counted: while this process itself stands still, only one passes.
+        """Returns the controller's health, and kills a controller that lives but does not reply.
+
+        Waits are counted rather than timed: while this process itself is stopped, only one of them passes.
         """
         import ray
 
@@ -260,7 +264,7 @@ class Cluster:
         return health
 
     def _stop_controller(self) -> None:
-        """Let it end what it keeps, for a bounded time beside the grace; what remains dies with Ray."""
+        """Stops the controller, for a bounded time after the grace; processes that remain die with Ray."""
         self.left_workers = bool(self._config.workers_outlive_s)  # those of one that is dead or silent
         try:
             left = self._controller.stop.remote(leave_workers=self._leave_workers)
@@ -271,7 +275,7 @@ class Cluster:
             log.warning("the controller could not be asked to stop: %s", first_line(error))
 
     def _fail(self, error: Exception) -> None:
-        """Hand `error` to whoever waits for the start, or, after it, to `wait`."""
+        """Passes `error` to the caller that waits for the start, or, after the start, to `wait`."""
         if not isinstance(error, TandemError):
             error = Unavailable(f"the cluster failed: {type(error).__name__}: {first_line(error)}")
         self._failure = error
@@ -280,14 +284,14 @@ class Cluster:
 
 
 def _restore_sigterm() -> None:
-    """Ray's core takes SIGTERM behind Python's back, to die with a stack dump; give it back to Python's handler."""
+    """Gives SIGTERM back to Python's handler: Ray's core takes it over, to die with a stack dump."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
 
 def _ask(reply: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-    """The controller's answer. Unavailable if it is dead or silent."""
+    """Returns the controller's reply. Unavailable if it is dead or silent."""
     import ray
 
     try:
@@ -297,7 +301,7 @@ def _ask(reply: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
 
 
 def _sees_workers(address: str) -> bool:
-    """Whether the router at `address` has found the workers, by its own health service."""
+    """Returns True if the health service of the router at `address` reports that it has found the workers."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -312,7 +316,7 @@ def _sees_workers(address: str) -> bool:
 
 
 def _raise_if_over(life: Any) -> None:
-    """Unavailable if the controller is gone."""
+    """Raises Unavailable if the controller is gone."""
     import ray
 
     done, _ = ray.wait([life], timeout=0)

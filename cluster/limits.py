@@ -1,4 +1,4 @@
-"""What numbers that describe a cluster may be, for those who check some of them before there is a whole config."""
+"""Limits of numbers that describe a cluster, for callers that check some of them before there is a whole config."""
 
 from wire.errors import InvalidArgument
 
@@ -7,14 +7,14 @@ _KV_CACHE_GIB_MIN, _KV_CACHE_GIB_MAX = 1 / 1024, 1024 * 1024
 
 
 def check_kv_cache_gib(size: float) -> None:
-    """InvalidArgument for a size in GiB that no machine has or that is next to nothing."""
+    """Checks a KV cache size in GiB; raises InvalidArgument unless it is 1/1024 to 1048576."""
     if not _KV_CACHE_GIB_MIN <= size <= _KV_CACHE_GIB_MAX:
         limits = f"{_KV_CACHE_GIB_MIN:.3f} and {_KV_CACHE_GIB_MAX}"
         raise InvalidArgument("--kv-cache-gib", f"{size:g} is not between {limits}")
 
 
 def check_ports(grpc_port: int, http_port: int, metrics_port: int = 0, controller_port: int = 0) -> None:
-    """InvalidArgument for a number that is no port, or one port for two listeners."""
+    """Checks ports; raises InvalidArgument for a number that is no port, or for one port given to two listeners."""
     taken: dict[int, str] = {}
     listeners = ("--grpc-port", grpc_port), ("--http-port", http_port)
     for option, port in (*listeners, ("--metrics-port", metrics_port), ("--controller-port", controller_port)):

@@ -1,6 +1,6 @@
-"""When a process that lives counts as one that hangs: it is stopped, or one of its event loops stands still.
+"""Hang detection: a live process hangs if it is stopped or if one of its event loops makes no progress.
 
-Whoever keeps it kills it then, and starts it again as after any other death.
+Its supervisor then kills it and restarts it as after any other death.
 """
 
 import asyncio
@@ -11,14 +11,19 @@ from collections.abc import Awaitable, Callable
 from wire.heartbeat import Heartbeat
 
 HANG_DEADLINE_S = 30.0
-"""Default of `--hang-deadline`, in seconds. Where two cores do all the work of a cluster a process may wait for a core
-for seconds, and a restart costs a worker its weights and its requests: this is far longer than such waits, and shorter
-than what clients wait for."""
+"""Default of `--hang-deadline`, in seconds.
+
+Where two cores do all the work of a cluster, a process may wait for a core for seconds, and a restart costs a worker
+its weights and its requests. The default is far longer than such waits and shorter than client timeouts.
+"""
 START_HANG_DEADLINE_S = 120.0
-"""The same, at least, while a process starts: it may hold the interpreter for long as it imports modules from a slow
-disk, registers its memory or compiles kernels."""
+"""Minimum hang deadline while a process starts, in seconds.
+
+A starting process may hold the interpreter for long: it imports modules from a slow disk, registers memory or compiles
+kernels.
+"""
 QUESTIONS = 6
-"""So many signs of life are asked for within a deadline: one that is late means nothing."""
+"""Number of signs of life requested within a deadline, so that a single late one does not count as a hang."""
 
 
 async def until_it_hangs(
@@ -28,9 +33,9 @@ async def until_it_hangs(
     starts: Callable[[], bool],
     is_there: Callable[[], bool],
 ) -> float:
-    """Returns when nothing has come back from `works` for `deadline_s` seconds, 0 = never; for how long, in seconds.
+    """Returns when `works` has not completed for `deadline_s` seconds (0 = never); returns that duration in seconds.
 
-    `starts` says whether the process starts still, `is_there` whether there is one to be asked yet.
+    `starts` returns True while the process starts, `is_there` returns True once there is a process to ask.
     """
     if not deadline_s:
         await asyncio.Event().wait()
@@ -39,7 +44,7 @@ async def until_it_hangs(
     asking: asyncio.Task[None] | None = None
 
     def ask() -> None:
-        """One question at a time: the answer to an old one is as good as any."""
+        """Sends one question at a time: the reply to an old one is as good as any."""
         nonlocal asking
         if not is_there():
             heartbeat.beat()

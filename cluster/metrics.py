@@ -1,6 +1,6 @@
-"""The whole cluster's metrics at one address, and who is there to be scraped, for Prometheus' HTTP service discovery.
+"""The cluster-wide metrics at one address, and the list of scrape targets for Prometheus' HTTP service discovery.
 
-Each process counts for itself and is asked whenever somebody asks here: nothing is kept, and nothing added up.
+Each process counts for itself and is scraped on every request; nothing is cached and nothing is summed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from cluster.supervision.health import Health, Phase
 from telemetry import families as f
-from telemetry.board import Board, Facts
 from telemetry.exposition import TEXT, Exposition, merge
 from telemetry.metrics_server import DISCOVERY_PATH, METRICS_PATH, MetricsServer, fetch, metrics_page
+from telemetry.registry import Facts, Registry
 from wire.errors import Unavailable
 from wire.security.credentials import metrics_key_of
 
 _ME = "controller"
 _JSON = "application/json"
 _TARGET_S = 2.0
-"""How long one process may take to answer; the others' metrics wait for it."""
+"""Maximum time for one process to respond, in seconds; the other processes' metrics wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,42 +43,43 @@ class ClusterMetrics:
         health: Callable[[], Iterable[tuple[str, Health]]],
         roles: Callable[[], Mapping[str, str]],
     ) -> None:
-        """The processes' pages are opened by the key that comes from `token`, this one's by `keys`. `health` tells of
-        each kept process, with the role that it was started for; `roles` those that workers have now.
+        """Opens the processes' pages with the key derived from `token`; the keys in `keys` open this listener.
+
+        `health` returns each kept process with the role that it was started for, `roles` the workers' current roles.
         """
         self._key = metrics_key_of(token)
         self._health = health
         self._roles = roles
         self._targets: dict[str, Target] = {}
         self._answered: dict[str, bool] = {}
-        self.board = Board({"model": model, "worker": _ME})
-        self._said: Facts = {}
-        """What the next page says. It is rendered beside the event loop, on which workers come and go meanwhile."""
-        self.board.read(lambda: self._said)
-        self._own = metrics_page(Exposition(self.board))
+        self.registry = Registry({"model": model, "worker": _ME})
+        self._facts_now: Facts = {}
+        """The facts of the next page, which is rendered off the event loop while workers come and go on it."""
+        self.registry.read(lambda: self._facts_now)
+        self._own = metrics_page(Exposition(self.registry))
         self._listener = MetricsServer({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
 
     async def open(self, host: str, port: int) -> str:
-        """Listen; host:port. FailedPrecondition if the port is taken."""
+        """Listens and returns host:port. FailedPrecondition if the port is taken."""
         return await self._listener.open(host, port)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Closes the listener. Idempotent."""
         await self._listener.close()
 
     def opened(self, name: str, role: str, address: str) -> None:
-        """A process serves metrics there."""
+        """Registers the metrics address of a process."""
         self._targets[name] = Target(role, address)
 
     def gone(self, name: str) -> None:
-        """It ended."""
+        """Removes a process that has ended."""
         self._targets.pop(name, None)
         self._answered.pop(name, None)
 
     async def text(self) -> str:
-        """All processes' series, now."""
+        """Returns the current series of all processes, as text."""
         texts = await asyncio.gather(*(self._ask(name, target) for name, target in tuple(self._targets.items())))
-        self._said = self._facts()
+        self._facts_now = self._facts()
         own, _ = await self._own(TEXT)
         return merge([own.decode(), *texts])
 
@@ -95,7 +96,10 @@ class ClusterMetrics:
         return text
 
     async def _discovery(self, _accept: str) -> tuple[bytes, str]:
-        """As `http_sd_configs` wants it. The labels are for relabeling alone: each process names itself in its own."""
+        """Returns the targets for `http_sd_configs`.
+
+        The labels are for relabeling alone: each process names itself in its own series.
+        """
         roles = self._roles()
         found = [
             {

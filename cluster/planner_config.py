@@ -8,11 +8,11 @@ from wire.errors import InvalidArgument
 
 
 class PlannerMode(StrEnum):
-    """What the planner may do."""
+    """The planner's permissions: off, propose changes only, or act."""
 
     OFF = "off"
     DRY_RUN = "dry-run"
-    """It decides, says so, and changes nothing."""
+    """Decides, logs the decision and changes nothing."""
     ON = "on"
 
 
@@ -22,11 +22,11 @@ class PlannerConfig:
 
     mode: PlannerMode = PlannerMode.OFF
     window_s: float = 15.0
-    """How often it looks, in seconds, above 0: long enough for some tens of requests."""
+    """The length of an observation window, in seconds, above 0: long enough for some tens of requests."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        """InvalidArgument names the option."""
+        """Validates the window; InvalidArgument names the option."""
         if not 0 < self.window_s < float("inf"):
             raise InvalidArgument("--planner-window", f"{self.window_s:g} is no number of seconds above 0")
 
@@ -34,7 +34,7 @@ class PlannerConfig:
 def planner_config(
     mode: str, window_s: float, *, workers: str = "", prefill: str = "", decode: str = ""
 ) -> PlannerConfig:
-    """From the command line; ranges are MIN:MAX, "" = none. InvalidArgument names the option."""
+    """Parses the planner's command-line options; ranges are MIN:MAX, "" = none. InvalidArgument names the option."""
     if mode not in list(PlannerMode):
         raise InvalidArgument("--planner", f"{mode!r} is none of {', '.join(PlannerMode)}")
     ranges = {"--planner-workers": workers, "--planner-prefill": prefill, "--planner-decode": decode}
@@ -50,7 +50,7 @@ def planner_config(
 
 
 def parse_range(option: str, text: str) -> Range:
-    """From "MIN:MAX", both included; InvalidArgument names `option`."""
+    """Parses "MIN:MAX", both included; InvalidArgument names `option`."""
     low, colon, high = text.partition(":")
     if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
         raise InvalidArgument(option, f"{text!r} is not MIN:MAX with 1 <= MIN <= MAX; 1:8 is, for example")

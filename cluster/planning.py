@@ -1,7 +1,7 @@
-"""The planner at work: it looks at the cluster's metrics once a window, decides, and lets the operator's hand do it.
+"""The planner's control loop: once a window it reads the cluster's metrics, decides, and acts through the operator.
 
-One at a time: while workers change their roles, start or drain, nobody looks, so no decision is made of half a change.
-New workers that have no node yet are the exception: that may take minutes, or for ever.
+Changes are sequential: while workers change roles, start or drain, no window is observed, so that no decision is based
+on half a change. New workers without a node are the exception: they may take minutes, or never come.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from planner.policy import plan
 from planner.reading import observe
 from router.slo import SloClass
 from telemetry import families as f
-from telemetry.board import Board, Facts, Reading
 from telemetry.family import Family
-from telemetry.scrape import Scrape, Stretch
+from telemetry.registry import Facts, Reading, Registry
+from telemetry.scrape import Scrape, ScrapeInterval
 from wire.errors import TandemError
 from wire.messages import Membership, Role, WorkerInfo
 from wire.mode import Mode
@@ -32,20 +32,23 @@ from wire.mode import Mode
 log = logging.getLogger(__name__)
 
 GRACE_S = 60.0
-"""What halves that close, and workers that leave, have for the requests that they still have."""
+"""Seconds that closing halves and leaving workers have for the requests they still hold."""
 WAIT_S = 60.0
-"""How long new workers are waited for; those that come later, with a node for instance, hold nobody up."""
+"""Maximum wait for new workers, in seconds; workers that come later, for instance with a new node, do not block it."""
 
 
-class Hand(Protocol):
-    """The operator's, as far as it is needed."""
+class OperatorInterface(Protocol):
+    """The part of the operator's interface that the planner uses."""
 
     @property
-    def coming(self) -> int: ...
+    def coming(self) -> int:
+        """The number of workers that will serve but do not yet."""
 
-    async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]: ...
+    async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
+        """Changes the mode; returns the current workers."""
 
-    async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]: ...
+    async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
+        """Changes the number of workers; returns the current workers."""
 
 
 class Planning:
@@ -55,13 +58,13 @@ class Planning:
         self,
         config: PlannerConfig,
         classes: Iterable[SloClass],
-        operator: Hand,
+        operator: OperatorInterface,
         *,
         membership: Callable[[], Membership],
         scrape: Callable[[], Awaitable[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`scrape` gives the whole cluster's metrics as text, `clock` seconds."""
+        """Creates the loop; `scrape` returns the cluster-wide metrics as text, `clock` returns seconds."""
         self._config = config
         self._classes = tuple(classes)
         self._operator = operator
@@ -73,30 +76,30 @@ class Planning:
         self._decision: Decision | None = None
         self._changes = dict.fromkeys((each for each in Direction if each is not Direction.NONE), 0)
 
-    def tell(self, board: Board) -> None:
-        """Export what was decided."""
-        board.read(self._facts)
+    def export_to(self, registry: Registry) -> None:
+        """Exports the planner's decisions as metrics."""
+        registry.read(self._facts)
 
     async def run(self) -> None:
-        """Look and act until cancelled. What was seen before it is of another time."""
+        """Observes and acts until cancelled, starting from a fresh scrape."""
         self._before = None
         while True:
             await asyncio.sleep(self._config.window_s)
             try:
                 await self.look()
             except TandemError as error:
-                log.warning("the planner's change is not through: %s", error.message)
+                log.warning("the planner's change failed: %s", error.message)
             except Exception:
-                log.exception("the planner could not look; it will again")
+                log.exception("the planner failed to process a window; continuing with the next one")
 
     async def look(self) -> None:
-        """One window. What it cannot bring about is a TandemError; it looks anew then."""
+        """Processes one window. A TandemError reports a failed change; the next window starts from a fresh scrape."""
         now = await asyncio.to_thread(Scrape, await self._scrape(), self._clock())
         before, self._before = self._before, now
         if before is None:
             return
         workers, coming = self._membership().workers, self._operator.coming
-        seen = observe(Stretch(before, now), workers, self._promises, coming=coming)
+        seen = observe(ScrapeInterval(before, now), workers, self._promises, coming=coming)
         decision = plan(seen, self._config.limits, self._state)
         self._decision, self._state = decision, decision.state
         if decision.change is Direction.NONE:
@@ -110,10 +113,10 @@ class Planning:
         try:
             await self._apply(decision)
         finally:
-            self._before = None  # what happened meanwhile is of no split
+            self._before = None  # this window spans a change and describes neither split
 
     async def _apply(self, decision: Decision) -> None:
-        """Who is away for a moment counts among those that decode, where only roles change."""
+        """Applies the split; where only roles change, workers that are briefly absent count as decode workers."""
         split, began = decision.split, self._clock()
         if decision.change in {Direction.TO_PREFILL, Direction.TO_DECODE}:
             await self._operator.set_mode(ModeChange(Mode.DISAGGREGATED, prefill=split.prefill, grace_s=GRACE_S))
@@ -135,7 +138,7 @@ class Planning:
             split = decision.split
             facts[f.PLANNER_WANTED] = _by_role(split.prefill, split.decode, split.shared)
             if decision.prefill is not None and decision.decode is not None:
-                facts[f.PLANNER_STRAIN] = _by_role(decision.prefill.value, decision.decode.value)
+                facts[f.PLANNER_LOAD_RATIO] = _by_role(decision.prefill.value, decision.decode.value)
         return facts
 
 

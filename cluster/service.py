@@ -1,4 +1,4 @@
-"""The controller's gRPC listener: workers register, routers and workers watch, operators change what workers do."""
+"""The controller's gRPC service: workers register, routers and workers watch, operators change the cluster."""
 
 import time
 from collections.abc import AsyncIterator
@@ -18,29 +18,33 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
-    """`tandem.v1.Cluster` over a registry and the operator's hand."""
+    """Implements `tandem.v1.Cluster` over a registry and an operator."""
 
     def __init__(self, registry: Registry, operator: Operator) -> None:
         self._registry = registry
         self._operator = operator
 
     async def Register(self, request: cluster_pb2.RegisterRequest, _context: _Context) -> cluster_pb2.RegisterResponse:
+        """Registers a worker or a new incarnation of it. StaleEpoch for an incarnation that is over."""
         self._registry.register(convert.worker_info_from_proto(request.worker))
         return cluster_pb2.RegisterResponse()
 
     async def Unregister(
         self, request: cluster_pb2.UnregisterRequest, _context: _Context
     ) -> cluster_pb2.UnregisterResponse:
+        """Removes a worker's incarnation for good."""
         self._registry.unregister(PeerRef(request.worker_id, request.incarnation))
         return cluster_pb2.UnregisterResponse()
 
     async def Watch(
         self, _request: cluster_pb2.WatchRequest, _context: _Context
     ) -> AsyncIterator[cluster_pb2.Membership]:
+        """Streams the membership, now and after each change."""
         async for membership in self._registry.watch():
             yield convert.membership_to_proto(membership)
 
     async def SetMode(self, request: cluster_pb2.SetModeRequest, _context: _Context) -> cluster_pb2.SetModeResponse:
+        """Changes mode, roles and step settings; returns when every serving worker has followed."""
         began = time.monotonic()
         change = ModeChange(
             request.mode,
@@ -59,6 +63,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def DrainWorker(
         self, request: cluster_pb2.DrainWorkerRequest, _context: _Context
     ) -> cluster_pb2.DrainWorkerResponse:
+        """Drains one worker; returns when its process has ended or, for a restart, serves again."""
         began = time.monotonic()
         await self._operator.drain_worker(
             request.worker_id,
@@ -70,6 +75,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.DrainWorkerResponse(seconds=time.monotonic() - began)
 
     async def Resize(self, request: cluster_pb2.ResizeRequest, _context: _Context) -> cluster_pb2.ResizeResponse:
+        """Changes the number of workers; returns the workers that serve then."""
         began = time.monotonic()
         change = SizeChange(request.prefill, request.decode, request.workers, request.grace_s, request.wait_s)
         workers = await self._operator.resize(change)
@@ -80,5 +86,6 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def ListAbsent(
         self, _request: cluster_pb2.ListAbsentRequest, _context: _Context
     ) -> cluster_pb2.ListAbsentResponse:
+        """Lists the workers that do not serve now, with reasons."""
         absent = (convert.absence_to_proto(each) for each in self._operator.absent())
         return cluster_pb2.ListAbsentResponse(workers=absent)

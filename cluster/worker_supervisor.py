@@ -1,4 +1,4 @@
-"""The workers of a cluster as one controller keeps them: taken over or started, told their assignments, and let go again."""
+"""The workers that one controller supervises: taken over or started, given their assignments, and released."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from cluster.ray_processes.ray_process import node_is_up
 from cluster.ray_processes.worker_actors import WorkerActors
 from cluster.supervision.health import Phase
 from cluster.supervision.incarnations import Incarnations, generation_of
-from cluster.supervision.modes import Sharing
+from cluster.supervision.modes import Topology
 from cluster.supervision.process_supervisor import Process, ProcessSupervisor
 from cluster.supervision.registry import Registry
 from cluster.supervision.roles import Slot, another
@@ -40,26 +40,26 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.02
 GRACE_S = 60.0
-"""What workers that were taken over have for their requests, before they are started again or leave."""
+"""Seconds that workers that were taken over have for their requests before they are restarted or leave."""
 
-_ASSIGNMENTS = "telling workers their assignments"
+_ASSIGNMENTS = "sending workers their assignments"
 Found = Mapping[str, tuple[OrphanedWorker, WorkerDescription]]
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """What the controller keeps alive."""
+    """Settings of one controller and of the cluster that it keeps alive."""
 
     cluster: ClusterConfig
     """Settings of the whole cluster."""
     slots: tuple[Slot, ...]
-    """The workers that it starts with."""
+    """The slots of the initial workers."""
     gpus: int
-    """Of this host, where all workers are on it."""
+    """The number of GPUs of this host, where all workers run on it."""
     token: str
-    """The cluster's secret: whoever registers or watches shows it."""
+    """The cluster's secret, presented by every client that registers or watches."""
     number: int = 0
-    """Which controller of its cluster it is: the greater, the younger."""
+    """The number of this controller in its cluster; a higher number means a younger controller."""
 
 
 class WorkerSupervisor:
@@ -74,18 +74,18 @@ class WorkerSupervisor:
         self._workers = WorkerActors(cluster, config.token, self._serves_metrics)
         self.fleet = Fleet(self._keeper, self._new_slot, self._workers.release)
         calls = WorkerCalls(config.token)
-        self._assignments = Assignments(registry, Sharing.of(cluster), {}, calls.set_assignment)
+        self._assignments = Assignments(registry, Topology.of(cluster), {}, calls.set_assignment)
         self.operator = Operator(registry, self._assignments, self.fleet, calls, node_is_up)
         self.taken_over: frozenset[str] = frozenset()
-        """Workers that others had started."""
+        """The workers that another controller started."""
         self.started = asyncio.Event()
-        """Set once the cluster serves: then what was taken over may change."""
+        """Set once the cluster serves; from then on workers that were taken over may change."""
         self._metrics: ClusterMetrics | None = None
         self._planner: Planning | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self, address: str, metrics: ClusterMetrics) -> None:
-        """Before all else: where workers find the controller, and who hears of their metrics."""
+        """Sets the controller's address for workers and the metrics registry; called before all other methods."""
         self._workers.controller_address = address
         self._metrics = metrics
         cluster = self._config.cluster
@@ -97,34 +97,34 @@ class WorkerSupervisor:
                 membership=self._registry.membership,
                 scrape=metrics.text,
             )
-            self._planner.tell(metrics.board)
+            self._planner.export_to(metrics.registry)
 
     async def take_over(self, handover: Handover) -> None:
-        """Returns when those that live follow this controller; those that are missing are on their way then."""
+        """Takes over the workers; returns when the living follow this controller and the missing are starting."""
         left = await self._left.living()
         above = max((generation_of(each.peer.incarnation) for each in left), default=0)
-        # Those that live may remember others that were above them and are gone: the head knows of these, too.
+        # Live workers may have seen higher generations that are gone; Ray's head knows of these as well.
         self._incarnations.begin(await self._left.next_generation(above))
         found = await fitting(left, self._served)
         living = {name: description.assignment.role for name, (_, description) in found.items()}
-        estate = inherit(self._config.cluster, self._config.slots, living, handover)
-        await self._left.clear({slot.worker_id for slot in estate.slots})
-        self._assignments.inherit(estate.sharing, estate.roles, estate.away)
+        state = inherit(self._config.cluster, self._config.slots, living, handover)
+        await self._left.clear({slot.worker_id for slot in state.slots})
+        self._assignments.inherit(state.topology, state.roles, state.drained)
         self.taken_over = frozenset(found)
-        for slot in estate.slots:
-            self._fill(slot, found.get(slot.worker_id), away=slot.worker_id in estate.away)
+        for slot in state.slots:
+            self._fill(slot, found.get(slot.worker_id), drained=slot.worker_id in state.drained)
         await self._until_they_follow()
         self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
         self.operator.resume(handover)
         self._tasks = [
             begin(going_on(self._assignments.run, _ASSIGNMENTS), _ASSIGNMENTS),
-            begin(self._adjust(found, estate), "changing workers that were taken over"),
+            begin(self._adjust(found, state), "changing workers that were taken over"),
         ]
         if self._planner is not None:
             self._tasks.append(begin(self._planner.run(), "the planner"))
 
     async def let_go(self) -> Handover:
-        """Workers that serve live on; returns when nothing here touches them any more."""
+        """Releases the workers, which keep serving; returns when this controller no longer acts on them."""
         planning_and_more, self._tasks = self._tasks[1:], self._tasks[:1]
         await _cancel(planning_and_more)
         try:
@@ -133,11 +133,11 @@ class WorkerSupervisor:
             await self._leave()
 
     async def follow(self, address: str) -> None:
-        """See `mirror`."""
+        """Mirrors the membership of the controller at `address`; see `mirror`."""
         await mirror(address, self._config.token, self._registry)
 
     async def stop(self, *, end_workers: bool) -> None:
-        """End all workers and give their places back, or let them live on as they are."""
+        """Ends all workers and releases their resources, or lets them live on as they are."""
         if not end_workers:
             await self._leave()
             return
@@ -155,35 +155,35 @@ class WorkerSupervisor:
             for name in names:
                 self._metrics.gone(name)
 
-    def _fill(self, slot: Slot, found: tuple[OrphanedWorker, WorkerDescription] | None, *, away: bool) -> None:
+    def _fill(self, slot: Slot, found: tuple[OrphanedWorker, WorkerDescription] | None, *, drained: bool) -> None:
         if found is None:
-            self.fleet.add(slot, away=away)
+            self.fleet.add(slot, drained=drained)
             return
         left, _ = found
         log.info("taking over %s (incarnation %d)", left.peer.worker_id, left.peer.incarnation)
         self.fleet.add(slot, (left.peer.incarnation, self._workers.adopt(slot, left)))
 
     async def _until_they_follow(self) -> None:
-        """Or turned out not to live."""
+        """Waits until every worker that was taken over follows or turns out to be dead."""
         while any(  # noqa: ASYNC110
             one.phase is Phase.STARTING and one.name in self.taken_over and not one.restarts
             for _, one in self.fleet.health()
         ):
             await asyncio.sleep(LOOK_S)
 
-    async def _adjust(self, found: Found, estate: HandoverState) -> None:
-        """Once the cluster serves, there are as many workers as the config says, with its settings."""
+    async def _adjust(self, found: Found, state: HandoverState) -> None:
+        """Adjusts the number of workers and their settings to the config, once the cluster serves."""
         await self.started.wait()
         cluster = self._config.cluster
-        if estate.surplus:
+        if state.surplus:
             sizes = SizeChange(workers=cluster.workers, grace_s=GRACE_S)
-            if self._assignments.sharing.mode is Mode.DISAGGREGATED:
+            if self._assignments.topology.mode is Mode.DISAGGREGATED:
                 sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
             await _else_it_stays(self.operator.resize(sizes), "there are more workers than asked for")
         for name, (_, description) in found.items():
             other = differences(tuning_of(self._asked_of(name)), description.tuning)
             if other and name in self.fleet.keepers:
-                log.warning("%s was started with another %s, and is started again", name, ", ".join(other))
+                log.warning("%s was started with another %s; restarting it", name, ", ".join(other))
                 again = self.operator.drain_worker(name, GRACE_S, restart=True, force=False)
                 await _else_it_stays(again, f"{name} keeps its settings")
 
@@ -191,9 +191,9 @@ class WorkerSupervisor:
         return served_of(self._asked_of(worker_id))
 
     def _asked_of(self, worker_id: str) -> "WorkerConfig":
-        """What a worker of this name would be started with, but for its assignment."""
+        """Returns the config that a worker of this name would start with, apart from its assignment."""
         slot = slot_of(self._config.cluster, self._config.slots, worker_id)
-        return self._workers.config(slot, self._assignments.sharing.assignment(slot.role))
+        return self._workers.config(slot, self._assignments.topology.assignment(slot.role))
 
     def _keeper(self, slot: Slot) -> ProcessSupervisor:
         return ProcessSupervisor(
@@ -208,11 +208,11 @@ class WorkerSupervisor:
         return another(self._config.cluster, role, slots, self._config.gpus)
 
     async def _spawn(self, slot: Slot, incarnation: int) -> Process:
-        """With the assignment that it is to have now, not with that of the cluster's start."""
+        """Starts a process with the assignment that is wanted now, not with that of the cluster's start."""
         return await self._workers.spawn(slot, self._assignments.wanted(slot.worker_id), incarnation)
 
     def _forget(self, worker_id: str, incarnation: int) -> None:
-        """Routers hear of a death as soon as its keeper does."""
+        """Unregisters a dead worker, so that routers learn of its death as soon as its supervisor does."""
         self._registry.unregister(PeerRef(worker_id, incarnation))
         if self._metrics is not None:
             self._metrics.gone(worker_id)

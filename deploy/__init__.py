@@ -1,1 +1,1 @@
-"""What operators take: Grafana's dashboards, Prometheus' rules."""
+"""Files for operators: Grafana dashboards and Prometheus rules."""

@@ -1,8 +1,8 @@
-"""What a device can do at best, measured in a fraction of a second: what utilization is told by.
+"""Peak rates of a device, measured in a fraction of a second: the reference of utilization.
 
-The rate of a large product in the model's dtype, and on a GPU the bandwidth of a copy, read and written bytes both
-counted, on CPUs that of all threads which read together. Random numbers: a product of zeros takes less power and is
-faster. Who shares the device disturbs some rounds, so the fast ones count.
+They are the rate of a large product in the model's dtype, and the memory bandwidth: on a GPU that of a copy, with read
+and written bytes both counted, on CPUs that of all threads reading together. The operands are random numbers: a product
+of zeros takes less power and is faster. Other users of the device disturb some rounds, so the fast ones count.
 """
 
 import logging
@@ -23,10 +23,10 @@ _COPY_BYTES = 256 << 20
 _COPY_ROUNDS = 24
 _MATRIX = 8192
 _PRODUCTS_S = 0.15
-"""Seconds of products: a chip that has rested is faster than it can stay, so the second half of them counts."""
+"""Seconds of products: a chip that has been idle is faster than it can stay, so only the second half counts."""
 _PRODUCTS_LEAST, _PRODUCTS_MOST = 4, 400
 _FAST_PART = 4
-"""One round in so many may be faster than the one that counts."""
+"""One round in `_FAST_PART` may be faster than the one that counts."""
 _CPU_READ_BYTES = 128 << 20
 _CPU_MATRIX = 512
 _CPU_ROUNDS_S = 0.1
@@ -34,10 +34,10 @@ _CPU_ROUNDS_S = 0.1
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | None = None) -> Ceilings:
-    """Of `device` for products in `dtype`, on CPUs with so many threads, None = all cores. Nobody else of this process
-    computes meanwhile. What a step costs beside is no part of it and guessed.
+    """Measures the ceilings of `device` for products in `dtype`, on CPUs with `threads` threads (None = all cores).
 
-    A typical device's if there is no memory for it: about half a GiB on a GPU, an eighth on CPUs.
+    Nothing else in this process may compute meanwhile. A step's fixed cost is not measured but assumed. If there is no
+    memory for it (about half a GiB on a GPU, an eighth on CPUs), a typical device's ceilings are returned.
     """
     typical = GPU if device.type == "cuda" else CPU
     began = time.perf_counter()
@@ -46,7 +46,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | No
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
-        log.warning("%s has no memory for measuring what it can do: a typical device's ceilings are used", device)
+        log.warning("%s has no memory to measure its ceilings: a typical device's are used", device)
         return typical
     seconds = time.perf_counter() - began
     log.info("%s: %.3g TFLOP/s, %.0f GB/s, measured in %.2f s", device, flops / 1e12, bandwidth / 1e9, seconds)
@@ -54,7 +54,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | No
 
 
 def _of_gpu(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """On the current stream; the memory goes back to the device."""
+    """Measures on the current stream; the memory is returned to the device."""
     with torch.cuda.device(device), torch.inference_mode():
         try:
             bandwidth, flops = _copy_bandwidth(device), _product_rate(device, dtype)
@@ -82,7 +82,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
-    """Device time of each round, launched without waiting for each other, after one that does not count."""
+    """Returns the device time of each round, launched back to back, after one warm-up round."""
     run()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
@@ -94,9 +94,9 @@ def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
 
 
 def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
-    """Each thread computes alone: PyTorch's own would go on spinning between the engine's kernels.
+    """Measures with one thread per core, since PyTorch's own threads would go on spinning between the engine's kernels.
 
-    A dtype that the cores do not know is slower than float32, which kernels can compute with as well.
+    A dtype without hardware support is slower than float32, which kernels can compute with as well.
     """
     count = threads or len(os.sched_getaffinity(0))
     before = torch.get_num_threads()
@@ -111,7 +111,7 @@ def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
 
 
 def _readers(pool: ThreadPoolExecutor, count: int) -> list[Callable[[], object]]:
-    """Each reads its own part, which some thread of the pool has written first."""
+    """Returns one reader per thread, each of its own part, which some thread of the pool has written first."""
     part = _CPU_READ_BYTES // count // torch.float32.itemsize
     return [values.sum for values in pool.map(torch.ones, [part] * count)]
 
@@ -127,7 +127,7 @@ def _rounds(
     seconds: float = _CPU_ROUNDS_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of the fastest round in which all jobs ran side by side; at least two rounds."""
+    """Returns the seconds of the fastest round in which all jobs ran concurrently; at least two rounds."""
     times: list[float] = []
     ends = clock() + seconds
     while len(times) < 2 or clock() < ends:
@@ -138,5 +138,5 @@ def _rounds(
 
 
 def _fast(times: list[float]) -> float:
-    """Of rounds of which some were disturbed: faster than most, but no lucky one."""
+    """Returns a time among the fast ones of partly disturbed rounds, but no outlier."""
     return sorted(times)[len(times) // _FAST_PART]

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept between starts."""
+"""The folder of compiled kernels, kept between starts."""
 
 import os
 import tempfile
@@ -8,9 +8,7 @@ from engine.user_cache import user_cache
 
 
 def compiled_folder(name: str) -> Path:
-    """A folder that can be written: kernels/`name` in the user's cache, or a new one for this process where that is
-    read-only.
-    """
+    """Returns a writable folder: kernels/`name` in the user's cache, or a new temporary one where that is read-only."""
     home = user_cache("kernels") / name
     try:
         home.mkdir(parents=True, exist_ok=True)

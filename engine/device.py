@@ -1,4 +1,4 @@
-"""What the settings mean on this machine: device, dtype, page size and kernels."""
+"""Resolution of the settings on this machine: device, dtype, page size and kernels."""
 
 import importlib.util
 import logging
@@ -16,25 +16,25 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CAPABILITY = (8, 0)
-"""Oldest GPUs served: bfloat16 and asynchronous copies begin here."""
+"""The oldest GPUs supported: bfloat16 and asynchronous copies begin here."""
 
 
 def usable_gpus() -> int:
-    """The number of GPUs, in the order of their indices, before the first that `parse_device` refuses."""
+    """Returns the number of GPUs, in the order of their indices, before the first that `parse_device` refuses."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     too_old = (index for index in range(count) if torch.cuda.get_device_capability(index) < _CAPABILITY)
     return next(too_old, count)
 
 
 def why_no_gpu_kernels() -> str | None:
-    """What is missing for the kernels of GPUs and how to get it; None if nothing is."""
+    """Returns what is missing for the kernels of GPUs and how to get it; None if nothing is."""
     if importlib.util.find_spec("triton") is not None:
         return None
     return "its kernels need triton, which is not installed; pip install '.[gpu]' in Tandem's folder, or use cpu."
 
 
 def parse_device(name: str) -> torch.device:
-    """InvalidArgument for a device that is not known, not there or too old, or whose kernels are not installed."""
+    """Parses a device; InvalidArgument if it is unknown, absent or too old, or if its kernels are not installed."""
     kind, _, ordinal = name.partition(":")
     if kind not in {"cpu", "cuda"} or (ordinal and not (kind == "cuda" and ordinal.isdecimal())):
         raise InvalidArgument("device", f"{name!r} is not known; use cpu, cuda or cuda:N.")
@@ -56,7 +56,7 @@ def parse_device(name: str) -> torch.device:
 
 
 def parse_dtype(config: EngineConfig, device: torch.device, model: ModelConfig) -> torch.dtype:
-    """InvalidArgument for a dtype that is not known."""
+    """Returns the dtype of weights and KV; InvalidArgument for an unknown one."""
     name = config.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else model.dtype or _stored_dtype(config)
@@ -66,7 +66,7 @@ def parse_dtype(config: EngineConfig, device: torch.device, model: ModelConfig) 
 
 
 def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
-    """InvalidArgument for a page size that is none."""
+    """Returns the tokens of a KV page; InvalidArgument below 1."""
     default = CPU_PAGE_TOKENS if device.type == "cpu" else GPU_PAGE_TOKENS
     page_tokens = default if config.page_tokens is None else config.page_tokens
     if page_tokens < 1:
@@ -79,13 +79,13 @@ def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
 def choose_kernels(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, page_tokens: int
 ) -> Kernels:
-    """The fastest for the device; InvalidArgument for a model that they cannot compute."""
+    """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
     if device.type == "cuda":
         from engine.kernels.cuda import CudaKernels
 
         return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests)
     if dtype in {torch.float32, torch.bfloat16}:
-        # Compiling takes seconds; processes on GPUs need none of it.
+        # Imported here, as compiling takes seconds and processes on GPUs need none of it.
         from engine.kernels.cpu.kernels import CpuKernels
 
         # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
@@ -95,7 +95,7 @@ def choose_kernels(
 
 
 def device_name(device: torch.device) -> str:
-    """For people: `cpu`, or the GPU's number and product name."""
+    """Returns a readable name: `cpu`, or the GPU's number and product name."""
     return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
 
 

@@ -1,24 +1,26 @@
-"""How to wait for work of a device that takes microseconds, if the device is not busy with something else."""
+"""Short waits for a device, for work that takes microseconds on an idle one."""
 
 import time
 from typing import Protocol
 
 SPIN_S = 300e-6
-"""For how long to look again and again: a thread that sleeps until the device rings wakes up tens of µs later."""
+"""The time of polling before blocking, in seconds: a thread that blocks on the device wakes up tens of µs late."""
 LOOK_S = 10e-6
-"""Between two looks, in which others have the interpreter. Linux makes more of it unless the thread says otherwise."""
+"""The pause between polls, in seconds, in which other threads run. Linux's default timer slack would extend it."""
 
 
 class DeviceEvent(Protocol):
-    """A `torch.cuda.Event` that was recorded."""
+    """A recorded `torch.cuda.Event`."""
 
-    def query(self) -> bool: ...
+    def query(self) -> bool:
+        """Returns True if the event has happened."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Blocks until the event has happened."""
 
 
 def wait_for(event: DeviceEvent) -> None:
-    """Return soon after `event` has happened: looks for a while, then sleeps until the device rings."""
+    """Returns soon after `event` has happened: polls for a while, then blocks."""
     until = time.monotonic() + SPIN_S
     while not event.query():
         if time.monotonic() >= until:

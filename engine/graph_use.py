@@ -1,15 +1,15 @@
-"""How much of the work graphs do, and how much they do for nobody."""
+"""Counters of the use of CUDA graphs, and of their padding."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class GraphUse:
-    """Counted by the thread that launches steps."""
+    """Counters that the thread that launches steps increments."""
 
     hits: int = 0
     """Steps that a graph computed."""
     misses: int = 0
-    """Steps that none fitted; all of them on a device without graphs."""
+    """Steps without a fitting graph; on a device without graphs, all steps."""
     padded_tokens: int = 0
-    """Tokens that graphs computed beside those of their steps."""
+    """Padding tokens that graphs computed in addition to those of their steps."""

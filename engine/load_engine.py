@@ -1,4 +1,4 @@
-"""Loading of an engine: device, weights, paged cache, and what runs its steps there."""
+"""Loading of an engine: device, weights, paged cache, and the stepper of the device."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from engine.device import choose_kernels, parse_device, parse_dtype, parse_page_
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
-from engine.memory import GIB, check_host_room, ran_out_of_memory
+from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.models.llama import LlamaModel
 from engine.models.parameters import allocate_parameters, destinations, weight_bytes
 from engine.steps.batch import PendingStep, StepBatch
@@ -28,22 +28,26 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 class Stepper(Protocol):
-    """How steps are run on one kind of device."""
+    """The interface through which steps run on one kind of device."""
 
     @property
-    def asynchronous(self) -> bool: ...
+    def asynchronous(self) -> bool:
+        """True if `launch` returns before the step has run."""
 
     @property
-    def graph_use(self) -> GraphUse: ...
+    def graph_use(self) -> GraphUse:
+        """The counters of CUDA graphs."""
 
-    def launch(self, batch: StepBatch) -> PendingStep: ...
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Launches a step and returns a function that waits for its result."""
 
-    def logits(self, batch: StepBatch) -> Tensor | None: ...
+    def logits(self, batch: StepBatch) -> Tensor | None:
+        """Returns logits [draws, vocab] of a step; None if no row draws."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedParts:
-    """What a `ModelRunner` is made of."""
+    """The parts of a `ModelRunner`."""
 
     shape: ModelConfig
     cache: PagedCache
@@ -56,13 +60,13 @@ class LoadedParts:
 def load_parts(
     config: EngineConfig, progress: Progress | None, *, name: str | None, kernels: Kernels | None
 ) -> LoadedParts:
-    """Load what a runner is made of; see `ModelRunner.load`."""
+    """Loads the parts of a runner; see `ModelRunner.load`."""
     device = parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
     shape = load_model_config(config.model) if config.random_weights else check_model(config.model)
     dtype = parse_dtype(config, device, shape)
     if device.type == "cpu":
-        check_host_room(weight_bytes(shape, dtype))
+        check_host_memory(weight_bytes(shape, dtype))
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     else:
         torch.cuda.set_device(device)
@@ -113,6 +117,6 @@ def _load_model(
             raise
         raise InvalidArgument(
             "device",
-            f"{device} has no room for the weights, {weight_bytes(shape, dtype) / GIB:.2f} GiB; free memory there, or"
+            f"{device} has no memory for the weights, {weight_bytes(shape, dtype) / GIB:.2f} GiB; free memory there, or"
             " serve a smaller model.",
         ) from error

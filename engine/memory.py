@@ -1,4 +1,4 @@
-"""What a device's memory holds: weights, and on a GPU a KV cache of what they, steps and CUDA graphs leave."""
+"""Device memory: weights, and on a GPU a KV cache in what they, steps and CUDA graphs leave."""
 
 import contextlib
 import gc
@@ -11,17 +11,18 @@ from wire.errors import InvalidArgument
 
 GIB = 1 << 30
 _OUTSIDE_BYTES = 3 * GIB // 4
-"""Of the process, but not of PyTorch's allocator: the CUDA context, libraries, loaded kernels."""
+"""The process's memory outside PyTorch's allocator: the CUDA context, libraries, loaded kernels."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of `device`, whoever may take them."""
+    """Returns the free bytes of `device`."""
     return int(psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0])
 
 
-def check_host_room(weights: int) -> None:
-    """InvalidArgument if the host has no room for so many bytes of weights: an operating system promises more than it
-    has, and kills who writes there.
+def check_host_memory(weights: int) -> None:
+    """Raises InvalidArgument if `weights` bytes do not fit into the host's free memory.
+
+    An operating system overcommits, and kills the process that writes there.
     """
     free = free_bytes(torch.device("cpu"))
     if weights > free:
@@ -33,7 +34,7 @@ def check_host_room(weights: int) -> None:
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
-    """Bytes that `run` takes beyond what is allocated now, at its peak and for good."""
+    """Returns the bytes that `run` takes beyond what is allocated now, at its peak including what it keeps."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
@@ -48,8 +49,10 @@ def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> int:
-    """Bytes for the KV cache in a process that may use `fraction` of the GPU, has its weights on it, and needs
-    `step_bytes` for steps and graphs; InvalidArgument, with the setting to change, if nothing is left.
+    """Returns the bytes for the KV cache in a process that may use `fraction` of the GPU.
+
+    The weights are on the GPU already, and `step_bytes` are needed for steps and graphs. InvalidArgument, with the
+    setting to change, if nothing is left.
     """
     free, total = torch.cuda.mem_get_info(device)
     taken = torch.cuda.memory_reserved(device) + _OUTSIDE_BYTES
@@ -57,7 +60,7 @@ def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> in
     if left <= 0:
         raise InvalidArgument(
             "memory_fraction",
-            f"{fraction:g} of {device}'s {total / GIB:.0f} GiB leaves no room for a KV cache: weights take"
+            f"{fraction:g} of {device}'s {total / GIB:.0f} GiB leaves no memory for a KV cache: weights take"
             f" {taken / GIB:.1f} GiB, steps and graphs {step_bytes / GIB:.1f} GiB, {free / GIB:.1f} GiB are free;"
             " raise memory_fraction, lower max_step_tokens or max_batch_requests, or free the GPU.",
         )
@@ -66,7 +69,7 @@ def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> in
 
 @contextlib.contextmanager
 def naming_the_setting(device: torch.device) -> Iterator[None]:
-    """Whatever runs out of `device`'s memory inside raises InvalidArgument with the settings to change."""
+    """Raises InvalidArgument with the settings to change when the code inside runs out of `device`'s memory."""
     try:
         yield
     except RuntimeError as error:
@@ -76,13 +79,13 @@ def naming_the_setting(device: torch.device) -> Iterator[None]:
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:
-    """Whether that is what PyTorch, CUDA or cuBLAS report, each in words of its own."""
+    """Returns True for the out-of-memory errors of PyTorch, CUDA and cuBLAS, which differ in wording."""
     text = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
 
 
 def no_memory(device: torch.device) -> InvalidArgument:
-    """The GPU ran out of memory at start."""
+    """Returns the error of a GPU that ran out of memory at start."""
     free, total = torch.cuda.mem_get_info(device)
     return InvalidArgument(
         "kv_cache_bytes",

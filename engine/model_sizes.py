@@ -1,4 +1,4 @@
-"""How much a step of a model reads and computes, from its shape."""
+"""The bytes and operations of a model's step, from the model's shape."""
 
 import torch
 
@@ -9,11 +9,11 @@ from engine.cache.paged_cache import PagedCache
 from engine.config.model import ModelConfig
 
 _ATTENTION_FLOP = 4
-"""Of a query and a key in one dimension: the score, and the weighted value; each a product and a sum."""
+"""Operations per query, key and dimension: the score and the weighted value, each a product and a sum."""
 
 
 def model_sizes(config: ModelConfig, cache: PagedCache) -> ModelSizes:
-    """Matrices alone: norms, biases and the embedding of a few tokens are next to nothing."""
+    """Returns the sizes of the matrices alone: norms, biases and the embedding of a few tokens are negligible."""
     output = config.vocab_size * config.hidden_size
     weights = config.layers * layer_weights(config) + output
     return ModelSizes(
@@ -26,24 +26,24 @@ def model_sizes(config: ModelConfig, cache: PagedCache) -> ModelSizes:
 
 
 def layer_weights(config: ModelConfig) -> int:
-    """Numbers in the matrices of one layer."""
+    """Returns the number of elements in the matrices of one layer."""
     attention = config.qkv_size + config.heads * config.head_dim
     return config.hidden_size * (attention + 3 * config.intermediate_size)
 
 
 def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:
-    """The model on this kind of device."""
+    """Returns the roofline of the model on this kind of device."""
     return Roofline(model_sizes(config, cache), GPU if cache.tensor.is_cuda else CPU)
 
 
 def cost_guess(config: ModelConfig, cache: PagedCache) -> CostParameters:
-    """What steps should take there, before one was measured."""
+    """Returns the predicted cost of steps on this device, before one was measured."""
     limits, grid = roofline(config, cache), step_grid(config, cache.tensor.device)
     return guess(limits.sizes, limits.ceilings, grid)
 
 
 def step_grid(config: ModelConfig, device: torch.device) -> StepGrid:
-    """The pieces in which `device` computes steps of prompts."""
+    """Returns the granularity in which `device` computes prefill steps."""
     if device.type != "cuda":
         return EACH_TOKEN
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,1 +1,1 @@
-"""Moving KV pages between workers: one interface, NIXL behind it, an in-memory fake beside it."""
+"""KV page transfer between workers: one interface, its NIXL implementation, and an in-memory fake for tests."""

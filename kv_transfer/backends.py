@@ -1,4 +1,4 @@
-"""Which transfers this machine can do, and the listener to them."""
+"""The transfer back ends of this machine, and the function that opens one."""
 
 import os
 from dataclasses import dataclass
@@ -17,8 +17,11 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """What `tandem doctor` prints of transfers: NIXL's package and plug-ins, RDMA devices of this host, and the reason
-    in `error` ("" = none) when NIXL cannot be used."""
+    """The transfer section of `tandem doctor`'s report.
+
+    NIXL's package and plug-ins, the RDMA devices of this host, and in `error` the reason why NIXL cannot be used ("" =
+    it can).
+    """
 
     package: str
     plugins: tuple[str, ...]
@@ -34,11 +37,12 @@ def open_transport(
     *,
     trusted_network: bool = False,
 ) -> Transport:
-    """A transport over the pool at `layout`; the caller closes it before the pool's memory goes. Peers are on this
-    host, and nothing listens to a network, unless that is a `trusted_network`.
+    """Opens a transport over the pool at `layout`; the caller closes it before it frees the pool's memory.
 
-    InvalidArgument for an unknown kind, or a UCX_TLS that asks for a network all the same; FailedPrecondition when its
-    package cannot be imported; TransferFailed when the pool cannot be registered.
+    Without `trusted_network`, peers must be on this host and nothing listens on a network.
+
+    Raises InvalidArgument for an unknown kind or a UCX_TLS that asks for a network without permission;
+    FailedPrecondition when NIXL's package cannot be imported; TransferFailed when the pool cannot be registered.
     """
     if kind != "nixl":
         raise InvalidArgument("transfer", f"`{kind}` is unknown; the one back end is `nixl`")
@@ -46,7 +50,7 @@ def open_transport(
 
 
 def available_backends() -> BackendReport:
-    """Look at this machine; never raises."""
+    """Reports NIXL and the RDMA devices of this machine; never raises."""
     devices = tuple(sorted(path.name for path in RDMA_DEVICES.iterdir())) if RDMA_DEVICES.is_dir() else ()
     try:
         nixl = load_nixl()

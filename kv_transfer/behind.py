@@ -1,6 +1,6 @@
-"""Writes that go behind others: each is held until those are over.
+"""Ordering of writes: each write is held until the writes that it depends on have completed.
 
-The thread that finds the last of them over begins it, so nobody else has to wake up in between.
+The thread that sees the last of them complete begins it, so no other thread has to wake up.
 """
 
 import threading
@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from kv_transfer.base import WriteDone
 
 Begin = Callable[[str], None]
-"""Called once, with why the write may not begin; empty = it may."""
+"""Called once, with the reason why the write may not begin; empty = it may."""
 
 
 def hold(behind: "Sequence[Future[WriteDone]]", begin: Begin) -> None:
-    """Call `begin` as soon as all those have landed, or one has not: at once, or from the thread that finds it out."""
+    """Calls `begin` once all of `behind` have completed or one has failed: at once, or on the thread that sees it."""
     if behind:
         _Held(len(behind), begin).watch(behind)
     else:
@@ -22,7 +22,7 @@ def hold(behind: "Sequence[Future[WriteDone]]", begin: Begin) -> None:
 
 
 class _Held:
-    """One write that is held."""
+    """One write that waits for others."""
 
     def __init__(self, waits_for: int, begin: Begin) -> None:
         self._waits_for = waits_for
@@ -31,10 +31,10 @@ class _Held:
 
     def watch(self, behind: "Sequence[Future[WriteDone]]") -> None:
         for write in behind:
-            write.add_done_callback(self._hear)
+            write.add_done_callback(self._on_write_done)
 
-    def _hear(self, write: "Future[WriteDone]") -> None:
-        why = "" if write.exception() is None else "a write that it goes behind has failed"
+    def _on_write_done(self, write: "Future[WriteDone]") -> None:
+        why = "" if write.exception() is None else "a write that it depends on has failed"
         with self._lock:
             self._waits_for -= 1
             if self._begin is None or (self._waits_for and not why):

@@ -1,11 +1,11 @@
-"""Whether KV pages arrived as they left: which pages of a transfer are summed, and the thread that sums them.
+"""Checksums of transferred KV pages: the choice of pages of each transfer, and the thread that sums them.
 
-Both workers choose the same pages, from the lease and the rate they agreed on when they were introduced, so a notice
-cannot leave one out. Sums are computed over the pages where they lie, on either side, by a callable of the engine's.
+Both workers choose the same pages, from the lease and the rate that they agreed on in the handshake, so a notice cannot
+leave one out. Sums are computed over the pages in place, on either side, by a callable of the engine's.
 
-A thread of its own does it: a sum waits for memory or for a device, so it would stop every stream of the worker on the
-event loop, every other transfer on the transport's thread, and the running step on the engine's. It is a daemon, since
-a device may hang and nobody can end a thread that waits for one.
+A dedicated thread does this: a sum waits for memory or for a device, so it would block every stream of the worker on
+the event loop, every other transfer on the transport's thread, and the running step on the engine's. It is a daemon
+thread, since a device may hang and a thread that waits for one cannot be ended.
 """
 
 import hashlib
@@ -17,23 +17,24 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from kv_transfer.pace import wait_precisely
+from kv_transfer.poll_backoff import wait_precisely
 from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Lease, PageChecksum
 
 log = logging.getLogger(__name__)
 
 PageSums = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
-"""(pages of the pool, how many token positions of each are filled) → the checksum of each, below 2^64. May wait."""
+"""Maps (page ids, filled token positions of each) to the checksum of each page, below 2^64. May block."""
 
 METHOD = "sum of 32-bit words times 2 i + 1, mod 2^64"
-"""What two workers must agree on; the engine computes it."""
+"""The method that two workers must agree on; the engine computes it."""
 
 
 def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
-    """Numbers of those of a prompt's `pages` pages that are summed, in order: a `rate` part of them, at least one.
+    """Returns the indices of a prompt's `pages` pages that are summed, in order: a `rate` part of them, at least one.
 
-    None at rate 0. Evenly spread from a page that changes with each lease, so that every page has its turn.
+    None at rate 0. They are evenly spaced and start at a page that changes with each lease, so that every page is
+    covered over time.
     """
     if rate <= 0.0:
         return ()
@@ -44,14 +45,14 @@ def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
 
 
 class PageChecks:
-    """Sums of this worker's pages, as sender or receiver. From any thread; `close` ends its own.
+    """Checksums of this worker's pages, as sender or receiver; any thread may call it, and `close` ends its own thread.
 
-    That thread keeps the engine's cache alive. It starts with the first sum, so that nobody has to close what was
-    never used.
+    That thread keeps the engine's cache alive. It starts with the first sum, so an instance that was never used needs
+    no `close`.
     """
 
     def __init__(self, sums: PageSums, rate: float, page_tokens: int) -> None:
-        """`rate` is the part of each transfer's pages that is summed, 0 = none. InvalidArgument outside 0 to 1."""
+        """Takes the part `rate` of each transfer's pages to sum, 0 = none; InvalidArgument outside 0 to 1."""
         if not 0.0 <= rate <= 1.0:
             raise InvalidArgument("kv_checksum_rate", f"{rate:g} is not between 0 and 1")
         self._sums = sums
@@ -63,18 +64,18 @@ class PageChecks:
         self._busy_since: float | None = None
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """For the handshake: peers must choose the same pages and sum them alike."""
+        """Returns the facts for the handshake: peers must choose the same pages and sum them alike."""
         return (("kv_checksums", f"{METHOD}, of {self._rate:.6g} of the pages"),)
 
     def chosen(self, lease: Lease, prompt_tokens: int, skipped: int = 0) -> tuple[int, ...]:
-        """See `chosen_pages`: of the prompt's pages but for the first `skipped`, which are not sent."""
+        """Returns `chosen_pages` of the prompt's pages except the first `skipped`, which are not sent."""
         pages = -(-prompt_tokens // self._page_tokens) - skipped
         return tuple(skipped + number for number in chosen_pages(lease, pages, self._rate))
 
     def begin(
         self, pages: Sequence[int], numbers: Sequence[int], prompt_tokens: int
     ) -> "Future[tuple[PageChecksum, ...]]":
-        """Sum the prompt's pages `numbers`; number n lies in `pages[n]`, which nobody writes to meanwhile.
+        """Sums the prompt's pages `numbers`; page n is `pages[n]`, which must not be written meanwhile.
 
         The future ends with the sums, with what summing raised, or with Unavailable after `close`.
         """
@@ -96,21 +97,21 @@ class PageChecks:
     def compare(
         self,
         pages: Sequence[int],
-        told: Sequence[PageChecksum],
+        expected: Sequence[PageChecksum],
         prompt_tokens: int,
         on_result: Callable[[str], None],
     ) -> None:
-        """Sum what arrived; `on_result` hears what is wrong with it, empty = nothing, always on the checks' thread.
+        """Sums what arrived and calls `on_result` with the mismatch, empty = none, always on the checksum thread.
 
-        Unavailable after `close`: then `on_result` hears nothing.
+        Raises Unavailable after `close`; then `on_result` is not called.
         """
 
         def work() -> None:
             try:
-                mine = self._sum(pages, [each.page for each in told], prompt_tokens)
-                problem = _difference(mine, told)
+                mine = self._sum(pages, [each.page for each in expected], prompt_tokens)
+                problem = _difference(mine, expected)
             except Exception as error:
-                log.exception("pages that arrived could not be summed")
+                log.exception("received pages could not be summed")
                 problem = f"pages that could not be checked ({type(error).__name__})"
             on_result(problem)
 
@@ -118,12 +119,15 @@ class PageChecks:
 
     @property
     def busy_s(self) -> float:
-        """How long the sum that is being made has taken so far, in seconds; 0 when none is."""
+        """The time that the sum being computed has taken so far, in seconds; 0 when none is."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """What was asked for before is summed still, and not waited for; what comes later is refused. Idempotent."""
+        """Stops the thread after the sums already requested, without waiting. Later requests are refused.
+
+        Idempotent.
+        """
         with self._gate:
             self._closed = True
             self._work.put(None)
@@ -131,7 +135,7 @@ class PageChecks:
     def _put(self, work: Callable[[], None]) -> None:
         with self._gate:
             if self._closed:
-                raise Unavailable("this worker is closing and sums no more pages; prefill again elsewhere")
+                raise Unavailable("this worker is closing and computes no more checksums; prefill again elsewhere")
             if not self._started:
                 self._started = True
                 threading.Thread(target=self._run, name="page-checks", daemon=True).start()
@@ -148,14 +152,14 @@ class PageChecks:
             try:
                 work()
             except Exception:
-                log.exception("pages are checked in spite of an error")
+                log.exception("the page checksum thread continues after an error")
             finally:
                 self._busy_since = None
 
 
-def _difference(mine: Sequence[PageChecksum], told: Sequence[PageChecksum]) -> str:
-    wrong = [theirs.page for theirs, ours in zip(told, mine, strict=True) if theirs != ours]
+def _difference(mine: Sequence[PageChecksum], expected: Sequence[PageChecksum]) -> str:
+    wrong = [theirs.page for theirs, ours in zip(expected, mine, strict=True) if theirs != ours]
     if not wrong:
         return ""
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"other bytes in page {wrong[0]}{more} than were sent, of {len(told)} that were checked"
+    return f"a checksum mismatch in page {wrong[0]}{more}, of {len(expected)} checked"

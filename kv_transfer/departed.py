@@ -1,10 +1,14 @@
-"""Runs of other workers that are believed dead."""
+"""Incarnations of other workers that are assumed dead."""
 
 from wire.messages import PeerRef
 
 
 class Departed:
-    """A death is one of a run and of all before it, and a belief: a run that serves after all is taken back."""
+    """The set of worker incarnations assumed dead.
+
+    The death of an incarnation includes all before it. It is an assumption: an incarnation that turns out to serve is
+    removed again.
+    """
 
     def __init__(self) -> None:
         self._until: dict[str, int] = {}
@@ -13,15 +17,15 @@ class Departed:
         return peer.incarnation <= self._until.get(peer.worker_id, -1)
 
     def add(self, peer: PeerRef) -> None:
-        """This run and its earlier ones are over."""
+        """Marks this incarnation and all earlier ones as dead."""
         self._until[peer.worker_id] = max(peer.incarnation, self._until.get(peer.worker_id, 0))
 
     def is_last(self, peer: PeerRef) -> bool:
-        """Whether no later run of that worker is believed dead, but this one is."""
+        """Returns True if this is the latest incarnation of its worker that is assumed dead."""
         return self._until.get(peer.worker_id) == peer.incarnation
 
     def take_back(self, peer: PeerRef) -> bool:
-        """This run serves; False = it was not believed dead, or a later one is."""
+        """Removes an incarnation that serves after all; returns False if it was not the latest one assumed dead."""
         was_last = self.is_last(peer)
         if was_last:
             self._until[peer.worker_id] = peer.incarnation - 1

@@ -1,18 +1,18 @@
-"""When pages are safe again from a writer that is believed dead, or says that a write of it failed.
+"""The time at which pages are safe from a writer that is assumed dead, or that reports a failed write.
 
-A death is a belief: a worker that is cut off looks like a dead one and may go on to write. What can be done depends on
-what this host's kernel says of its process (`processes.py`):
+A death is an assumption: a worker that is partitioned looks like a dead one and may go on to write. What is possible
+depends on what this host's kernel says of its process (`processes.py`):
 
-    it lives      nothing is safe, however long it stands still: it may be stopped amid a write, or before its post
-    it is dead    what it had sent lands in the grace
-    nobody knows  permission to write expires (`Fence.window_s`), and the writer begins nothing past it; what it began
-                  in time lands in the grace
+    alive      nothing is safe, however long it stalls: it may be stopped amid a write, or before it posts one
+    dead       what it had sent lands within the grace period
+    unknown    permission to write expires (`Fence.window_s`), and the writer begins nothing after that; what it
+               began in time lands within the grace period
 
-The grace counts only time in which this worker's transport listened: bytes in its socket buffers land when it looks.
-A write that failed leaves as much behind as one of a dead process, though its writer lives and begins nothing more.
-Between processes of one host nothing else is on the way. Over a network the last line is a bound, not a proof: a switch
-or a retransmission may hold bytes longer than the grace for distant writers, which is longer for that reason; and so
-may a writer that is stopped after its look at the clock, before or amid its write.
+The grace period counts only time in which this worker's transport polled: bytes in its socket buffers land when it
+polls. A failed write leaves as much data behind as one of a dead process, though its writer lives and begins nothing
+more. Between processes of one host nothing else can be in transit. Over a network the last case is a bound, not a
+proof: a switch or a retransmission may hold bytes longer than the grace period, which is longer for remote writers for
+that reason; and so may a writer that is stopped after it has read the clock, before or amid its write.
 """
 
 import math
@@ -22,28 +22,28 @@ from dataclasses import dataclass
 from wire.messages import PeerRef
 
 Lives = Callable[[PeerRef], bool | None]
-"""Whether the process of this run lives; None = nobody knows."""
+"""Returns True if the process of this incarnation lives, False if it has ended, None if that is unknown."""
 
 
 def nobody_knows(_peer: PeerRef) -> None:
-    """Of a process that cannot be seen from here."""
+    """Returns None: the process cannot be observed from this host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """What keeps pages apart that a writer may write to."""
+    """The policy that quarantines pages that a writer may still write."""
 
     window_s: float
-    """For how long a permission lets it begin to write."""
+    """The time for which a permission lets the writer begin writes, in seconds."""
     grace_s: Callable[[PeerRef], float]
-    """How long what it has begun may take to land."""
+    """The time within which what it has begun lands, in seconds."""
     listened_s: Callable[[], float]
-    """The clock of the grace: see `Receiver.listened_s`."""
+    """The clock of the grace period (`Receiver.listened_s`)."""
     lives: Lives = nobody_knows
 
 
 class Exposure:
-    """What one lease's writer may do to its pages. Times are the lease table's, in seconds."""
+    """The writes that the writer of one lease may still do to its pages. Times are the lease table's, in seconds."""
 
     def __init__(self, fence: Fence, writer: PeerRef) -> None:
         self._fence, self._writer = fence, writer
@@ -53,22 +53,23 @@ class Exposure:
         self._begins_no_more = False
 
     def permit(self, now: float) -> None:
-        """From now on the writer may begin to write for `window_s`."""
+        """Permits the writer to begin writes for `window_s` from now on."""
         self._permitted_at = now
 
     def believe_dead(self) -> None:
-        """From now on it matters when the pages are safe from it."""
+        """Marks the writer as dead, which fixes its grace period."""
         if self._grace_s is None:
             self._grace_s = self._fence.grace_s(self._writer)
 
     def begins_no_more(self) -> None:
-        """The writer says so; what it had begun may still land, whether it lives or not."""
+        """Records the writer's statement that it begins nothing more; what it had begun may still land."""
         self.believe_dead()
         self._begins_no_more = True
 
     def is_safe(self, now: float, lives: Lives) -> bool:
-        """Whether nothing lands any more of a writer that is believed dead or begins no more; starts the grace when it
-        is due.
+        """Returns True if nothing of a writer that is dead or begins no more can land.
+
+        Starts the grace period when due.
         """
         if self._grace_s is None:
             return False

@@ -1,8 +1,8 @@
-"""The introduction of two workers before any transfer: same protocol, same model, same page layout, or a refusal.
+"""The handshake of two workers before any transfer: same protocol, same model and same page layout, or a refusal.
 
-The compatibility hash covers facts, (name, value) pairs in words. The engine's facts come in as they are (model
-revision, dtype, quantisation of the KV, …); the layout's are added here. Where the pool lies (host or device) and how
-many pages it has is not a fact: either side may differ.
+The compatibility hash covers facts, which are (name, value) pairs of text. The engine's facts are passed in (model
+revision, dtype, quantisation of the KV, …); the layout's are added here. The pool's memory kind (host or device) and
+its number of pages are not facts: either side may differ.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ from wire.errors import FailedPrecondition
 from wire.messages import Handshake, PeerDescription
 
 PROTOCOL_VERSION = 7
-"""Grows with each change of meaning in the messages or bytes two workers exchange."""
+"""The protocol version, incremented with each change in the meaning of messages or bytes that two workers exchange."""
 
 Facts = tuple[tuple[str, str], ...]
 
 
 def layout_facts(layout: KVLayout) -> Facts:
-    """What two pools must share so that a page of one is a page of the other."""
+    """Returns what two pools must share so that a page of one is a page of the other."""
     return (
         ("layout", "pages, layers, k/v, kv_heads, page_tokens, head_dim"),
         ("kv_dtype", layout.dtype),
@@ -32,7 +32,7 @@ def layout_facts(layout: KVLayout) -> Facts:
 
 
 def compatibility_hash(facts: Iterable[tuple[str, str]]) -> str:
-    """SHA-256 in hex over the facts, whatever their order; lengths are hashed too, so no two lists read alike."""
+    """Returns the SHA-256 of the facts in hex, in any order. Lengths are hashed too, so no two lists read alike."""
     digest = hashlib.sha256()
     for text in (part for fact in sorted(facts) for part in fact):
         data = text.encode()
@@ -41,7 +41,7 @@ def compatibility_hash(facts: Iterable[tuple[str, str]]) -> str:
 
 
 def make_handshake(description: PeerDescription, engine_facts: Facts, layout: KVLayout) -> Handshake:
-    """This worker's introduction. ValueError when a fact is named twice."""
+    """Returns this worker's handshake. ValueError when a fact is named twice."""
     facts = tuple(sorted((*engine_facts, *layout_facts(layout))))
     names = [name for name, _ in facts]
     if len(set(names)) != len(names):
@@ -51,9 +51,9 @@ def make_handshake(description: PeerDescription, engine_facts: Facts, layout: KV
 
 
 def check_compatible(mine: Handshake, theirs: Handshake) -> None:
-    """FailedPrecondition, naming every fact that differs and each side's value, unless the two fit together.
+    """Raises FailedPrecondition, naming every fact that differs and each side's value, unless the two are compatible.
 
-    The version is compared first, then the hash; nothing else of `theirs` is looked at before both are equal.
+    The version is compared first, then the hash; nothing else of `theirs` is read before both are equal.
     """
     if mine.protocol_version != theirs.protocol_version:
         raise FailedPrecondition(

@@ -1,4 +1,4 @@
-"""The fake beside NIXL: transports of one process that copy real bytes between real pools, under a tester's hand.
+"""The fake of NIXL: transports of one process that copy real bytes between real pools, under a test's control.
 
     fabric = InMemoryFabric()
     prefill = InMemoryTransport(fabric, prefill_layout, PeerRef("prefill-0", 1), prefill_notices.append)
@@ -6,8 +6,8 @@
     prefill.add_peer(decode.describe())
     prefill.write(PageWrite(...), deadline_s=5.0).result(timeout=5.0)
 
-One thread of the fabric carries all writes, in the order they were posted, and calls the notice handlers. `settle()`
-waits until it has nothing left to do, so tests need no sleeping.
+One thread of the fabric carries out all writes, in the order posted, and calls the notice handlers. `settle()` waits
+until it has nothing left to do, so tests need no sleeping.
 """
 
 import ctypes
@@ -27,22 +27,22 @@ from wire.messages import PeerDescription, PeerRef
 
 
 class Fabric(Protocol):
-    """What a transport of one process asks of the network between all of them."""
+    """The network between all transports of one process, as one of them sees it."""
 
     def now(self) -> float:
-        """Seconds, for deadlines."""
+        """Returns the fabric's time in seconds, for deadlines."""
 
     def attach(self, end: "InMemoryTransport") -> None:
-        """Make a transport reachable under its `me`; it replaces an earlier one of the same incarnation."""
+        """Makes a transport reachable under its `me`; it replaces an earlier one of the same incarnation."""
 
     def detach(self, end: "InMemoryTransport") -> None:
-        """Make a transport unreachable again."""
+        """Makes a transport unreachable again."""
 
     def post(self, flight: Flight) -> None:
-        """Put a write on the way."""
+        """Takes a write that has begun."""
 
     def drop_flights(self, lost: Callable[[Flight], bool], why: str) -> None:
-        """Take writes off the way and fail them."""
+        """Removes the writes in flight for which `lost` is true, and fails them."""
 
 
 class InMemoryFabric:
@@ -64,12 +64,12 @@ class InMemoryFabric:
         self._thread.start()
 
     def hold(self) -> None:
-        """Let nothing land any more; posted writes stay on the way, past their deadlines too."""
+        """Stops all landing; posted writes stay in flight, past their deadlines too."""
         with self._wake:
             self._held = True
 
     def let_go(self, order: Callable[[list[PageWrite]], list[PageWrite]] | None = None) -> None:
-        """Let held writes land, in the order posted or in the one that `order` makes of them (`reversed` and so on)."""
+        """Lets held writes land, in the order posted or in the one that `order` returns (`reversed` and so on)."""
         with self._wake:
             if order is not None:
                 by_write = {id(flight.write): flight for flight in self._flights}
@@ -78,46 +78,44 @@ class InMemoryFabric:
             self._wake.notify_all()
 
     def delay(self, seconds: float) -> None:
-        """Each write from now on takes so long to land; 0 = none."""
+        """Makes each write from now on take `seconds` to land; 0 = none."""
         with self._wake:
             self._delay_s = seconds
 
     def fail_next(self, writes: int = 1, *, after_pages: int = 0) -> None:
-        """The next writes copy `after_pages` pages each, then fail, quiet, without a notice."""
+        """Makes the next writes copy `after_pages` pages each, then fail, quiescent, without a notice."""
         with self._wake:
             self._failures.extend([after_pages] * writes)
 
     def drop_notices(self, notices: int = 1) -> None:
-        """The bytes of the next writes with a notice land, their notices never arrive."""
+        """Loses the notices of the next writes that have one; their bytes land."""
         with self._wake:
             self._lost_notices += notices
 
     def damage_next(self, damage: Callable[[Sequence[int]], None]) -> None:
-        """`damage` hears onto which pages writes have landed since the last notice, and changes them, before the next
-        notice arrives.
-        """
+        """Calls `damage` before the next notice, with the pages that writes have landed on since the last one."""
         with self._wake:
             self._damages.append(damage)
 
     def kill(self, peer: PeerRef) -> None:
-        """The process of `peer` is gone: writes from and to it fail and nothing reaches its memory any more."""
+        """Ends the process of `peer`: writes from and to it fail and nothing reaches its memory any more."""
         with self._wake:
             self._ends.pop(peer, None)
         self.drop_flights(lambda flight: peer in (flight.sender, flight.write.peer), f"{peer.worker_id} is gone")
 
     def settle(self, timeout_s: float = 10.0) -> None:
-        """Wait until everything posted has landed and every handler has returned; TimeoutError otherwise."""
+        """Waits until everything posted has landed and every handler has returned; TimeoutError otherwise."""
         with self._wake:
             if not self._wake.wait_for(lambda: not self._flights and not self._carrying, timeout_s):
                 raise TimeoutError(f"{len(self._flights)} writes have not landed in {timeout_s} s")
 
     def in_flight(self) -> int:
-        """Writes that were posted and have not landed."""
+        """Returns the number of writes that were posted and have not landed."""
         with self._wake:
             return len(self._flights)
 
     def close(self) -> None:
-        """Stop the thread; what is on the way fails."""
+        """Stops the thread; writes in flight fail."""
         with self._wake:
             self._stopped = True
             self._wake.notify_all()
@@ -125,23 +123,28 @@ class InMemoryFabric:
         self.drop_flights(lambda flight: True, "the fabric is closed")
 
     def now(self) -> float:
+        """Returns monotonic seconds."""
         return time.monotonic()
 
     def attach(self, end: "InMemoryTransport") -> None:
+        """Makes a transport reachable."""
         with self._wake:
             self._ends[end.me] = end
 
     def detach(self, end: "InMemoryTransport") -> None:
+        """Makes a transport unreachable, unless another one has replaced it."""
         with self._wake:
             if self._ends.get(end.me) is end:
                 del self._ends[end.me]
 
     def post(self, flight: Flight) -> None:
+        """Queues a write for the thread."""
         with self._wake:
             self._flights.append(flight)
             self._wake.notify_all()
 
     def drop_flights(self, lost: Callable[[Flight], bool], why: str) -> None:
+        """Removes the queued writes for which `lost` is true, and fails them."""
         with self._wake:
             dropped = [flight for flight in self._flights if lost(flight)]
             self._flights = deque(flight for flight in self._flights if not lost(flight))
@@ -171,9 +174,9 @@ class InMemoryFabric:
         with self._wake:
             sender, receiver = self._ends.get(flight.sender), self._ends.get(flight.write.peer)
             fails_after = self._failures.popleft() if self._failures else None
-            heard = flight.write.notice is not None and self._lost_notices == 0
-            self._lost_notices -= flight.write.notice is not None and not heard
-            damage = self._damages.popleft() if heard and self._damages else None
+            notified = flight.write.notice is not None and self._lost_notices == 0
+            self._lost_notices -= flight.write.notice is not None and not notified
+            damage = self._damages.popleft() if notified and self._damages else None
         if sender is None or receiver is None:
             flight.future.set_exception(TransferFailed("the write failed: the peer is gone; prefill again"))
             return
@@ -182,15 +185,15 @@ class InMemoryFabric:
             size = sender.layout.page_bytes
             ctypes.memmove(receiver.layout.page_address(remote), sender.layout.page_address(local), size)
         if fails_after is not None:
-            flight.future.set_exception(TransferFailed("the write failed on the way; prefill again"))
+            flight.future.set_exception(TransferFailed("the write failed in flight; prefill again"))
             return
         self._landed += flight.write.remote_pages
         if damage is not None:
             damage(self._landed)
-        if heard and flight.write.notice is not None:
+        if notified and flight.write.notice is not None:
             self._landed = []
             receiver.on_notice(flight.write.notice)
-        flight.land(sender.layout.page_bytes, self.now(), heard=heard)
+        flight.land(sender.layout.page_bytes, self.now(), notified=notified)
 
 
 class InMemoryTransport(Transport):
@@ -203,7 +206,7 @@ class InMemoryTransport(Transport):
         self.me = me
         self.on_notice = on_notice
         self.expected = 0
-        """What `expect` was last told, for tests."""
+        """The last argument of `expect`, for tests."""
         self._fabric = fabric
         self._peers: dict[str, PeerDescription] = {}
         self._posted: set[Flight] = set()
@@ -211,6 +214,7 @@ class InMemoryTransport(Transport):
         fabric.attach(self)
 
     def add_peer(self, description: PeerDescription) -> None:
+        """Registers a peer, unless a later incarnation is known; FailedPrecondition when its pages differ in size."""
         if description.page_bytes != self.layout.page_bytes:
             raise FailedPrecondition(
                 f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
@@ -223,6 +227,7 @@ class InMemoryTransport(Transport):
             self._peers[description.peer.worker_id] = description
 
     def remove_peer(self, peer: PeerRef) -> None:
+        """Forgets this incarnation of a peer and earlier ones; writes in flight to it will fail."""
         known = self._peers.get(peer.worker_id)
         if known is not None and known.peer.incarnation <= peer.incarnation:
             del self._peers[peer.worker_id]
@@ -230,6 +235,7 @@ class InMemoryTransport(Transport):
                 flight.doomed |= flight.write.peer == known.peer
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
+        """Posts a write on the fabric, once the writes in `behind` have completed."""
         future: Future[WriteDone] = Future()
         future.set_running_or_notify_cancel()
         now = self._fabric.now()
@@ -255,6 +261,7 @@ class InMemoryTransport(Transport):
             self._fabric.post(flight)
 
     def describe(self) -> PeerDescription:
+        """Returns the pool's address and page layout."""
         layout = self.layout
         return PeerDescription(
             self.me,
@@ -268,15 +275,19 @@ class InMemoryTransport(Transport):
         )
 
     def expect(self, leases: int) -> None:
+        """Records the number of leases for tests."""
         self.expected = leases
 
     def listened_s(self) -> float:
+        """Returns the fabric's time: this transport polls always."""
         return self._fabric.now()
 
     def transport_name(self) -> str:
+        """Returns `in-memory`."""
         return self.backend
 
     def close(self) -> None:
+        """Fails the writes in flight and detaches from the fabric."""
         if not self._closed:
             self._closed = True
             self._fabric.drop_flights(lambda flight: flight.sender == self.me, "the transport is closed")

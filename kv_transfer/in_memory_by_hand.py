@@ -1,15 +1,15 @@
-"""The fake without a thread: every page of every write lands when a tester says so, and every notice arrives then.
+"""The fake without a thread: every page of every write lands, and every notice arrives, when a test says so.
 
     fabric = FabricByHand(clock)
     ...                                   # transports as with `InMemoryFabric`
     fabric.land(fabric.flights[0], 1)     # one page of the first write
-    fabric.land(fabric.flights[0])        # the rest of it: the writer hears that it is done
+    fabric.land(fabric.flights[0])        # the rest of it: the writer's future is done
     fabric.hear(0)                        # its notice arrives
     fabric.fail(fabric.flights[0])        # a write fails; what the network holds of it may land until `rest`
 
-So writes overtake each other, end in the middle, outlive their writer or their own failure for a while, and notices
-come late, twice or never. What it keeps of the contract (`kv_transfer/base.py`): a settled write reads no page any more
-and, if it was a success, moves no byte; and a notice is there only after every byte of its write. For one thread.
+So writes overtake each other, end in the middle, or outlive their writer or their own failure for a while, and notices
+come late, twice or never. The contract (`kv_transfer/base.py`) still holds: a settled write reads no page any more and,
+if it succeeded, moves no byte; and a notice exists only after every byte of its write. For one thread.
 """
 
 import ctypes
@@ -24,15 +24,15 @@ from wire.messages import PeerRef, TransferNotice
 
 @dataclass(slots=True, eq=False)
 class OnTheWay:
-    """A write on its way: how far it is, and the bytes themselves once its writer is dead or knows that it failed."""
+    """A write in flight: its progress, and the bytes themselves once its writer is dead or has seen it fail."""
 
     flight: Flight
     landed: int = 0
-    """Pages of it that are there."""
+    """The number of its pages that have landed."""
     orphan: list[bytes] | None = None
-    """What the network still holds of the pages of a dead writer, or of a write that failed; None otherwise."""
+    """The pages that the network still holds for a dead writer or a failed write; None otherwise."""
     failed: bool = False
-    """Its writer was told so; nobody hears its notice."""
+    """True if its writer has seen it fail; its notice is never delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,14 @@ class LateNotice:
 
 
 class FabricByHand:
-    """The network between the transports of one process. `on_page` hears of each page just before it lands: the write,
-    the local page and the remote one.
+    """The network between the transports of one process.
+
+    `on_page` is called just before each page lands, with the write, the local page and the remote one.
     """
 
     def __init__(self, clock: Callable[[], float], on_page: Callable[[Flight, int, int], None] | None = None) -> None:
         self.flights: list[OnTheWay] = []
-        """Writes that have not come to rest, in the order they were posted."""
+        """Writes that are not quiescent, in the order posted."""
         self.notices: list[LateNotice] = []
         """Notices that can arrive now."""
         self._clock = clock
@@ -58,7 +59,7 @@ class FabricByHand:
         self._ends: dict[PeerRef, InMemoryTransport] = {}
 
     def land(self, one: OnTheWay, pages: int | None = None) -> None:
-        """So many more pages land, or all; after the last one the write is settled."""
+        """Lands `pages` more pages, or all; after the last one the write is settled."""
         write = one.flight.write
         receiver = self._ends.get(write.peer)
         if receiver is None:
@@ -69,12 +70,12 @@ class FabricByHand:
             self._notice_leaves(one)
             self.flights.remove(one)
             if one.orphan is None:
-                one.flight.land(receiver.layout.page_bytes, self.now(), heard=write.notice is not None)
+                one.flight.land(receiver.layout.page_bytes, self.now(), notified=write.notice is not None)
 
     def fail(self, one: OnTheWay, *, after_notice: bool = False) -> None:
-        """The connection of a write breaks: its writer hears so, and what is not there yet lands late, until `rest`.
+        """Breaks the connection of a write: its writer sees it fail, and what has not landed yet may land until `rest`.
 
-        `after_notice`: all of it has landed, its notice has left.
+        `after_notice`: all of it has landed and its notice has left.
         """
         sender, receiver = self._ends.get(one.flight.sender), self._ends.get(one.flight.write.peer)
         if after_notice and receiver is not None and not one.failed:
@@ -85,16 +86,16 @@ class FabricByHand:
             return
         one.orphan = [_bytes(sender, page) for page in one.flight.write.local_pages]
         one.failed = True
-        one.flight.future.set_exception(TransferFailed("the write failed on the way; prefill again"))
+        one.flight.future.set_exception(TransferFailed("the write failed in flight; prefill again"))
 
     def rest(self, one: OnTheWay) -> None:
-        """Nothing of a write lands any more; it fails, unless its writer knows or is dead."""
+        """Makes a write quiescent; it fails, unless its writer is dead or has seen it fail."""
         self.flights.remove(one)
         if one.orphan is None:
-            one.flight.future.set_exception(TransferFailed("the write failed on the way; prefill again"))
+            one.flight.future.set_exception(TransferFailed("the write failed in flight; prefill again"))
 
     def hear(self, late: LateNotice, *, again: bool = False) -> None:
-        """A notice arrives; with `again` it will once more."""
+        """Delivers a notice; with `again` it will arrive once more."""
         if not again:
             self.notices.remove(late)
         receiver = self._ends.get(late.peer)
@@ -102,11 +103,11 @@ class FabricByHand:
             receiver.on_notice(late.notice)
 
     def lose_notice(self, late: LateNotice) -> None:
-        """A notice never arrives; its writer believes it did."""
+        """Loses a notice; its writer assumes that it arrived."""
         self.notices.remove(late)
 
     def kill(self, peer: PeerRef) -> None:
-        """The process of `peer` is gone. Writes to it fail; its own go on to land until `bury`."""
+        """Ends the process of `peer`. Writes to it fail; its own go on to land until `bury`."""
         end = self._ends.pop(peer, None)
         for one in self.flights:
             if one.flight.sender == peer and end is not None and not one.failed:
@@ -114,7 +115,7 @@ class FabricByHand:
         self.drop_flights(lambda flight: flight.write.peer == peer, f"{peer.worker_id} is gone")
 
     def bury(self, peer: PeerRef) -> None:
-        """Nothing that a dead process wrote is on the way any more; its notices may be."""
+        """Drops what a dead process wrote and has not landed; its notices may still arrive."""
         self.flights = [one for one in self.flights if one.flight.sender != peer]
 
     def _move(self, one: OnTheWay, receiver: InMemoryTransport, pages: int | None) -> None:
@@ -132,19 +133,24 @@ class FabricByHand:
             self.notices.append(LateNotice(one.flight.write.peer, one.flight.write.notice))
 
     def now(self) -> float:
+        """Returns the test's clock."""
         return self._clock()
 
     def attach(self, end: InMemoryTransport) -> None:
+        """Makes a transport reachable."""
         self._ends[end.me] = end
 
     def detach(self, end: InMemoryTransport) -> None:
+        """Makes a transport unreachable, unless another one has replaced it."""
         if self._ends.get(end.me) is end:
             del self._ends[end.me]
 
     def post(self, flight: Flight) -> None:
+        """Adds a write to `flights`."""
         self.flights.append(OnTheWay(flight))
 
     def drop_flights(self, lost: Callable[[Flight], bool], why: str) -> None:
+        """Removes the writes for which `lost` is true, and fails those whose writer lives."""
         dropped = [one for one in self.flights if lost(one.flight)]
         self.flights = [one for one in self.flights if not lost(one.flight)]
         for one in dropped:
@@ -158,5 +164,5 @@ def _bytes(end: InMemoryTransport, page: int) -> bytes:
 
 def _kept(one: OnTheWay) -> bytes:
     if one.orphan is None:
-        raise AssertionError("a write whose writer is gone was not told so; use `kill`")
+        raise AssertionError("a write whose writer is gone holds no bytes; use `kill`")
     return one.orphan[one.landed]

@@ -19,14 +19,14 @@ class Flight:
     deadline: float
     future: "Future[WriteDone]"
     doomed: bool = False
-    """Its peer was removed: it fails, however it comes to rest."""
+    """True if its peer was removed: it fails, no matter how it ends."""
 
-    def land(self, page_bytes: int, now: float, *, heard: bool) -> None:
-        """All is there; too late all the same, unless its notice has left."""
+    def land(self, page_bytes: int, now: float, *, notified: bool) -> None:
+        """Settles the write after its last byte. Past its deadline it fails, unless the peer was `notified`."""
         if self.doomed:
-            self.future.set_exception(TransferFailed("the write came to rest, but the peer was removed; prefill again"))
-        elif now > self.deadline and not heard:
-            self.future.set_exception(TransferFailed("the write came to rest after its deadline; prefill again"))
+            self.future.set_exception(TransferFailed("the write ended, but the peer was removed; prefill again"))
+        elif now > self.deadline and not notified:
+            self.future.set_exception(TransferFailed("the write ended after its deadline; prefill again"))
         else:
             moved = len(self.write.local_pages) * page_bytes
             self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))

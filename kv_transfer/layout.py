@@ -1,4 +1,4 @@
-"""What the transfer knows of a paged cache: addresses and strides, nothing of the engine."""
+"""The addresses and strides of a paged cache, as the transfer sees it without the engine."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class KVLayout:
     """
 
     base_address: int
-    """First byte of page 0 in this process."""
+    """The address of page 0 in this process."""
     pages: int
     layers: int
     kv_heads: int
@@ -40,7 +40,7 @@ class KVLayout:
         return self.pages * self.page_bytes
 
     def page_address(self, page: int) -> int:
-        """First byte of `page`; IndexError outside the pool."""
+        """Returns the address of `page`; IndexError outside the pool."""
         if not 0 <= page < self.pages:
             raise IndexError(f"page {page} of a pool of {self.pages}")
         return self.base_address + page * self.page_bytes

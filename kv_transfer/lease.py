@@ -1,4 +1,4 @@
-"""The decode side's table of leases: who may write which pages, and when a page is safe again.
+"""The decode side's table of leases: the worker that may write each page, and the time when a page is safe again.
 
     granted ──advertise──► advertised ──settle──► ended (admit the pages)
        │                       │ revoke, expire, peer_gone, release in doubt, delivered
@@ -7,21 +7,21 @@
        ▼
      ended (no pages)
 
-A lease is granted as a promise of so many pages and holds none; pages are attached when the writer asks for them.
+A lease is granted as a promise of a number of pages and holds none; pages are attached when the writer asks for them.
 From then on the writer may write until it has delivered its notice (its last act, after every byte), or has released
-the lease (its word that nothing will follow), or is dead. No pages are freed before one of the three. A writer whose
-notice has left sends no release; one that failed or was told to stop does. Its release proves that all is quiet only
-where every write has landed. Where one has failed it says so, in doubt: bytes of a broken connection may lie in this
-host's buffers, so the pages stay apart for the grace of a dead writer. Some time after the notice it says that this
-was `delivered`, which is the end of a lease whose notice was lost, as after a release in doubt: what has lost the
-notice was no sound connection.
+the lease (its statement that nothing will follow), or is dead. No pages are freed before one of the three. A writer
+whose notice has left sends no release; one that failed or was stopped does. Its release proves quiescence only where
+every write has landed. Where one has failed, the release is in doubt: bytes of a broken connection may be in this
+host's buffers, so the pages stay quarantined for the grace period of a dead writer. Some time after the notice the
+writer reports it as `delivered`, which ends a lease whose notice was lost, as after a release in doubt: a connection
+that has lost a notice was broken.
 
-What happens when events cross; the first column came first:
+The outcome when events cross; the first column came first:
 
     first            then              outcome
     abort            allot request     StaleEpoch: nothing was advertised, the writer stops
-    abort            notice            the notice is the proof of quiet: fenced, pages freed, request not admitted
-    abort            release           pages freed; in doubt: after the grace
+    abort            notice            the notice proves quiescence: fenced, pages freed, request not admitted
+    abort            release           pages freed; in doubt: after the grace period
     abort            expiry            nothing: a quarantined lease has no deadline
     abort            writer dies       pages freed once they are safe, see below
     notice           abort             StaleEpoch: the lease is settled, the caller aborts the running request
@@ -29,24 +29,24 @@ What happens when events cross; the first column came first:
     notice           expiry, death     nothing: the lease is over
     notice           delivered         nothing: the lease is over
     release          notice            StaleEpoch: dropped; its bytes had landed before either was sent
-    rel. in doubt    notice            as after an abort: it goes behind every write, so the doubt is over
-    rel. in doubt    writer dies       nothing: the grace runs on
+    rel. in doubt    notice            as after an abort: it follows every write, so the doubt is over
+    rel. in doubt    writer dies       nothing: the grace period continues
     delivered        notice            as after a release in doubt: it was not lost after all, and comes too late
     release          abort, expiry     StaleEpoch, nothing
-    expiry           renew             reported as unknown, the router takes its next attempt
+    expiry           renew             reported as unknown, the router makes its next attempt
     expiry           allot, notice,    as after an abort
                      release, death
     writer dies      notice            as after an abort: it had left before the death
-    writer dies      release           pages freed at once; in doubt: after the grace
-    writer dies      abort             StaleEpoch: already quarantined, the clock runs on
+    writer dies      release           pages freed at once; in doubt: after the grace period
+    writer dies      abort             StaleEpoch: already quarantined, the clock continues
     writer dies      grant for it      Unavailable
     writer dies      it lives: allot   StaleEpoch, and without permission it begins no write
     writer dies      it lives: write   lands in quarantine: pages are freed once they are safe
-    writer dies      it is back        welcome to new leases; for those it had all stays as it is
+    writer dies      it is back        new leases may be granted to it; its old ones stay as they are
     next attempt     anything of the   as after an abort: the caller revokes the earlier lease before it grants another
       granted        earlier attempt
 
-What a death is, and when its pages are safe: `fence.py`.
+`fence.py` defines a death and when a dead writer's pages are safe.
 
 The table moves no pages: each call returns what the caller has to do with them. Time comes from the injected clocks
 (seconds, monotonic); only durations cross the wire.
@@ -82,11 +82,11 @@ class _Entry:
 class LeaseTable:
     """Every lease this worker granted that has not ended. Thread-safe; calls never block.
 
-    It knows leases, not requests: that a request has one lease at a time is the caller's to keep.
+    It knows leases, not requests: the caller ensures that a request has one lease at a time.
     """
 
     def __init__(self, clock: Callable[[], float], duration_s: float, fence: Fence) -> None:
-        """`duration_s`: life without a heartbeat."""
+        """Takes the lifetime of a lease without a heartbeat, in seconds."""
         self.duration_s = duration_s
         self._fence = fence
         self._clock = clock
@@ -97,7 +97,7 @@ class LeaseTable:
         self._fenced = 0
 
     def grant(self, ref: RequestRef, prefill: PeerRef) -> Lease:
-        """A promise to this attempt, to be written by `prefill` alone. Unavailable when that writer is known gone."""
+        """Grants this attempt a lease that `prefill` alone may write. Unavailable when that writer is assumed dead."""
         with self._lock:
             if prefill in self._gone:
                 raise Unavailable(f"prefill worker {prefill.worker_id} is gone; choose another")
@@ -108,7 +108,7 @@ class LeaseTable:
             return lease
 
     def renew(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
-        """Start the duration of each anew; return those that are over or revoked. Not counted as fenced."""
+        """Restarts the lifetime of each lease; returns those that are over or revoked. They do not count as fenced."""
         with self._lock:
             expires_at = self._clock() + self.duration_s
             unknown = []
@@ -121,8 +121,9 @@ class LeaseTable:
             return tuple(unknown)
 
     def permit(self, lease: Lease, prefill: PeerRef) -> tuple[int, ...] | None:
-        """Page ids this lease advertises, which `prefill` may begin to write for `window_s` from now on; None while it
-        is a promise. StaleEpoch when it is over or not `prefill`'s.
+        """Returns a lease's pages and permits `prefill` to begin writes for `window_s`; None while it is a promise.
+
+        StaleEpoch when it is over or not `prefill`'s.
         """
         with self._lock:
             entry = self._live_entry(lease, prefill)
@@ -130,9 +131,9 @@ class LeaseTable:
             return entry.page_ids
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
-        """Permit `prefill` to go on for `window_s` from now; return those that are over, revoked, promises or not its.
+        """Permits `prefill` to go on for `window_s`; returns leases that are over, revoked, promises or not its own.
 
-        Not counted as fenced.
+        They do not count as fenced.
         """
         with self._lock:
             now, over = self._clock(), []
@@ -146,9 +147,9 @@ class LeaseTable:
             return tuple(over)
 
     def advertise(self, lease: Lease, prefill: PeerRef, page_ids: Iterable[int]) -> None:
-        """The writer learns these pages next and may write them. StaleEpoch: the pages stay the caller's, unpublished.
+        """Attaches the pages that the writer is about to receive and may write.
 
-        ValueError when the lease already advertises pages.
+        StaleEpoch: the pages stay the caller's, unpublished. ValueError when the lease already advertises pages.
         """
         with self._lock:
             entry = self._live_entry(lease, prefill)
@@ -158,7 +159,7 @@ class LeaseTable:
             entry.exposure.permit(self._clock())
 
     def settle(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
-        """The notice arrived: ADMIT; FREE when the lease was revoked meanwhile (counted as fenced).
+        """Settles a lease whose notice arrived: ADMIT, or FREE when it was revoked meanwhile (counted as fenced).
 
         StaleEpoch when it is over, not `prefill`'s, or never advertised pages.
         """
@@ -172,10 +173,10 @@ class LeaseTable:
             return self._end(entry, PageAction.ADMIT)
 
     def release(self, lease: Lease, prefill: PeerRef, *, in_doubt: bool = False) -> tuple[LeaseChange, ...]:
-        """The writer gives up and begins nothing more: FREE, or NONE when the lease never held pages.
+        """Ends a lease whose writer gives up and begins nothing more: FREE, or NONE when it never held pages.
 
         `in_doubt`: a write failed, and what it left behind may still land: QUARANTINE, unless that is so already; it
-        ends (see `expire`) after the grace of a dead writer. StaleEpoch as in `settle`.
+        ends (see `expire`) after the grace period of a dead writer. StaleEpoch as in `settle`.
         """
         with self._lock:
             entry = self._entry(lease, prefill)
@@ -184,8 +185,9 @@ class LeaseTable:
             return (self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE),)
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
-        """The writer's notices of these leases have long left: those still open end as after a release in doubt, for
-        theirs was lost. Not counted as fenced.
+        """Ends leases whose notices left long ago and were lost: those still open end as after a release in doubt.
+
+        They do not count as fenced.
         """
         with self._lock:
             named = {lease.epoch: lease for lease in leases}
@@ -193,14 +195,17 @@ class LeaseTable:
             return tuple(change for entry in unheard if entry.prefill == prefill for change in self._doubt(entry))
 
     def revoke(self, lease: Lease) -> LeaseChange:
-        """The request is over before its notice: QUARANTINE, or NONE without pages. StaleEpoch when already over."""
+        """Revokes a lease whose request is over before its notice: QUARANTINE, or NONE if it has no pages.
+
+        StaleEpoch when the lease is over already.
+        """
         with self._lock:
             return self._revoke(self._live_entry(lease, None))
 
     def peer_gone(self, peer: PeerRef) -> tuple[LeaseChange, ...]:
-        """The process of `peer`, and so of its earlier incarnations, is believed dead: revoke all it may write.
+        """Revokes all that `peer` and its earlier incarnations may write: their process is assumed dead.
 
-        Its quarantines end (see `expire`) once they are safe from it.
+        Their quarantines end (see `expire`) once the pages are safe from it.
         """
         with self._lock:
             self._gone.add(peer)
@@ -213,13 +218,17 @@ class LeaseTable:
             return tuple(changes)
 
     def peer_back(self, peer: PeerRef) -> None:
-        """This run was believed dead and serves: it may be granted leases again. Its quarantines end as they would."""
+        """Allows leases again for an incarnation that was assumed dead and serves.
+
+        Its quarantines end as they would.
+        """
         with self._lock:
             self._gone.take_back(peer)
 
     def expire(self) -> tuple[LeaseChange, ...]:
-        """What is due now: leases without a heartbeat are revoked, quarantines end that dead writers or a release in
-        doubt have left. Call it often.
+        """Ends what is due now; call it often.
+
+        Leases without a heartbeat are revoked; quarantines after a writer's death or a release in doubt end once safe.
         """
         with self._lock:
             now, lives = self._clock(), cache(self._fence.lives)
@@ -233,19 +242,21 @@ class LeaseTable:
             return tuple(changes)
 
     def silent_writers(self) -> tuple[str, ...]:
-        """Ids of the workers that may still write to quarantined pages."""
+        """Returns the ids of the workers that may still write to quarantined pages."""
         with self._lock:
             return tuple(sorted({entry.prefill.worker_id for entry in self._entries.values() if entry.quarantined}))
 
     @property
     def fenced(self) -> int:
-        """Messages and notices that named a lease that was over."""
+        """The number of messages and notices that named a lease that was over."""
         return self._fenced
 
     @property
     def open_leases(self) -> int:
-        """Leases that have not ended, quarantined ones included: for `Receiver.expect`, since a writer may need the
-        receiver's attention to become quiet."""
+        """The number of leases that have not ended, including quarantined ones.
+
+        It is for `Receiver.expect`, since a write may complete only while the receiver polls.
+        """
         with self._lock:
             return len(self._entries)
 
@@ -271,9 +282,9 @@ class LeaseTable:
         return StaleEpoch(f"{what} was refused: {why}; drop this attempt")
 
     def _doubt(self, entry: _Entry) -> tuple[LeaseChange, ...]:
-        """Its writer begins nothing more, but what it began may still land."""
+        """Quarantines a lease whose writer begins nothing more, but whose begun writes may still land."""
         entry.exposure.begins_no_more()
-        entry.exposure.is_safe(self._clock(), self._fence.lives)  # the grace runs from now on
+        entry.exposure.is_safe(self._clock(), self._fence.lives)  # the grace period starts now
         return () if entry.quarantined else (self._revoke(entry),)
 
     def _revoke(self, entry: _Entry) -> LeaseChange:

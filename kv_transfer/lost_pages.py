@@ -1,4 +1,4 @@
-"""When a worker has lost too much of its pool to transfers that do not end."""
+"""Readiness of a worker that has lost pages of its pool to transfers that do not end."""
 
 import logging
 from collections.abc import Callable
@@ -6,26 +6,27 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 READY_AGAIN = 0.8
-"""Part of the allowed share down to which the loss must fall before the worker is ready again."""
+"""The part of the allowed loss to which it must fall before the worker is ready again."""
 
 
 class LostPages:
-    """Says so in words, and in the log whenever that changes. Small and full, such a worker would look healthy.
+    """The loss of pages, which makes a worker not ready beyond a threshold, and logs each change.
 
-    Not thread-safe: guarded by its owner's lock.
+    Such a worker would otherwise look healthy, small and full. Not thread-safe: its owner's lock guards it.
     """
 
     def __init__(self, worker_id: str, share_max: float) -> None:
-        """`share_max`: the part of the pool up to which a loss is daily life."""
+        """Takes `share_max`: the part of the pool up to which a loss is normal."""
         self._worker_id = worker_id
         self._share_max = share_max
         self.not_ready = ""
-        """Why the worker takes nothing new, in words; empty = it does. It is announced to the whole cluster whenever
-        it changes, so it has no counts and does not flicker.
+        """The reason why the worker accepts nothing new; empty = it does.
+
+        It is announced to the whole cluster whenever it changes, so it contains no counts and does not flicker.
         """
 
     def look(self, lost: int, pool: int, why: Callable[[], str]) -> None:
-        """So many pages of `pool` are lost now; `why` completes "too many of its 16 KV pages"."""
+        """Updates `not_ready` for `lost` pages of `pool`; `why` completes "too many of its 16 KV pages"."""
         allowed = self._share_max * pool * (READY_AGAIN if self.not_ready else 1.0)
         if lost <= allowed:
             if self.not_ready:

@@ -1,1 +1,1 @@
-"""How many workers should do what: a pure policy over what was observed, without I/O and without a clock."""
+"""The planner: a pure policy for the number of workers per role, without I/O and without a clock."""

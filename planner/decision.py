@@ -1,4 +1,4 @@
-"""What the planner may do, what it remembers, and what it decides."""
+"""The planner's limits, its state between windows, and its decisions."""
 
 from __future__ import annotations
 
@@ -6,48 +6,49 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from planner.demand import Demand
-from planner.strain import Strain
+from planner.load_ratio import LoadRatio
 from wire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Fewest and most; both are allowed."""
+    """A range of worker counts, both ends included."""
 
     least: int = 1
     most: int = 1 << 16
 
     def __post_init__(self) -> None:
-        """InvalidArgument if nothing is in it."""
+        """Validates the range; InvalidArgument if it is empty."""
         if not 1 <= self.least <= self.most:
             raise InvalidArgument("--planner limits", f"{self.least}:{self.most} is no range of 1 or more workers")
 
     def clip(self, number: int) -> int:
+        """Returns `number`, limited to the range."""
         return min(max(number, self.least), self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the planner may do."""
+    """The limits of the planner's changes."""
 
     prefill: Range = field(default_factory=Range)
     decode: Range = field(default_factory=Range)
     workers: Range | None = None
-    """Of all roles; None = as many as there are: workers change their roles, and none come or go."""
-    patience: int = 2
-    """Windows in a row that must want the same, before anything is done."""
-    patience_down: int = 6
-    """The same of taking workers away."""
-    patience_back: int = 4
-    """The same of undoing a change that is not `settled` windows old."""
+    """Workers of all roles; None = the current number: workers only change roles."""
+    required_windows: int = 2
+    """Consecutive windows that must want the same change before it is made."""
+    required_windows_down: int = 6
+    """Consecutive windows that must want to remove workers."""
+    required_windows_back: int = 4
+    """Consecutive windows that must want to undo a change that is not `settled` windows old."""
     cooldown: int = 2
-    """Windows after a change in which there is no other."""
+    """Windows after a change in which no other is made."""
     settled: int = 6
-    """Windows after a change or a swing until what is seen is the new state, and can be learned from."""
+    """Windows after a change or a swing of the demand before the policy learns from observed misses."""
 
 
 class Direction(StrEnum):
-    """What a change does."""
+    """The direction of a change."""
 
     NONE = "none"
     TO_PREFILL = "to_prefill"
@@ -58,7 +59,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Workers by role; in a cluster that shares steps all of them are `shared`."""
+    """Workers by role; in a cluster whose workers do both, all of them are `shared`."""
 
     prefill: int = 0
     decode: int = 0
@@ -66,44 +67,46 @@ class Split:
 
     @property
     def workers(self) -> int:
+        """The number of all workers."""
         return self.prefill + self.decode + self.shared
 
     @property
     def text(self) -> str:
+        """The split as text, for logs."""
         return f"{self.shared} workers" if self.shared else f"{self.prefill}:{self.decode}"
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is remembered from window to window."""
+    """The policy's state between windows."""
 
     demand: Demand | None = None
     running: float = 0.0
-    """Requests that decoded at the end of the last window."""
+    """Decoding requests at the end of the last window."""
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
     wanted: Direction = Direction.NONE
     windows: int = 0
-    """For how many in a row it has been wanted."""
+    """The number of consecutive windows in which `wanted` has been wanted."""
     since: int = 1 << 16
-    """Windows since the last change, or since the demand swung."""
+    """Windows since the last change or swing of the demand."""
     acted: int = 1 << 16
     """Windows since the last change."""
     rest: int = 0
     """Windows until the next change is allowed."""
     last: Direction = Direction.NONE
-    """What the last change did."""
+    """The direction of the last change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`split` is what is wanted now; `change` says what is to be done for it, `NONE` = leave all as it is."""
+    """The wanted split, and the change to make now; `NONE` = no change."""
 
     split: Split
     change: Direction
     reason: str
-    """One sentence with its figures."""
-    prefill: Strain | None
-    """Strain of today's workers; None = nothing is known yet. In a shared cluster both are one."""
-    decode: Strain | None
+    """The reason as one sentence with its figures."""
+    prefill: LoadRatio | None
+    """Load ratio of the current prefill workers; None = unknown. In a shared cluster both roles have the same."""
+    decode: LoadRatio | None
     state: State

@@ -1,4 +1,4 @@
-"""What clients ask of the cluster, and what they were promised."""
+"""The load that clients put on the cluster, and the latency targets of their requests."""
 
 import math
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from costs.step_cost import StepCost, chunk_pairs
 from wire.cost_parameters import CostParameters
 
 LENGTH_CV2 = 1.0
-"""Deviation over mean of prompt lengths, squared, where only the mean is known: 0.9 of lognormal ones of sigma 0.8."""
+"""Squared coefficient of variation of prompt lengths where only the mean is known: 0.9 for lognormal with sigma 0.8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Targets in seconds, of the first token and between tokens; infinite = none."""
+    """Latency targets in seconds: time to first token and inter-token latency; infinite = none."""
 
     ttft_s: float = math.inf
     gap_s: float = math.inf
 
     @property
     def text(self) -> str:
-        """For a person."""
+        """The targets as text."""
         ttft = "no TTFT target" if self.ttft_s == math.inf else f"TTFT {self.ttft_s * 1e3:.0f} ms"
         gap = "no ITL target" if self.gap_s == math.inf else f"ITL {self.gap_s * 1e3:.1f} ms"
         return f"{ttft}, {gap}"
@@ -27,7 +27,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Requests a second, and the mean tokens of each. `cached` is the part of prompt tokens that caches hold."""
+    """Requests per second and the mean tokens of each. `cached` is the fraction of prompt tokens in prefix caches."""
 
     per_s: float
     prompt_tokens: float
@@ -35,7 +35,10 @@ class Demand:
     cached: float = 0.0
 
     def towards(self, newest: "Demand", part: float) -> "Demand":
-        """So far towards `newest`: all that comes in a second is mixed, and lengths are its means."""
+        """Returns the demand moved by the fraction `part` towards `newest`.
+
+        Rates of requests and tokens are averaged; mean lengths follow from them.
+        """
 
         def mixed(old: float, new: float) -> float:
             return (1 - part) * old + part * new
@@ -47,7 +50,7 @@ class Demand:
         return Demand(per_s, prompts / per_s, answers / per_s, 1 - computed / prompts if prompts else 0.0)
 
     def differs(self, other: "Demand") -> float:
-        """How far apart the prompt tokens, or the answer tokens, of a second are: 0 = not at all, 1 = e times."""
+        """Returns the larger log ratio of prompt and of output token rates: 0 = equal, 1 = a factor of e."""
         return max(
             abs(math.log(max(mine, 1e-9) / max(theirs, 1e-9)))
             for mine, theirs in (
@@ -58,39 +61,39 @@ class Demand:
 
     @property
     def computed_tokens(self) -> float:
-        """Of a prompt, on average."""
+        """Mean prompt tokens of a request that are not cached."""
         return self.prompt_tokens * (1.0 - self.cached)
 
     @property
     def context_tokens(self) -> float:
-        """That a decode row attends to, on average over an answer's life."""
+        """Mean context that a decode row attends to, over the life of a request."""
         return self.prompt_tokens + self.answer_tokens / 2
 
     @property
     def kv_tokens(self) -> float:
-        """That an answer takes at its end."""
+        """KV tokens of a request when it ends."""
         return self.prompt_tokens + self.answer_tokens
 
     def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Device seconds that a mean prompt takes, where steps of prompts are full."""
+        """Returns the device seconds of a mean prompt, where prefill steps are full."""
         tokens = self.computed_tokens
         if tokens <= 0:
             return 0.0
         return self.chunk_share_seconds(cost, chunk_tokens) + self.attention_seconds(cost)
 
     def lone_prompt_seconds(self, cost: CostParameters, chunk_tokens: int) -> float:
-        """Seconds until a mean prompt alone is computed."""
+        """Returns the seconds to compute a mean prompt alone."""
         tokens = int(self.computed_tokens)
         return StepCost(cost).prefill_seconds(tokens, int(self.prompt_tokens) - tokens, chunk_tokens=chunk_tokens)
 
     def chunk_share_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
-        """Its share of full chunks, without attention."""
+        """Returns a mean prompt's share of the seconds of full chunks, without attention."""
         p = cost.parameters
         chunk_s = p.base_s + p.prompt_base_s + p.token_s * max(0, chunk_tokens - p.free_tokens)
         return chunk_s * self.computed_tokens / chunk_tokens
 
     def attention_seconds(self, cost: StepCost) -> float:
-        """Of its attention pairs; long prompts have more of them than their part of the tokens."""
+        """Returns the seconds of a mean prompt's attention pairs, including the extra pairs of long prompts."""
         tokens = self.computed_tokens
         spread = tokens * tokens / 2 * LENGTH_CV2
         pairs = chunk_pairs(int(tokens), int(self.prompt_tokens - tokens)) + spread

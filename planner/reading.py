@@ -1,4 +1,4 @@
-"""What two scrapes of the whole cluster say of the time between them."""
+"""Reads one window of the whole cluster from two scrapes of its metrics."""
 
 from __future__ import annotations
 
@@ -6,38 +6,43 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from planner.demand import Promise
+from planner.load_ratio import WorkerFacts
 from planner.observation import Kept, Observation, Offered
-from planner.strain import WorkerFacts
 from telemetry import families as f
-from telemetry.scrape import Scrape, Stretch
+from telemetry.scrape import Scrape, ScrapeInterval
 from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.messages import Role, WorkerInfo
 from wire.tracing.spans import Phase
 
 CLASS_SHARE = 0.1
-"""Part of the requests that a service class must have, for its targets to count."""
+"""Minimum fraction of requests in a service class for its targets to count."""
 _PARTS = ("base", "prompt_base", "token", "pair", "row", "context")
 _ROUTER = "router"
 _MET = "met"
 _CROWDED = "slo_itl"
 _REFUSED = ("queue_full", "tenant_queue_full", "slo_ttft", _CROWDED)
-"""Values of the label `reason` of requests that count as offered (`router/refusal.py`)."""
+"""Values of the label `reason` of rejected requests that count as offered (`router/refusal.py`)."""
 
 Promises = Callable[[float], Mapping[str, Promise]]
-"""What each service class promises where a decode step of one request takes so many seconds."""
+"""Maps the seconds of a one-request decode step to the targets of each service class."""
 
 
-def observe(stretch: Stretch, workers: Sequence[WorkerInfo], promises: Promises, *, coming: int = 0) -> Observation:
-    """Of this stretch; `workers` are those that serve now, by what they were last told to do, `coming` more will."""
-    now = stretch.now
+def observe(
+    interval: ScrapeInterval, workers: Sequence[WorkerInfo], promises: Promises, *, coming: int = 0
+) -> Observation:
+    """Returns the observation of this interval.
+
+    `workers` are those that serve, by their last assignment; `coming` more are starting.
+    """
+    now = interval.now
     prefill, decode, shared = (_doing(workers, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
     answers = worker_facts(now, [*decode, *shared])
     idle_step_s = 0.0 if answers is None else answers.cost.base_s + answers.cost.row_s
-    offered, names = _offered(stretch), [info.peer.worker_id for info in workers]
+    offered, names = _offered(interval), [info.peer.worker_id for info in workers]
     return Observation(
-        seconds=stretch.seconds,
+        seconds=interval.seconds,
         offered=offered,
-        promise=_promise(stretch, promises(idle_step_s)),
+        promise=_promise(interval, promises(idle_step_s)),
         prompts=worker_facts(now, [*prefill, *shared]),
         answers=answers,
         prefill=len(prefill),
@@ -47,12 +52,12 @@ def observe(stretch: Stretch, workers: Sequence[WorkerInfo], promises: Promises,
         waiting_requests=now.total(f.REQUESTS_WAITING, role=_ROUTER),
         waiting_tokens=offered.prompt_tokens * sum(now.total(f.REQUESTS_WAITING, worker=each) for each in names),
         running_requests=sum(now.total(f.REQUESTS_RUNNING, worker=each) for each in names),
-        kept=_kept(stretch),
+        kept=_kept(interval),
     )
 
 
 def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts | None:
-    """The mean of these workers; None as long as none of them has measured a step."""
+    """Returns the mean of these workers; None while none of them has measured a step."""
     found = [(info, cost) for info in workers if (cost := _cost(scrape, info.peer.worker_id)) is not None]
     if not found:
         return None
@@ -71,8 +76,9 @@ def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts |
 
 
 def fitted(scrape: Scrape) -> CostParameters | None:
-    """Of a whole cluster: what prompts cost where they are computed, and answers where they are decoded; None as long
-    as one of them was not measured.
+    """Returns the fitted costs of a whole cluster; None while prefill or decode costs are unmeasured.
+
+    Prompt costs are the means of workers that prefill, decode costs of those that decode.
     """
     names = scrape.values(f.STEP_COST, "worker")
     roles = {name: scrape.values(f.WORKER_INFO, "role", worker=name)[0] for name in names}
@@ -105,24 +111,24 @@ def _cost(scrape: Scrape, worker: str) -> CostParameters | None:
     return CostParameters(base, prompt_base, token, pair, row, context, free, observed=1, mixed_noise=noise)
 
 
-def _offered(stretch: Stretch) -> Offered:
-    requests = stretch.grown(f.OFFERED_REQUESTS)
+def _offered(interval: ScrapeInterval) -> Offered:
+    requests = interval.grown(f.OFFERED_REQUESTS)
     if not requests:
         return Offered(0.0, 0.0, 0.0, 0.0)
-    looked_up = stretch.grown(f.PREFIX_QUERIES)
+    looked_up = interval.grown(f.PREFIX_QUERIES)
     return Offered(
-        requests / stretch.seconds,
-        stretch.grown(f.OFFERED_PROMPT_TOKENS) / requests,
-        stretch.grown(f.PREFIX_HITS) / looked_up if looked_up else 0.0,
-        stretch.grown(f.OFFERED_ANSWER_TOKENS) / requests,
-        refused_per_s=sum(stretch.grown(f.ADMISSION_REJECTIONS, reason=each) for each in _REFUSED) / stretch.seconds,
-        crowded_per_s=stretch.grown(f.ADMISSION_REJECTIONS, reason=_CROWDED) / stretch.seconds,
+        requests / interval.seconds,
+        interval.grown(f.OFFERED_PROMPT_TOKENS) / requests,
+        interval.grown(f.PREFIX_HITS) / looked_up if looked_up else 0.0,
+        interval.grown(f.OFFERED_ANSWER_TOKENS) / requests,
+        refused_per_s=sum(interval.grown(f.ADMISSION_REJECTIONS, reason=each) for each in _REFUSED) / interval.seconds,
+        crowded_per_s=interval.grown(f.ADMISSION_REJECTIONS, reason=_CROWDED) / interval.seconds,
     )
 
 
-def _promise(stretch: Stretch, promises: Mapping[str, Promise]) -> Promise:
-    """The tightest targets of the classes that matter."""
-    counts = {name: stretch.grown(f.SLO_REQUESTS, slo_class=name) for name in promises}
+def _promise(interval: ScrapeInterval, promises: Mapping[str, Promise]) -> Promise:
+    """Returns the tightest targets of the classes with enough requests."""
+    counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in promises}
     least = CLASS_SHARE * sum(counts.values())
     found = [promise for name, promise in promises.items() if counts[name] and counts[name] >= least]
     if not found:
@@ -130,10 +136,10 @@ def _promise(stretch: Stretch, promises: Mapping[str, Promise]) -> Promise:
     return Promise(min(each.ttft_s for each in found), min(each.gap_s for each in found))
 
 
-def _kept(stretch: Stretch) -> Kept:
-    missed = {phase: stretch.grown(f.SLO_MISSED, phase=phase) for phase in Phase}
-    return Kept(stretch.grown(f.SLO_REQUESTS, outcome=_MET), missed)
+def _kept(interval: ScrapeInterval) -> Kept:
+    missed = {phase: interval.grown(f.SLO_MISSED, phase=phase) for phase in Phase}
+    return Kept(interval.grown(f.SLO_REQUESTS, outcome=_MET), missed)
 
 
 def _doing(workers: Sequence[WorkerInfo], role: Role) -> list[WorkerInfo]:
-    return [info for info in workers if info.open is not None and info.told is role]
+    return [info for info in workers if info.open is not None and info.assigned_role is role]

@@ -1,4 +1,4 @@
-"""What a change of the model or of how it is served would do to the load that a split can take, by the cost model."""
+"""Effects of changes of the model or its serving on the load that a split can take, by the cost model."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner.decision import Limits, Split
+from planner.load_ratio import WorkerFacts, decode_load_ratio
 from planner.memory import Memory
 from planner.sizing import Sizing
-from planner.strain import WorkerFacts, decode_strain
 
 DRAFTED, ACCEPTED = 3, 0.7
-"""Tokens that are guessed for each step, and how likely each guess is right if those before it are."""
+"""Draft tokens per step, and the acceptance probability of each if those before it are accepted."""
 DRAFT_PART = 0.1
-"""What guessing takes beside a step's reading of weights."""
+"""Cost of drafting, as a fraction of a step's reading of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`rate` is how many times the load it would take, with the best split of as many workers."""
+    """A change and the load that it allows: `rate` times the current one, with the best split of as many workers."""
 
     name: str
     rate: float
@@ -26,7 +26,7 @@ class Change:
 
 
 def changes(sizing: Sizing, split: Split, memory: Memory, launch_s: float) -> Iterator[Change]:
-    """Of quantization and of speculative decoding; `launch_s` of a step's base is not the reading of weights."""
+    """Yields the effects of quantization and of speculative decoding; `launch_s` of a step's base reads no weights."""
     for name, weights, kv in (("weights in 8 bits", 0.5, 1.0), ("KV in 8 bits", 1.0, 0.5), ("both", 0.5, 0.5)):
         smaller = Memory(memory.device_bytes, memory.weight_bytes * weights, memory.kv_bytes_per_token * kv)
         other = replace(
@@ -40,7 +40,10 @@ def changes(sizing: Sizing, split: Split, memory: Memory, launch_s: float) -> It
 
 
 def tokens_a_step(drafted: int, accepted: float) -> float:
-    """Mean tokens of an answer that a step brings (Leviathan et al., Fast Inference via Speculative Decoding, 2023)."""
+    """Returns the mean tokens per request and step.
+
+    Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
+    """
     return (1 - accepted ** (drafted + 1)) / (1 - accepted)
 
 
@@ -62,14 +65,14 @@ def _change(name: str, before: Sizing, after: Sizing, split: Split) -> Change:
 
 
 def _speculation(sizing: Sizing, split: Split) -> Change:
-    """Each step reads the weights once for several tokens of each answer, but computes all that were guessed."""
+    """Models speculative decoding: a step reads the weights once for several tokens, but computes all draft tokens."""
     facts, gain = sizing.answers, tokens_a_step(DRAFTED, ACCEPTED)
     cost = facts.cost
     guessing = replace(
         facts, cost=replace(cost, base_s=cost.base_s * (1 + DRAFT_PART), row_s=cost.row_s * (DRAFTED + 1))
     )
-    plain = decode_strain(sizing.demand, sizing.promise, facts, split.decode).value
-    other = decode_strain(sizing.demand, sizing.promise, guessing, split.decode).value / gain
+    plain = decode_load_ratio(sizing.demand, sizing.promise, facts, split.decode).value
+    other = decode_load_ratio(sizing.demand, sizing.promise, guessing, split.decode).value / gain
     scaled = replace(sizing, decode_scale=sizing.decode_scale * other / plain)
     name = f"speculative decoding, {DRAFTED} tokens guessed, {ACCEPTED:.0%} right"
     return _change(name, sizing, scaled, split)

@@ -1,1 +1,5 @@
-"""The router: text in, text out. Reading order: service, admission, placement, dispatch, stream."""
+"""The router: turns client requests into token ids, places them on workers, and streams text back.
+
+Reading order: `api/`, `requests/validation.py`, `placement/`, `requests/dispatch.py`, `requests/stream.py`,
+`requests/ends.py`.
+"""

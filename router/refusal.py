@@ -1,4 +1,4 @@
-"""Why requests are turned away before they are admitted: one word for metrics beside the sentence for clients."""
+"""The reasons for which requests are rejected, as metric labels and as errors for clients."""
 
 from enum import StrEnum
 
@@ -6,22 +6,22 @@ from wire.errors import InvalidArgument, NotFound, ResourceExhausted, TandemErro
 
 
 class Refusal(StrEnum):
-    """Values of the label `reason`."""
+    """The values of the metric label `reason`."""
 
     QUEUE_FULL = "queue_full"
     TENANT_QUEUE_FULL = "tenant_queue_full"
     SLO_TTFT = "slo_ttft"
-    """Its first token would come later than its class promises."""
+    """The predicted TTFT exceeds the target of its SLO class."""
     SLO_ITL = "slo_itl"
-    """Its tokens would come further apart than its class promises."""
+    """The predicted ITL exceeds the target of its SLO class."""
     NO_WORKER = "no_worker"
-    """Nobody serves, or nobody is ready."""
+    """No worker serves, or no worker is ready."""
     INVALID = "invalid"
     """The request itself is wrong."""
 
 
 class Refused(ResourceExhausted):
-    """There is no room, or no hope; `reason` says which."""
+    """Rejected for lack of capacity, or because the SLO cannot be met; `reason` has the cause."""
 
     def __init__(self, reason: Refusal, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
@@ -29,7 +29,7 @@ class Refused(ResourceExhausted):
 
 
 def reason_of(error: TandemError) -> Refusal:
-    """Why a listener or the dispatcher refused a request."""
+    """Return the reason for which a listener or the dispatcher rejected a request with `error`."""
     if isinstance(error, Refused):
         return error.reason
     return Refusal.INVALID if isinstance(error, InvalidArgument | NotFound) else Refusal.NO_WORKER

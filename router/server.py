@@ -1,4 +1,4 @@
-"""One router: gRPC and HTTP on one event loop, over one dispatcher."""
+"""The router process: gRPC and HTTP listeners and one dispatcher on one event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.front.processes import FrontListeners
 from router.observability.otlp import TraceExporter, otlp_exporter
 from router.placement.policy import PlacementPolicy
 from router.requests.dispatch import Dispatcher
-from router.requests.validation import Admission
+from router.requests.validation import RequestValidator
 from router.text.model_folder import GenerationDefaults, read_generation_defaults
 from router.text.tokenizer import Tokenizer
 from wire.address import is_loopback
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class RouterServer:
-    """Start it once, stop it once, both on the same event loop."""
+    """One router. Start it once and stop it once, on the same event loop."""
 
     def __init__(self, config: RouterConfig, policy: PlacementPolicy | None = None) -> None:
-        """`policy` chooses workers; None = by predicted cost."""
+        """`policy` chooses workers; None = the policy of predicted cost."""
         self._config = config
         self._policy = policy or PlacementPolicy(config.mode)
         self._ready: bool | None = None
@@ -36,8 +36,10 @@ class RouterServer:
         self._opened: Listeners | None = None
 
     async def start(self) -> RouterEndpoints:
-        """Load the tokenizer, follow the cluster, open gRPC and HTTP. Workers may come later: until then requests get
-        `Unavailable`. `ModelError` or `FailedPrecondition` (a port is taken) say what is wrong.
+        """Load the tokenizer, watch the cluster, and open the listeners.
+
+        Workers may register later: until then requests get `Unavailable`. Raises ModelError for an unusable model
+        folder and FailedPrecondition for a port that is taken.
         """
         config = self._config
         tokenizer, defaults = await asyncio.to_thread(_load, config)
@@ -46,37 +48,37 @@ class RouterServer:
         self._dispatcher = dispatcher = Dispatcher(config, self._policy, tokenizer, self._follow_readiness)
         if self._exporter is not None:
             dispatcher.metrics.traces.export = self._exporter.export
-        self._admission = Admission(
+        self._validator = RequestValidator(
             config, tokenizer, defaults, lambda: dispatcher.pool.model, dispatcher.metrics.refused
         )
         listeners = self._listeners()
         try:
             endpoints = await listeners.open()
         except TandemError:
-            self._admission.close()
+            self._validator.close()
             await self._dispatcher.close()
             await self._close_exporter()
             raise
         self._opened = listeners
         self._follow_readiness()
         if not config.api_keys and not is_loopback(config.host):
-            log.warning("gRPC and HTTP are open to whoever reaches %s: no API key is asked for", config.host)
+            log.warning("gRPC and HTTP on %s require no API key: any client that reaches them has access", config.host)
         log.info("router %s serves gRPC on %s, HTTP on %s", config.router_id, *_pair(endpoints))
         return endpoints
 
     async def stop(self, grace_s: float) -> None:
-        """Turn NOT_SERVING, let running requests end for `grace_s` seconds, then fail the rest with `Unavailable`."""
+        """Set NOT_SERVING, let requests run for `grace_s` seconds, then fail the rest with `Unavailable`."""
         assert self._opened is not None
         await self._opened.leave(grace_s)
         await self._dispatcher.drain(grace_s)
         await self._opened.gone()
         await self._dispatcher.close()
-        self._admission.close()
+        self._validator.close()
         await self._close_exporter()
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be answered now."""
+        """True if a request would be served now."""
         return self._dispatcher.refusal is None
 
     async def _close_exporter(self) -> None:
@@ -86,8 +88,8 @@ class RouterServer:
     def _listeners(self) -> Listeners:
         config = self._config
         ports = config.grpc_port, config.http_port
-        servicer = InferenceServicer(config, self._admission, self._dispatcher)
-        app = make_app(config, self._admission, self._dispatcher)
+        servicer = InferenceServicer(config, self._validator, self._dispatcher)
+        app = make_app(config, self._validator, self._dispatcher)
         if config.front_processes:
             return FrontListeners(
                 config.host,
@@ -98,7 +100,7 @@ class RouterServer:
                 app=app,
                 log_config=config.log,
                 limits=config.listeners,
-                board=self._dispatcher.metrics.board,
+                registry=self._dispatcher.metrics.registry,
             )
         return InProcessListeners(
             config.host,

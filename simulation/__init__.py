@@ -1,1 +1,1 @@
-"""A whole cluster under a virtual clock: the product's own policies over devices and networks that only pass time."""
+"""Simulates whole clusters under a virtual clock: the product's own policies on modelled devices and networks."""

@@ -1,4 +1,4 @@
-"""Requests drawn at random: Poisson arrivals, lognormal lengths, no two prompts alike but for a common beginning."""
+"""Random requests: Poisson arrivals, lognormal lengths, and prompts that share at most a common prefix."""
 
 import math
 from collections.abc import Iterator
@@ -12,16 +12,17 @@ from simulation.prompt import VirtualPrompt, page_names
 from simulation.request import LoadRequest
 
 SIGMA = 0.8
-"""Of the logarithm of lengths, if nobody says otherwise: half of them lie within a factor of 1.7 of the median."""
+"""Default standard deviation of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
 
-_EVERYBODY = 0
-"""Nobody's key."""
+_SHARED_KEY = 0
+"""The key of the prefix that all prompts share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What clients ask: requests a second, and tokens on average; 0 `sigma` = all alike. The first `cached` part of a
-    prompt is everybody's.
+    """A request mix: requests per second and mean lengths in tokens.
+
+    0 `sigma` = equal lengths. The first `cached` fraction of every prompt is the same.
     """
 
     rate: float
@@ -33,8 +34,9 @@ class Mix:
     def requests(
         self, seconds: float, slo: SloClass, max_context: int, *, seed: int = 0, start_s: float = 0.0, key: int = 0
     ) -> Iterator[LoadRequest]:
-        """Those of so many seconds from `start_s` on, one after the other; each fits into `max_context` tokens. Moments
-        and lengths have generators of their own: another rate has the same lengths in the same order.
+        """Yields the requests of `seconds` from `start_s` on, by arrival; each fits into `max_context` tokens.
+
+        Arrival times and lengths have generators of their own: another rate has the same lengths in the same order.
         """
         moments, lengths = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
         due_s = start_s
@@ -45,9 +47,9 @@ class Mix:
             yield LoadRequest(due_s, VirtualPrompt(key, prompt, self._names(key, prompt)), answer, slo)
 
     def _names(self, key: int, prompt: int) -> tuple[bytes, ...]:
-        """Of its pages; none where no other prompt has them."""
+        """Returns the names of the prompt's pages; none where it shares no prefix."""
         shared = int(self.cached * prompt)
-        return page_names([(_EVERYBODY, 0, shared), (key, shared, prompt - shared)], GPU_PAGE_TOKENS) if shared else ()
+        return page_names([(_SHARED_KEY, 0, shared), (key, shared, prompt - shared)], GPU_PAGE_TOKENS) if shared else ()
 
 
 def _draw(mean: float, sigma: float, dice: np.random.Generator) -> int:

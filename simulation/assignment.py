@@ -1,4 +1,4 @@
-"""A simulated worker changes its role as `worker/assignment.py` does: one half opens at once, the other gets empty first."""
+"""A simulated worker's role change, as in `worker/assignment.py`: one half opens at once, the other finishes first."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from worker.assignment import OTHER_ROLE, Half
 from worker.halves import Halves
 
 LOOK_S = 0.1
-"""How often a half that closes is looked at."""
+"""Interval in seconds at which a closing half is checked for remaining requests."""
 
 
 class VirtualAssignment:
-    """Which halves are open. What a half that closes still has it finishes, however long that takes."""
+    """Tracks which halves are open. A closing half finishes all its requests, however long that takes."""
 
     def __init__(
         self, role: Role, halves: Halves, clock: VirtualClock, visit: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """`visit` is held while halves are touched."""
+        """Opens the halves of `role`; `visit` is entered while halves are changed."""
         self.wanted = role
-        """What it was told to do last."""
+        """The role that was assigned last."""
         self.role = role
-        """The halves that are open or still finish what they have."""
+        """The halves that are open or still finish their requests."""
         self.on_change: Callable[[], None] = lambda: None
         self._halves, self._clock, self._visit = halves, clock, visit
         self._closing: dict[Role, int] = {}
@@ -35,12 +35,12 @@ class VirtualAssignment:
 
     @property
     def closing(self) -> Role | None:
-        """The halves among `role` that take nothing new."""
+        """The closing halves among `role`; None without any."""
         closing = list(self._closing)
         return None if not closing else closing[0] if len(closing) == 1 else Role.BOTH
 
     def assume(self, role: Role) -> None:
-        """Do this from now on."""
+        """Assigns this role from now on."""
         with self._visit():
             before, self._changes = self.role, self._changes + 1
             self.wanted, self.role = role, before | role
@@ -56,7 +56,7 @@ class VirtualAssignment:
         self.on_change()
 
     def _look(self, half: Half, change: int) -> None:
-        """Whether the half that closes by this change is empty."""
+        """Leaves the half that this change closes once it has no requests; else checks again after `LOOK_S`."""
         if self._closing.get(half.role) != change:
             return
         if half.requests():

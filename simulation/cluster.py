@@ -16,33 +16,35 @@ from wire.messages import PeerRef
 
 @dataclass(slots=True)
 class VirtualCluster:
-    """Made anew for each load: nothing is left of the one before."""
+    """A cluster for one load; a new one is needed for each."""
 
     specs: Sequence[WorkerSpec]
     config: RouterConfig
     network: Network = field(default_factory=Network)
     jumps: bool = True
-    """Whether steps that are alike are taken at once; the outcome is the same."""
+    """True to take runs of equal steps at once; the outcome is the same."""
     clock: VirtualClock = field(default_factory=VirtualClock)
     workers: dict[PeerRef, VirtualWorker] = field(default_factory=dict)
     router: VirtualRouter = field(init=False)
     outcomes: list[Outcome] = field(default_factory=list)
-    """Of requests that have ended, in that order."""
+    """Outcomes of ended requests, in the order of their ends."""
 
     def __post_init__(self) -> None:
         self.router = VirtualRouter(self.config, self.clock, self.network, self.outcomes.append)
         for spec in self.specs:
-            worker = VirtualWorker(spec, self.clock, self.network, self.workers, self.router.hear, jumps=self.jumps)
+            worker = VirtualWorker(
+                spec, self.clock, self.network, self.workers, self.router.on_step_output, jumps=self.jumps
+            )
             self.workers[worker.peer] = worker
             self.router.join(worker)
             worker.assignment.on_change = partial(self._tell_router, worker)
 
     def _tell_router(self, worker: VirtualWorker) -> None:
-        """By way of the controller."""
+        """Notifies the router through the controller, which takes two calls."""
         self.clock.after(2 * self.network.call_s, lambda: self.router.follow(worker))
 
     def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
-        """All of them, by rising `due_s`, until nothing happens any more or time is up → how they ended."""
+        """Runs the requests, sorted by `due_s`, until nothing is left or `until_s`; returns the outcomes."""
         coming = iter(requests)
 
         def next_one() -> None:

@@ -1,4 +1,4 @@
-"""The steps that a simulated device was given: when each ends, and many that are alike at once."""
+"""The steps in flight on a simulated device: when each ends, and many equal steps at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulation.step_log import StepLog
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched: its first rows decode, `drawn` is what all of them draw."""
+    """A launched step; its first rows decode, and `drawn` has the draws of all rows."""
 
     work: StepWork
     drawn: Sequence[int | None]
@@ -20,58 +20,58 @@ class Flight:
 
 
 class Flights:
-    """At most two: one runs, one is launched behind it. Steps follow each other as `truth` says."""
+    """At most two steps in flight: one runs, one is launched behind it. `truth` gives their durations."""
 
     def __init__(self, truth: StepCost) -> None:
         self._truth = truth
         self.log = StepLog()
-        """Ends of the steps whose results were heard."""
+        """End times of the completed steps."""
         self.first: Flight | None = None
-        """Whose end is waited for; None while nothing runs."""
+        """The step whose end is awaited; None while nothing runs."""
         self.second: Flight | None = None
-        """The newest."""
+        """The newest step."""
         self.busy_s = 0.0
-        """Time of the device so far."""
+        """Seconds that the device has computed so far."""
         self._free_s = 0.0
 
     @property
     def none(self) -> bool:
-        """Whether the device is idle."""
+        """True if the device is idle."""
         return self.first is None and self.second is None
 
     def launch(self, work: StepWork, drawn: Sequence[int | None], now: float) -> Flight:
-        """Behind all that were launched before."""
+        """Launches a step behind all earlier ones."""
         seconds = self._truth.seconds(work)
         self._free_s = max(now, self._free_s) + seconds
         self.busy_s += seconds
         return Flight(work, drawn, self._free_s)
 
     def push(self, launched: Flight | None) -> bool:
-        """It is the newest now, if there is one; whether nothing more is to be launched until the first has ended."""
+        """Makes `launched` the newest step; returns True if no more steps are to be launched until the first ends."""
         before, self.second = self.second, launched
         if before is not None:
             self.first = before
         return before is not None or launched is None
 
     def land(self) -> tuple[int, Flight] | None:
-        """The first has ended → its number in the log, and what it was."""
+        """Completes the first step; returns its number in the log and the step, None without one."""
         landed, self.first = self.first, None
         return None if landed is None else (self.log.add(landed.end_s), landed)
 
     @property
     def only_decode(self) -> bool:
-        """Whether there are two, both without prompts."""
+        """True if two steps are in flight, both without prefill."""
         first, second = self.first, self.second
         return not (first is None or second is None or first.work.prefill_tokens or second.work.prefill_tokens)
 
     def steady(self, ahead: Ahead | None) -> SteadyRun | None:
-        """The ends of both, and of those ahead, which decode the same rows."""
+        """Returns the end times of both steps and of those `ahead`, which decode the same rows; None without them."""
         if self.first is None or self.second is None or ahead is None:
             return None
         return steady_run(self._truth, self.second.work, self.first.end_s, self.second.end_s, ahead)
 
     def skip(self, run: SteadyRun, steps: int) -> StepWork | None:
-        """The first steps of a steady run are over → what is in the newest launch; None: nothing was skipped."""
+        """Skips the first steps of a steady run; returns the newest launch's work, None if nothing was skipped."""
         first, second = self.first, self.second
         if first is None or second is None or not steps:
             return None

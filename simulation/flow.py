@@ -1,4 +1,4 @@
-"""A request on its way through the simulated router."""
+"""The state of a request in the simulated router."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from wire.messages import RequestEvent, RequestRef, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """A request on its way."""
+    """A request that has not ended."""
 
     queued: QueuedRequest
     outcome: Outcome
@@ -21,15 +21,17 @@ class Flow:
     attempt: int = 1
     failures: int = 0
     tokens: int = 0
-    """Of the answer, heard or known to be decoded before the attempt failed."""
+    """Answer tokens received, or known to be decoded before the attempt failed."""
 
     @property
     def ref(self) -> RequestRef:
+        """The request's id with its attempt."""
         return RequestRef(self.queued.wire_id, self.attempt)
 
     def close_piece(self, log: StepLog, number: int, event: RequestEvent) -> None:
-        """What the attempt has decoded up to this event, of step `number` of the worker with that `log`, or before that
-        step if it gives way: a token a step.
+        """Records what the attempt has decoded up to this event, one token per step.
+
+        The event is of step `number` of the worker with that `log`; a preempted request decoded before that step.
         """
         self.tokens = event.first_index + (not event.preempted)
         decoded = self.tokens - self.queued.answered - 1
@@ -38,8 +40,9 @@ class Flow:
         pieces.append(Piece(log, number + (not event.preempted) - decoded, decoded))
 
     def placement_record(self, later_s: float) -> PlacementRecord | None:
-        """What was foreseen of it and what came, where its first attempt brought it all; a token takes `later_s` from
-        its worker to the client.
+        """Returns its prediction with the observed values; None unless the first attempt completed it.
+
+        A token takes `later_s` from its worker to the client.
         """
         outcome = self.outcome
         if outcome.prediction is None or outcome.error or self.attempt > 1:

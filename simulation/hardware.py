@@ -1,4 +1,4 @@
-"""A model on devices of one kind, by their roofline or by fitted costs."""
+"""A model on devices of one kind, whose step cost comes from a roofline or from fitted parameters."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -20,17 +20,18 @@ _ATTENTION_FLOP = 4
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A model on devices of one kind."""
+    """A model on devices of one kind: `truth` is the real step cost, `reported` the one that predictions use."""
 
     model: ModelConfig
     name: str
     truth: CostParameters
-    told: CostParameters
+    reported: CostParameters
     pages: int
     page_tokens: int = GPU_PAGE_TOKENS
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's KV in all layers."""
         return kv_bytes(self.model)
 
     @property
@@ -40,27 +41,29 @@ class Hardware:
 
     @property
     def facts(self) -> ModelFacts:
+        """The model's facts as a worker registers them."""
         model = self.model
         return ModelFacts(self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16")
 
     def with_costs(self, costs: CostParameters) -> "Hardware":
-        """Whose steps take what `costs` say, in this hardware's tiles, and predictions know it."""
+        """Returns the same hardware with these step costs, which predictions know."""
         known = replace(costs, tile_tokens=self.truth.tile_tokens)
-        return replace(self, truth=known, told=known)
+        return replace(self, truth=known, reported=known)
 
     @property
     def device(self) -> Device:
+        """The simulated device of a worker."""
         page_bytes = self.page_tokens * self.kv_bytes_per_token
-        return Device(self.truth, self.told, self.pages, self.page_tokens, page_bytes)
+        return Device(self.truth, self.reported, self.pages, self.page_tokens, page_bytes)
 
 
 def kv_bytes(model: ModelConfig) -> int:
-    """Of one token, all layers."""
+    """Returns the bytes of one token's KV in all layers."""
     return 2 * model.layers * model.kv_heads * model.head_dim * _ITEM_BYTES
 
 
 def roofline(model: ModelConfig, device: Ceilings = GPU) -> CostParameters:
-    """What steps should take by the ceilings of a device, told as if it was measured."""
+    """Returns the step cost at a device's ceilings, marked as if it was measured."""
     layer = model.hidden_size * (model.qkv_size + model.heads * model.head_dim + 3 * model.intermediate_size)
     weights = model.layers * layer + model.vocab_size * model.hidden_size
     pair = _ATTENTION_FLOP * model.layers * model.heads * model.head_dim
@@ -69,8 +72,9 @@ def roofline(model: ModelConfig, device: Ceilings = GPU) -> CostParameters:
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:
-    """Fitted parameters by the names of `CostParameters`, alone or as the `costs` of a result. InvalidArgument names
-    the option.
+    """Reads fitted parameters by the names of `CostParameters`, at the top level or under `costs`, as in results.
+
+    InvalidArgument names the option.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -85,7 +89,10 @@ def read_costs(file: Path, option: str = "--costs") -> CostParameters:
 
 
 def hardware(shape: str, costs: Path | None, kv_gib: float, misjudged: float) -> Hardware:
-    """Predictions are `misjudged` times what steps take. InvalidArgument if there is room for no page."""
+    """Returns hardware whose predictions are `misjudged` times the real step cost.
+
+    InvalidArgument if the KV cache is smaller than a page.
+    """
     model = shape_config(shape)
     if not misjudged > 0:
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
@@ -93,7 +100,7 @@ def hardware(shape: str, costs: Path | None, kv_gib: float, misjudged: float) ->
     scaled = {name: getattr(truth, name) * misjudged for name in _SECONDS}
     pages = int(kv_gib * 2**30 / (GPU_PAGE_TOKENS * kv_bytes(model)))
     if pages < 1:
-        raise InvalidArgument("--kv-gib", f"{kv_gib:g} has room for no page of {shape}")
+        raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
     return Hardware(model, shape, truth, replace(truth, **scaled), pages)
 
 

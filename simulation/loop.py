@@ -1,7 +1,7 @@
 """A worker's step loop under the virtual clock.
 
-As in `worker/loop.py` a step is planned and launched while the one before it runs. Whoever calls in from outside finds
-the worker where it is at that moment: steps that were taken at once are caught up with first.
+As in `worker/loop.py` a step is planned and launched while the one before it runs. A call from outside finds the
+worker's state of that time: skipped steps are applied first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker.scheduler import StepScheduler
 
 
 class VirtualStepLoop:
-    """Runs a device that only takes time for both halves; decode steps that are alike it takes at once."""
+    """Runs both halves on a simulated device; runs of equal decode steps are taken at once."""
 
     def __init__(
         self,
@@ -36,9 +36,11 @@ class VirtualStepLoop:
         on_progress: Callable[[], None],
         jumps: bool,
     ) -> None:
-        """`truth`: what steps take. `publish` hears of each step that has ended, but for those taken at once, with its
-        number in the log; `on_progress`, that the prefill half may be further. `spare_pages` are those that answers
-        may grow into. Without `jumps` every step is taken by itself.
+        """Sets the loop up; `truth` predicts the durations of steps.
+
+        `publish` receives each completed step with its number in the log, except for those taken at once. `on_progress`
+        is called when the prefill half may have progressed. `spare_pages` returns the pages that answers may grow into.
+        Without `jumps` every step is taken by itself.
         """
         self._clock, self._scheduler, self._jumps = clock, scheduler, jumps
         self._decode, self._prefill, self._spare_pages = decode, prefill, spare_pages
@@ -48,25 +50,26 @@ class VirtualStepLoop:
         self._steady: SteadyRun | None = None
         self._plan_number = 0
         self._awaited = False
-        """Whether the clock calls at the end of what runs."""
+        """True if the clock will call at the end of the running step."""
         self._woken = False
         self._inside = False
 
     def wake(self) -> None:
-        """There may be work."""
+        """Notes that there may be work."""
         self._woken = True
 
     def visit(self) -> AbstractContextManager[None]:
-        """For who acts inside of the worker, but not from a step."""
+        """Returns a context for changes of the worker from outside of a step."""
         return _Visit(self)
 
     @property
     def idle(self) -> bool:
+        """True if no step is in flight."""
         return self._flights.none
 
     @property
     def busy_s(self) -> float:
-        """Time of the device so far."""
+        """Seconds that the device has computed so far."""
         run = self._steady
         return self._flights.busy_s + (0.0 if run is None else run.seconds(run.over(self._clock.now)))
 
@@ -77,14 +80,15 @@ class VirtualStepLoop:
         return newest if run is None else later(newest, run.over(self._clock.now))
 
     def catch_up(self) -> None:
-        """Who comes finds the pages as they are by now; the rest of the steps that have ended can wait until something
-        of it matters.
+        """Applies the ended steps of a steady run, if they have taken pages since.
+
+        Steps that took no pages can be applied later, as no caller sees a difference.
         """
         if self._steady is not None and self._clock.now >= self._steady.turn_s:
             self._pass(self._steady, self._steady.over(self._clock.now))
 
     def visited(self) -> None:
-        """Somebody was here: begin, if there was nothing to do, else see whether the steps to come are still alike."""
+        """Starts an idle loop after a change, or ends a steady run whose assumptions no longer hold."""
         if self._inside:
             return
         if self.idle and self._woken:
@@ -99,7 +103,7 @@ class VirtualStepLoop:
             self._wait()
 
     def _step(self) -> None:
-        """Launch until one step runs and another one waits behind it, or nothing is left to launch."""
+        """Launches until one step runs and another one is behind it, or nothing is left to launch."""
         while not self._flights.push(self._launch()):
             pass
 
@@ -111,13 +115,13 @@ class VirtualStepLoop:
         return self._flights.launch(planned.work, [*[0] * len(planned.batch.tokens), *chunks], self._clock.now)
 
     def _finish(self, number: int, flight: Flight) -> None:
-        """A step has ended, by its number in the log."""
-        news = self._scheduler.apply(flight.work, StepResult(flight.drawn))
+        """Applies a completed step, given its number in the log."""
+        output = self._scheduler.apply(flight.work, StepResult(flight.drawn))
         self._prefill.deliver_updates()
-        self._publish(number, flight.work, news.events)
+        self._publish(number, flight.work, output.events)
 
     def _on_time(self, plan_number: int) -> None:
-        """What was waited for has happened."""
+        """Handles the awaited end of a step or of a steady run; ignored if planned anew since."""
         if plan_number != self._plan_number:
             return
         self._inside = True
@@ -132,7 +136,7 @@ class VirtualStepLoop:
         self._wait()
 
     def _wait(self) -> None:
-        """Plan when to look again."""
+        """Plans the next end to wait for."""
         self._plan_number += 1
         self._steady = self._woken_steady()
         flight = self._flights.first
@@ -143,7 +147,7 @@ class VirtualStepLoop:
         self._clock.at(end_s, partial(self._on_time, self._plan_number))
 
     def _woken_steady(self) -> SteadyRun | None:
-        """What can be taken at once from here."""
+        """Returns the run of equal steps from here on; None if there is none."""
         self._woken = False
         if not self._jumps or not self._flights.only_decode or self._newcomers:
             return None
@@ -151,11 +155,11 @@ class VirtualStepLoop:
 
     @property
     def _newcomers(self) -> bool:
-        """Whether somebody waits to be in a step."""
+        """True if requests wait to join a step."""
         return bool(self._decode.ready_requests or self._prefill.waiting().prompts)
 
     def _pass(self, run: SteadyRun, steps: int) -> None:
-        """The next steps of the steady run are over."""
+        """Applies the next steps of the steady run."""
         self._steady, self._awaited = None, False
         newest = self._flights.skip(run, steps)
         if newest is not None:
@@ -164,7 +168,7 @@ class VirtualStepLoop:
 
 
 class _Visit(AbstractContextManager[None]):
-    """A call from outside: what has ended by now has, and what comes next is planned anew."""
+    """A call from outside: applies the steps that have ended, then plans anew."""
 
     def __init__(self, loop: VirtualStepLoop) -> None:
         self._loop = loop

@@ -1,38 +1,38 @@
-"""What lies between the processes: calls, events and pages take their time, and nothing is lost."""
+"""Delays between processes: calls, events and KV pages take time, and nothing is lost."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Seconds, and bytes a second."""
+    """Delays in seconds, and bandwidth in bytes per second."""
 
     ingress_s: float = 1e-3
-    """From a client to the queue."""
+    """The delay of a request from a client to the router's queue."""
     call_s: float = 5e-4
-    """A call between two processes, one way."""
+    """The delay of a call between two processes, in one direction."""
     event_s: float = 1e-3
-    """From the end of a step to whoever hears of it: the worker's event loop, the router, the client."""
+    """The delay of a step's output from the end of the step to the worker's event loop, the router or the client."""
     transfer_s: float = 3e-4
-    """Of a write of pages, beside its bytes."""
+    """Fixed time of a KV write, in addition to its bytes."""
     bytes_per_s: float = 3.6e11
-    """Between two workers."""
+    """Bandwidth between two workers."""
     chunks_per_s: float | None = 5000.0
-    """Most chunks a second that the router sends (`RouterConfig.chunks_per_s`); None = every token at once."""
+    """Maximum chunks per second that the router sends (`RouterConfig.chunks_per_s`); None = every token at once."""
     chunk_delay_max_s: float = 0.025
     event_jitter_s: float = 3e-4
-    """What a token's way takes longer, on average: exponential, as gaps of two H200s' clients spread (0022)."""
+    """Mean extra delay of a token; exponentially distributed, like the gaps at two H200s' clients (decision 22)."""
 
 
 class Wire:
-    """A sender's way out: one write after the other."""
+    """A sender's outgoing link: writes follow one another."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
         self._free_at = 0.0
 
     def write(self, now: float, size: int) -> float:
-        """When `size` bytes that are sent now will have landed."""
+        """Returns when `size` bytes sent at `now` will have arrived."""
         begun = max(now, self._free_at)
         self._free_at = begun + size / self._network.bytes_per_s
         return self._free_at + self._network.transfer_s

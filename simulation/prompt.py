@@ -1,4 +1,4 @@
-"""Prompts without tokens: as long as they say, and known by the names of their pages."""
+"""Prompts without token ids: they have a length and names of their pages."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from wire.page_digests import DIGEST_BYTES
 
 Segment = tuple[int, int, int]
-"""A run of tokens: what it is a part of, where that part begins, and how many there are."""
+"""A run of tokens: the key of its source, its offset there, and its number of tokens."""
 
 
 class VirtualPrompt(Sequence[int]):
-    """Equal `names` mean equal tokens, as far as both reach. Its token ids are 0 and stand for nothing."""
+    """A prompt whose token ids are all 0; equal `names` mean equal tokens, as far as both reach."""
 
     __slots__ = ("key", "names", "tokens")
 
     def __init__(self, key: int, tokens: int, names: tuple[bytes, ...]) -> None:
-        """`names` of the full pages; `key` tells it from all others."""
+        """Makes a prompt of `tokens` tokens with the `names` of its full pages; `key` is unique."""
         self.key, self.tokens, self.names = key, tokens, names
 
     def __len__(self) -> int:
@@ -30,6 +30,7 @@ class VirtualPrompt(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> tuple[int, ...]: ...
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        """Returns 0, or as many zeros as the slice has tokens."""
         if isinstance(index, slice):
             return (0,) * len(range(*index.indices(self.tokens)))
         if not -self.tokens <= index < self.tokens:
@@ -37,16 +38,16 @@ class VirtualPrompt(Sequence[int]):
         return 0
 
     def __add__(self, answer: tuple[int, ...]) -> "VirtualPrompt":
-        """With the first tokens of an answer behind it, which are nobody else's."""
+        """Returns the prompt followed by the first tokens of an answer, which no other prompt has."""
         return VirtualPrompt(self.key, self.tokens + len(answer), self.names) if answer else self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """What is hashed where the whole prompt is stamped."""
+        """Returns the array that stands for the whole prompt where it is hashed."""
         return np.array([self.key, self.tokens], dtype=dtype)
 
 
 def page_names(segments: Sequence[Segment], page_tokens: int) -> tuple[bytes, ...]:
-    """Names of the full pages of a prompt: equal for equal beginnings, whoever asks."""
+    """Returns the names of a prompt's full pages; prompts with equal beginnings have equal names."""
     names, parent, room, page = [], b"", page_tokens, bytearray()
     for key, begin, tokens in segments:
         first, count = begin, tokens
@@ -62,14 +63,16 @@ def page_names(segments: Sequence[Segment], page_tokens: int) -> tuple[bytes, ..
 
 
 class PageNames:
-    """Names pages as `wire.page_digests` does, without looking at tokens: a prompt knows its names, and what was
-    generated has some that nobody will ask for.
+    """Names pages like `wire.page_digests`, without token ids.
+
+    A prompt knows its names; generated pages get names that no prompt has.
     """
 
     def __init__(self) -> None:
         self._made = 0
 
     def __call__(self, token_ids: Sequence[int], page_tokens: int, _parent: bytes) -> list[bytes]:
+        """Returns the names of the full pages: the prompt's own, or fresh ones."""
         if isinstance(token_ids, VirtualPrompt):
             return list(token_ids.names)
         fresh = range(self._made, self._made + len(token_ids) // page_tokens)

@@ -1,4 +1,4 @@
-"""One request of a simulated load, and what became of it."""
+"""One request of a simulated load, and its outcome."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from simulation.step_log import StepLog
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """When it is sent, what it asks, and as whose; its answer has exactly so many tokens."""
+    """A request: when it is sent, its prompt, class and tenant; its answer has exactly `new_tokens` tokens."""
 
     due_s: float
     prompt: VirtualPrompt
@@ -32,30 +32,30 @@ class Piece:
 
 @dataclass(slots=True)
 class Outcome:
-    """How a request ended. Moments are those of its client's clock, in seconds."""
+    """A request's outcome. Times are of the client's clock, in seconds."""
 
     asked: LoadRequest
     error: str = ""
-    """Code of the typed error, empty for a whole answer."""
+    """Code of the typed error, empty for a complete answer."""
     ended_s: float = 0.0
     cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
     prediction: Prediction | None = None
-    """Of its first placement."""
+    """The prediction of the first placement."""
     placed_s: float = 0.0
     attempts: int = 1
     firsts_s: list[float] = field(default_factory=list)
-    """The first token of each attempt."""
+    """Time of the first token of each attempt."""
     pieces: list[Piece] = field(default_factory=list)
-    """What was decoded behind each of these."""
+    """Tokens that each attempt decoded after its first."""
     held_s: float = 0.0
-    """How long its first token may wait for the second."""
-    turned_away: Verdict | None = None
-    """At the listener, at once."""
+    """Maximum time for which the first token is held until the second."""
+    rejected: Verdict | None = None
+    """The verdict on a request that was rejected on arrival."""
 
     def token_s(self, later_s: float) -> Sequence[float]:
-        """The moment of each token; `later_s` is how long one takes from a worker to the client."""
+        """Returns the time of each token; `later_s` is the delay from a worker to the client."""
         moments: list[float] = []
         for number, first_s in enumerate(self.firsts_s):
             moments.append(first_s + later_s)

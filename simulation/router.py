@@ -1,4 +1,4 @@
-"""A simulated router: the scheduler, the state and the index of a real one, and walks that take the network's time."""
+"""A simulated router: the product's scheduler, worker states and prefix index, with calls that take network time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.config import RouterConfig
-from router.observability.verdict import turned_away
+from router.observability.verdict import rejected
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.prediction_quality import PredictionQuality
@@ -19,7 +19,7 @@ from simulation.clock import VirtualClock
 from simulation.flow import Flow
 from simulation.network import Network
 from simulation.request import LoadRequest, Outcome
-from simulation.worker import VirtualWorker, WorkerNews
+from simulation.worker import VirtualWorker, WorkerStepOutput
 from wire.errors import Internal, ResourceExhausted, RoleClosed
 from wire.messages import (
     Destination,
@@ -35,12 +35,12 @@ from wire.messages import (
 from wire.prefixes import PrefixList
 
 ROUTER_ID = "router"
-_COME_LATER = (ResourceExhausted, RoleClosed)
+_BUSY = (ResourceExhausted, RoleClosed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A worker, as the router sees it."""
+    """A worker with the router's state of it."""
 
     worker: VirtualWorker
     state: WorkerState
@@ -48,8 +48,8 @@ class _Link:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
-    """Whose news, of which of its steps, and when that was."""
+class _StepOutputSource:
+    """The worker, step number and time of a step output."""
 
     worker: VirtualWorker
     number: int
@@ -58,7 +58,7 @@ class _Heard:
 
 @dataclass(slots=True)
 class VirtualRouter:
-    """One router; `on_end` hears of every request once."""
+    """A router; `on_end` receives the outcome of every request once."""
 
     config: RouterConfig
     clock: VirtualClock
@@ -77,7 +77,7 @@ class VirtualRouter:
         self.scheduler = RequestScheduler(self.config, placement, self.fleet, self.clock)
 
     def join(self, worker: VirtualWorker) -> None:
-        """`worker` serves from now on."""
+        """Adds a serving worker."""
         state = WorkerState(worker.info, self.clock)
         self.fleet.join(state)
         feed = PrefixFeed(self.fleet.prefixes, state.slot)
@@ -87,16 +87,16 @@ class VirtualRouter:
         self.fleet.set_live(state, live=True)
 
     def follow(self, worker: VirtualWorker) -> None:
-        """`worker` takes other work than before."""
+        """Updates the router's state after a change of `worker`'s assignment."""
         state, info = self._links[worker.peer].state, worker.info
         state.update(info)
         self.fleet.set_live(state, live=info.open is not None)
         self.pump()
 
-    # ---- a request's way ----
+    # ---- a request's dispatch ----
 
     def arrive(self, asked: LoadRequest) -> None:
-        """A request is on arrival."""
+        """Admits or rejects an arriving request."""
         self._arrivals += 1
         prompt, sampling = asked.prompt, SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True)
         queued = QueuedRequest(
@@ -114,14 +114,14 @@ class VirtualRouter:
         try:
             self.scheduler.enter(queued)
         except ResourceExhausted as error:
-            flow.outcome.turned_away = turned_away(error)
+            flow.outcome.rejected = rejected(error)
             self._end(flow, error.code)
             return
         self._flows[queued.wire_id] = flow
         self.pump()
 
     def pump(self) -> None:
-        """Bind requests to workers as long as the next one finds room."""
+        """Places queued requests on workers as long as the next one fits."""
         if self._pumping:
             return
         self._pumping = True
@@ -163,8 +163,8 @@ class VirtualRouter:
         )
         try:
             granted: GrantedLease = self._links[pair.decode].worker.reserve(reservation)
-        except _COME_LATER:
-            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._books(pair.decode)))
+        except _BUSY:
+            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._state(pair.decode)))
             return
         destination = Destination(pair.decode, "", granted.lease)
         self.clock.after(2 * self.network.call_s, lambda: self._prefill(flow, ref, pair, destination))
@@ -181,8 +181,8 @@ class VirtualRouter:
         )
         try:
             self._links[pair.prefill].worker.prefill(task)
-        except _COME_LATER:
-            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._books(pair.prefill)))
+        except _BUSY:
+            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._state(pair.prefill)))
         else:
             self.clock.after(self.network.call_s, lambda: self._taken(flow, ref, pair))
 
@@ -190,7 +190,7 @@ class VirtualRouter:
         if flow.ref == ref:
             self._links[pair.prefill].state.prompt_accepted(flow.queued.wire_id)
 
-    def _books(self, peer: PeerRef | None) -> WorkerState | None:
+    def _state(self, peer: PeerRef | None) -> WorkerState | None:
         return None if peer is None else self._links[peer].state
 
     def _refused(self, flow: Flow, ref: RequestRef, asked: WorkerState | None) -> None:
@@ -201,7 +201,7 @@ class VirtualRouter:
             self._again(flow)
 
     def _again(self, flow: Flow) -> None:
-        """Another attempt, behind the tokens that are out already."""
+        """Starts another attempt, which continues after the tokens already sent."""
         self._leave_workers(flow)
         flow.queued.resumed = flow.tokens > 0
         flow.attempt += 1
@@ -217,56 +217,56 @@ class VirtualRouter:
         for peer in {pair.prefill, pair.decode or pair.prefill}:
             worker = self._links[peer].worker
             self.clock.after(self.network.call_s, lambda worker=worker: worker.abort(ROUTER_ID, [ref]))  # type: ignore[misc]
-        self._unbook(flow, pair)
+        self._release(flow, pair)
 
-    def _unbook(self, flow: Flow, pair: Placement) -> None:
+    def _release(self, flow: Flow, pair: Placement) -> None:
         self._links[pair.prefill].state.remove_prompt(flow.queued.wire_id)
         if pair.decode is not None:
             self._links[pair.decode].state.remove_answer(flow.queued.wire_id)
 
-    # ---- what workers tell ----
+    # ---- step outputs of workers ----
 
-    def hear(self, worker: VirtualWorker, news: WorkerNews) -> None:
-        """A worker's step, or what happened between two."""
+    def on_step_output(self, worker: VirtualWorker, output: WorkerStepOutput) -> None:
+        """Receives a worker's step output, or an event between two steps, after the network's delay."""
         moment = self.clock.now
-        self.clock.after(self.network.event_s, lambda: self._take(worker, news, moment))
+        self.clock.after(self.network.event_s, lambda: self._take(worker, output, moment))
 
-    def _take(self, worker: VirtualWorker, news: WorkerNews, moment: float) -> None:
+    def _take(self, worker: VirtualWorker, output: WorkerStepOutput, moment: float) -> None:
         link = self._links[worker.peer]
-        if news.prefixes is not None:
-            link.prefixes.take(news.prefixes)
-        link.state.report(news.load)
-        for event in news.events:
+        if output.prefixes is not None:
+            link.prefixes.take(output.prefixes)
+        link.state.report(output.load)
+        for event in output.events:
             flow = self._flows.get(event.ref.request_id)
             if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
-                self._take_event(flow, flow.pair, event, _Heard(worker, news.number, moment))
-        if not news.load.decode_requests and not news.load.prefill_tokens:
+                self._take_event(flow, flow.pair, event, _StepOutputSource(worker, output.number, moment))
+        if not output.load.decode_requests and not output.load.prefill_tokens:
             self.clock.after(LOAD_FRESH_S, link.state.expire_report)
         self.pump()
 
-    def _take_event(self, flow: Flow, pair: Placement, event: RequestEvent, heard: _Heard) -> None:
+    def _take_event(self, flow: Flow, pair: Placement, event: RequestEvent, source: _StepOutputSource) -> None:
         if event.transfer is not None and pair.decode is not None:
             self.fleet.learn_transfer(self._links[pair.decode].state, event.transfer)
         if event.finish_reason is FinishReason.ERROR:
             self._fail_attempt(flow, event)
         elif event.preempted:
-            flow.close_piece(heard.worker.log, heard.number, event)
+            flow.close_piece(source.worker.log, source.number, event)
             self._again(flow)
         elif event.token_ids and event.first_index == flow.queued.answered:
             self._links[pair.prefill].state.prompt_computed(flow.queued.wire_id)
-            flow.outcome.firsts_s.append(heard.moment_s)
+            flow.outcome.firsts_s.append(source.moment_s)
             flow.tokens = event.first_index + 1
             if event.first_index == 0:
                 flow.outcome.cached_tokens = event.cached_tokens
                 flow.outcome.held_s = self._hold_s(flow, pair)
         elif event.token_ids:
-            flow.close_piece(heard.worker.log, heard.number, event)
+            flow.close_piece(source.worker.log, source.number, event)
         if event.finish_reason is FinishReason.LENGTH:
-            self._unbook(flow, pair)
+            self._release(flow, pair)
             self._end(flow, "")
 
     def _hold_s(self, flow: Flow, pair: Placement) -> float:
-        """For how long the first token waits for the second."""
+        """Returns for how many seconds at most the first token is held until the second."""
         queued = flow.queued
         return 0.0 if pair.decode is None else hold_s(queued.slo, self.clock.now - queued.arrived_s, queued.mean_tokens)
 

@@ -1,4 +1,4 @@
-"""What a simulated worker is: the settings of a real one, and what its device takes for a step."""
+"""The specification of a simulated worker: a real worker's settings, and a device's step cost."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from worker.config import WorkerConfig
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`truth` is what steps take, `told` what workers say and everybody predicts with."""
+    """A device: `truth` is the real step cost, `reported` the one that workers report and predictions use."""
 
     truth: CostParameters
-    told: CostParameters
+    reported: CostParameters
     pages: int
     page_tokens: int
     page_bytes: int
@@ -21,7 +21,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker."""
+    """The specification of one worker."""
 
     config: WorkerConfig
     device: Device
@@ -29,11 +29,12 @@ class WorkerSpec:
 
     @property
     def peer(self) -> PeerRef:
+        """The worker's id in its first run."""
         return PeerRef(self.config.worker_id, 1)
 
     @property
     def info(self) -> WorkerInfo:
-        """As it would register."""
+        """The worker's registration at its start."""
         config, device = self.config, self.device
         return WorkerInfo(
             peer=self.peer,

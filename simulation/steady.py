@@ -1,4 +1,4 @@
-"""Many steps at once: while nobody comes, goes or waits, one decode step is as the one before, with longer contexts."""
+"""Runs of equal decode steps: while no request joins, ends or waits, steps differ only in their growing contexts."""
 
 import math
 from dataclasses import dataclass
@@ -15,44 +15,44 @@ _LAUNCHED = 2
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How far a decode half can go without a look at anybody."""
+    """The number of steps that a decode half can take without any decision."""
 
     steps: int
-    """More launches with exactly the rows of those that run."""
+    """Further launches with exactly the rows of those in flight."""
     untouched: int
-    """The first of them, which take no page."""
+    """The first of them, which take no new KV page."""
     needed: int = -1
-    """All of it holds while more pages than these are nobody's."""
+    """The run holds while more pages than this are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyRun:
-    """Steps that end at `ends_s`; all but the last two need no look at anybody."""
+    """Steps that end at `ends_s`; all but the last two need no decision."""
 
     ends_s: NDArray[np.float64]
     ahead: Ahead
     turn_s: float
-    """When it takes its first page."""
+    """Time at which the run takes its first KV page."""
 
     def over(self, now: float) -> int:
-        """How many of the steps are, by now."""
+        """Returns the number of steps that have ended by `now`."""
         return min(self.ahead.steps, int(self.ends_s.searchsorted(now, side="right")))
 
     def seconds(self, steps: int) -> float:
-        """Of so many launches behind the two."""
+        """Returns the seconds of `steps` launches after the two in flight."""
         return float(self.ends_s[steps + 1] - self.ends_s[1])
 
 
 class SteadyDecodeHalf(DecodeHalf):
-    """The decode half, and what many of its steps amount to when they are alike."""
+    """A decode half that can apply many equal steps at once."""
 
     @property
     def ready_requests(self) -> int:
-        """Requests that wait to join it."""
+        """Number of requests that wait to join the batch."""
         return self._requests.ready
 
     def look_ahead(self, spare_pages: int) -> Ahead | None:
-        """If `spare_pages` are nobody's; None = every step needs a look."""
+        """Returns the steps that need no decision if `spare_pages` are free; None = every step needs one."""
         batch = self._batch
         if len(batch.in_flight_steps) != _LAUNCHED or any(
             len(snapshot) != len(batch) for _, snapshot in batch.in_flight_steps
@@ -67,7 +67,7 @@ class SteadyDecodeHalf(DecodeHalf):
         return Ahead(untouched, untouched) if untouched else None
 
     def pass_steps(self, steps: int) -> None:
-        """As so many times `apply`, each followed by `schedule`: nobody has joined or left."""
+        """Applies `steps` steps, like as many calls of `apply` and `schedule` while no request joins or ends."""
         while steps:
             paged = min(steps, self._batch.steps_without_new_page())
             if paged:
@@ -78,8 +78,9 @@ class SteadyDecodeHalf(DecodeHalf):
 
 
 def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, ahead: Ahead) -> SteadyRun:
-    """The ends of two steps that were launched, the second with `work`, and of those behind them: the very moments that
-    the steps one by one would have.
+    """Returns the end times of two launched steps, the second with `work`, and of the steps ahead.
+
+    They equal those of the steps taken one by one.
     """
     p, rows = cost.parameters, work.decode_rows
     contexts = work.decode_context_tokens + rows * np.arange(1, ahead.steps + 1)
@@ -92,6 +93,6 @@ def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, 
 
 
 def later(work: StepWork, steps: int) -> StepWork:
-    """A decode step so many steps on."""
+    """Returns a decode step's work after `steps` further steps."""
     rows = work.decode_rows
     return StepWork(decode_rows=rows, decode_context_tokens=work.decode_context_tokens + rows * steps)

@@ -1,4 +1,4 @@
-"""When each step of a worker ended: where the moments of all its tokens are."""
+"""The end times of a worker's steps, from which the times of all its tokens follow."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class StepLog:
-    """Steps count from 0; moments in seconds, ascending."""
+    """End times of steps in seconds, ascending; steps count from 0."""
 
     def __init__(self) -> None:
         self._ends = array("d")
@@ -17,14 +17,14 @@ class StepLog:
         return len(self._ends)
 
     def add(self, end_s: float) -> int:
-        """One more step → its number."""
+        """Adds a step; returns its number."""
         self._ends.append(end_s)
         return len(self._ends) - 1
 
     def extend(self, ends_s: NDArray[np.float64]) -> None:
-        """Several more."""
+        """Adds several steps."""
         self._ends.frombytes(ends_s.tobytes())
 
     def ends(self, first: int, count: int) -> Sequence[float]:
-        """Of `count` steps from `first` on."""
+        """Returns the end times of `count` steps from `first` on."""
         return self._ends[first : first + count]

@@ -1,4 +1,4 @@
-"""A simulated worker: both halves, their scheduler and their cache over a device that only takes time."""
+"""A simulated worker: both halves, their scheduler and their cache over a simulated device."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from worker.scheduler import StepScheduler
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerNews:
-    """What the router hears of a step: `number` is its place in the worker's log."""
+class WorkerStepOutput:
+    """The output of a step for the router; `number` is the step's number in the worker's log."""
 
     number: int
     events: Sequence[RequestEvent]
@@ -50,11 +50,11 @@ class WorkerNews:
     prefixes: PrefixChanges | None
 
 
-Publish = Callable[["VirtualWorker", WorkerNews], None]
+Publish = Callable[["VirtualWorker", WorkerStepOutput], None]
 
 
 class VirtualWorker:
-    """One worker. `publish` hears of each step in which anything but decoding happened, when it has ended."""
+    """A worker. `publish` receives each completed step that did more than decode, at its end."""
 
     def __init__(
         self,
@@ -66,12 +66,15 @@ class VirtualWorker:
         *,
         jumps: bool = True,
     ) -> None:
-        """`peers` are all workers, this one among them. Without `jumps` every step is taken by itself."""
+        """Sets the worker up; `peers` has all workers, this one included.
+
+        Without `jumps` every step is taken by itself.
+        """
         self.spec, self.peer = spec, spec.peer
         self.page_bytes, self.page_tokens = spec.device.page_bytes, spec.device.page_tokens
         self.wire = Wire(network)
         self._clock, self._peers, self._publish = clock, peers, publish
-        self._told = StepCost(spec.device.told)
+        self._reported = StepCost(spec.device.reported)
         self.pool = PagePool(spec.device.pages)
         self.cache = PrefixCache(self.pool, self.page_tokens, enabled=spec.config.prefix_cache, names=PageNames())
         self.admission = self._make_admission()
@@ -109,52 +112,57 @@ class VirtualWorker:
         self.log = self._loop.log
         self.assignment = VirtualAssignment(spec.config.role, self._halves, clock, self.visit)
 
-    # ---- who calls in ----
+    # ---- calls from other processes ----
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
-        """See `DecodeAdmission.reserve`."""
+        """Reserves KV pages like `DecodeAdmission.reserve`."""
         with self.visit():
             return self.admission.reserve(reservation)
 
     def prefill(self, task: PrefillTask) -> None:
-        """See `PrefillHalf.submit`."""
+        """Queues a prompt like `PrefillHalf.submit`."""
         with self.visit():
             self._prefill.submit(task)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
+        """Ends these requests of a router."""
         with self.visit():
             self._halves.abort(router_id, refs)
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
+        """Allots a lease's pages; returns how many of them are to be sent."""
         with self.visit():
             return len(self.admission.allot(lease, pages, prefill))
 
     def notice(self, notice: TransferNotice) -> None:
+        """Takes the notice that a lease's KV has arrived."""
         with self.visit():
             self.admission.notice(notice)
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
+        """Releases a lease whose hand-over was cancelled."""
         with self.visit():
             self.admission.release(lease, prefill)
 
     def visit(self) -> AbstractContextManager[None]:
-        """For who acts inside of it, but not from a step."""
+        """Returns a context for changes of the worker from outside of a step."""
         return self._loop.visit()
 
     def decode_end(self, peer: PeerRef) -> DecodeEnd:
+        """Returns a peer as a destination of hand-overs."""
         return self._peers[peer]
 
     def tell(self, request: PrefillRequest, event: RequestEvent) -> None:
-        """A hand-over has news for the router."""
+        """Publishes an event of a hand-over."""
         self._tell(len(self.log), (event,))
 
     def load(self) -> WorkerLoad:
-        """As a real one tells it."""
-        return load_of(self._halves, self.cache, self._loop.decoding, self._told.parameters)
+        """Returns the load report of a real worker in this state."""
+        return load_of(self._halves, self.cache, self._loop.decoding, self._reported.parameters)
 
     @property
     def info(self) -> WorkerInfo:
-        """As it would register now."""
+        """The worker's present registration."""
         role, info = self.assignment.role, self.spec.info
         assignment = replace(self.spec.config.assignment, role=self.assignment.wanted)
         limit = self._halves.batch_limit(role)
@@ -164,11 +172,12 @@ class VirtualWorker:
 
     @property
     def idle(self) -> bool:
+        """True if no step is in flight."""
         return self._loop.idle
 
     @property
     def busy_s(self) -> float:
-        """Time of the device so far."""
+        """Seconds that the device has computed so far."""
         return self._loop.busy_s
 
     # ---- steps ----
@@ -184,7 +193,7 @@ class VirtualWorker:
         self._tell(len(self.log), (routed.event,))
 
     def _tell(self, number: int, events: Sequence[RequestEvent]) -> None:
-        self._publish(self, WorkerNews(number, events, self.load(), self.cache.changes()))
+        self._publish(self, WorkerStepOutput(number, events, self.load(), self.cache.changes()))
 
     # ---- parts ----
 
@@ -207,6 +216,6 @@ class VirtualWorker:
             decode=self._decode,
             prefill=self._prefill,
             max_step_tokens=self.spec.config.engine.max_step_tokens,
-            cost=lambda: self._told,
+            cost=lambda: self._reported,
             assignment=self.spec.config.assignment,
         )

@@ -1,1 +1,1 @@
-"""What the cluster counts and measures: the metrics' names, the numbers behind them, and how they are read."""
+"""The cluster's metrics: their names, the cells that hold them, their exposition, and the diagnosis made from them."""

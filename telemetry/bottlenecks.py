@@ -1,9 +1,9 @@
-"""What keeps a worker from doing more, from measured figures: the diagnosis first, then the one change that helps most.
+"""Finds a worker's bottleneck from measured figures, and the one change that helps most.
 
-A step reads bytes and does operations, and each takes its part of the step's time at the device's ceilings (the
-roofline: Williams, Waterman and Patterson, CACM 2009). What neither explains is the host's: launches, planning, kernels
-that fall short. The largest of the three parts binds a worker that computes most of the time. Before that come bottlenecks
-that keep it from computing: pages that leave more slowly than they are made, no KV pages, no room in the batch.
+A step reads bytes and does operations; each takes a share of the step's time at the device's ceilings (the roofline:
+Williams, Waterman and Patterson, CACM 2009). The remaining share is the host's: launches, planning, kernels below the
+ceilings. The largest of the three shares is the bottleneck of a worker that computes most of the time. Bottlenecks that
+keep it from computing are checked first: transfers slower than prefill, no free KV pages, a full batch.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 KV_FULL = 0.9
-"""Part of the KV pages from which on they are what somebody waits for."""
+"""Share of the KV pages in use from which on a lack of pages is what requests wait for."""
 BATCH_FULL = 0.9
-"""The same of the batch's rows."""
+"""Share of the decode batch's rows in use from which on the batch counts as full."""
 TRANSFERRING = 0.7
-"""Part of the time with pages on the wire from which on those who wait wait for it, if the engine has less to do."""
+"""Share of the time with transfers in progress from which on they are the bottleneck of waiting requests."""
 BACKLOG = 0.05
-"""Part of the KV pages from which on hand-overs are not only many, but more than leave."""
-PILED_UP = 2.0
-"""Hand-overs that write at once, on average, from which on they pile up, whoever waits yet."""
-ON_THEIR_WAY = 0.5
-"""Part of the pages that are taken from which on it is prompts on the wire that hold them."""
+"""Share of the KV pages in use from which on concurrent hand-overs count as a backlog."""
+CONCURRENT_TRANSFERS = 2.0
+"""Average number of concurrent hand-overs from which on they pile up, even if no request waits."""
+IN_TRANSFER = 0.5
+"""Share of the used pages from which on incoming transfers are what holds them."""
 COMPUTING = 0.5
-"""Part of the time in steps from which on what is in them binds."""
+"""Share of the time in steps from which on the bottleneck is within the steps."""
 
 
 class Bottleneck(StrEnum):
-    """What binds."""
+    """The resource that limits a worker."""
 
     COMPUTE = "compute"
     BANDWIDTH = "bandwidth"
@@ -41,70 +41,71 @@ class Bottleneck(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a worker did in a stretch of time."""
+    """A worker's figures over an interval between two scrapes."""
 
     steps: float
-    """Steps that ended."""
+    """Number of steps that ended."""
     busy: float
-    """Part of the time that it was in them; a step counts when it ends."""
+    """Share of the time spent in steps; a step counts when it ends."""
     compute: float
-    """Operations of these steps, as a part of what the device could have done in their time."""
+    """Operations of these steps / the operations that the device could have done in their time."""
     bandwidth: float
-    """The same of bytes."""
+    """Bytes that these steps read / the bytes that the device could have read in their time."""
     kv_used: float
-    """Part of its KV pages in use or promised, at the end."""
+    """Share of its KV pages in use or reserved, at the end of the interval."""
     holders: float
-    """Requests that have them then: those that decode, and prompts on their way here."""
+    """Number of requests that hold these pages: decoding requests, and prompts in transfer to this worker."""
     refused: float
-    """How often none could be promised to a request, which went back to wait."""
+    """Number of requests that were sent back to their queue because no KV pages could be reserved."""
     preempted: float
-    """Requests that lost their pages."""
+    """Number of preempted requests."""
     decoding: float
-    """Mean requests in steps that decode; 0 if none did."""
+    """Mean number of decoding requests in steps that have any; 0 without such steps."""
     batch_limit: float
-    """Most of them."""
+    """Maximum number of requests in a decode batch."""
     transferring: float
-    """Hand-overs of its own that write at once, on average: seconds for each second, also of those that do not end."""
+    """Average number of concurrent outgoing hand-overs: seconds of writes per second, unfinished ones included."""
     arriving: float
-    """Part of its KV pages that hand-overs of others write, all the time."""
+    """Share of its KV pages reserved for incoming transfers, the smaller of both ends of the interval."""
     others_transferring: float
-    """The same as `transferring` of the one among the other workers that has the most."""
+    """The largest `transferring` among the other workers."""
     prompts_waiting: float
-    """Prompts that it has not wholly computed, all the time."""
+    """Number of prompts that are not fully computed, the smaller of both ends of the interval."""
     requests_waiting: float
-    """Requests in the routers' queues, all the time."""
+    """Number of requests in the routers' queues, the smaller of both ends of the interval."""
 
     @property
     def pages_missing(self) -> bool:
-        """Whether somebody waits for KV pages: one more request like those that are here has no room."""
+        """True if requests wait for KV pages: too few are left for one more of average size, or some were preempted."""
         one = self.kv_used / self.holders if self.holders else 0.0
         full = self.kv_used >= KV_FULL or self.kv_used + one > 1.0 or self.refused > 0
         return self.preempted > 0 or (full and self.requests_waiting > 0)
 
     @property
-    def wire_is_narrow(self) -> bool:
-        """Whether pages leave more slowly than they are made: hand-overs that overlap do no harm while the engine
-        computes on beside them and they hold next to no pages.
+    def transport_is_slow(self) -> bool:
+        """True if prefill is faster than the transfers of its KV.
+
+        Overlapping hand-overs do no harm while the engine keeps computing and they hold next to no pages.
         """
-        somebody_waits = self.requests_waiting > 0 or self.prompts_waiting > 0
-        enough = TRANSFERRING if somebody_waits else PILED_UP
+        waiting = self.requests_waiting > 0 or self.prompts_waiting > 0
+        enough = TRANSFERRING if waiting else CONCURRENT_TRANSFERS
         harm = self.busy < COMPUTING or self.kv_used >= BACKLOG
         return harm and self.transferring >= enough and self.transferring > self.busy
 
     @property
-    def wires_hold_pages(self) -> bool:
-        """Whether most of the pages that are taken here wait for others, whose hand-overs pile up."""
-        return self.arriving >= ON_THEIR_WAY * self.kv_used > 0 and self.others_transferring >= PILED_UP
+    def transfers_hold_pages(self) -> bool:
+        """True if incoming transfers, which pile up at their sources, hold most of the used pages."""
+        return self.arriving >= IN_TRANSFER * self.kv_used > 0 and self.others_transferring >= CONCURRENT_TRANSFERS
 
     @property
     def rest(self) -> float:
-        """Part of the steps' time that neither arithmetic nor memory explains."""
+        """Share of the steps' time that neither arithmetic nor memory bandwidth explains."""
         return max(0.0, 1.0 - self.compute - self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`bottleneck` binds, `because` of these figures; `change` would help most."""
+    """A worker's `bottleneck`, the figures that show it (`because`), and the `change` that would help most."""
 
     bottleneck: Bottleneck
     because: str
@@ -112,37 +113,37 @@ class Diagnosis:
 
 
 _CHANGES = {
-    Bottleneck.COMPUTE: "one more worker that computes prompts; or less to compute: cached prefixes, a smaller dtype",
-    Bottleneck.BANDWIDTH: "larger batches, which read the weights once for more answers; or a smaller dtype",
-    Bottleneck.KV_CAPACITY: "more KV pages: a larger --kv-cache-gib or --memory-fraction, or one more worker that decodes",
-    Bottleneck.TRANSFER: "a faster wire (`tandem doctor` names what is there); or --mode adaptive, which sends fewer prompts",
+    Bottleneck.COMPUTE: "one more prefill worker; or less to compute: cached prefixes, a smaller dtype",
+    Bottleneck.BANDWIDTH: "larger batches, which read the weights once for more requests; or a smaller dtype",
+    Bottleneck.KV_CAPACITY: "more KV pages: a larger --kv-cache-gib or --memory-fraction, or one more decode worker",
+    Bottleneck.TRANSFER: "a faster transport (`tandem doctor` lists them); or --mode adaptive, which transfers fewer",
     Bottleneck.QUEUE: "a larger --max-batch-requests: a step costs little more for each request in it",
-    Bottleneck.HOST: "less work beside the device: CPU cores of its own, CUDA graphs that fit its batches, larger steps",
-    Bottleneck.NONE: "nothing: it can take more",
+    Bottleneck.HOST: "less host time: dedicated CPU cores, CUDA graphs that fit its batches, larger steps",
+    Bottleneck.NONE: "nothing: it has capacity left",
 }
-_LOOK_LONGER = "a longer look (--seconds): a step of this device takes longer than that"
+_LOOK_LONGER = "a longer interval (--seconds): a step of this device takes longer"
 _NOT_TAKEN = (
     "larger chunks: another --step-policy, a larger --max-step-tokens, or an inter-token target that allows them"
 )
 
 
 def diagnose(it: Figures) -> Diagnosis:
-    """Of one worker. What holds pages, a slow wire for one, comes before the pages that it holds."""
-    if it.wire_is_narrow:
-        on_the_wire = f"hand-overs write {it.transferring:.2f} s in each second"
-        return _found(Bottleneck.TRANSFER, f"{on_the_wire}, and it computes {it.busy:.0%} of the time")
-    if it.pages_missing and it.wires_hold_pages and not it.preempted:
-        held = f"{it.arriving:.0%} of its KV pages wait for hand-overs to it, {_waiting(it)}"
+    """Finds the bottleneck of one worker. What holds KV pages, such as slow transfers, precedes the lack of pages."""
+    if it.transport_is_slow:
+        writing = f"hand-overs write {it.transferring:.2f} s in each second"
+        return _found(Bottleneck.TRANSFER, f"{writing}, and it computes {it.busy:.0%} of the time")
+    if it.pages_missing and it.transfers_hold_pages and not it.preempted:
+        held = f"{it.arriving:.0%} of its KV pages wait for incoming hand-overs, {_waiting(it)}"
         return _found(Bottleneck.TRANSFER, f"{held}; they write {it.others_transferring:.2f} s in each second")
     if it.pages_missing:
         return _found(Bottleneck.KV_CAPACITY, f"{it.kv_used:.0%} of its KV pages are taken, {_waiting(it)}{_lost(it)}")
     if not it.steps and it.prompts_waiting > 0:
-        return Diagnosis(Bottleneck.NONE, f"no step of its has ended, though {_waiting(it)}", _LOOK_LONGER)
+        return Diagnosis(Bottleneck.NONE, f"no step has ended, though {_waiting(it)}", _LOOK_LONGER)
     return _of_engine(it)
 
 
 def _of_engine(it: Figures) -> Diagnosis:
-    """Whose pages suffice."""
+    """Finds the bottleneck of a worker that has enough KV pages."""
     bottleneck = _in_steps(it) if it.busy >= COMPUTING else Bottleneck.NONE
     full = it.batch_limit > 0 and it.decoding >= BATCH_FULL * it.batch_limit
     if full and it.requests_waiting > 0 and bottleneck is not Bottleneck.COMPUTE:
@@ -153,7 +154,7 @@ def _of_engine(it: Figures) -> Diagnosis:
     because = f"it computes {it.busy:.0%} of the time"
     if it.prompts_waiting > 0:
         return Diagnosis(Bottleneck.QUEUE, f"{because}, though {_waiting(it)}", _NOT_TAKEN)
-    elsewhere = ", and what waits at routers waits for other workers" if it.requests_waiting > 0 else ""
+    elsewhere = ", and the requests at routers wait for other workers" if it.requests_waiting > 0 else ""
     return _found(Bottleneck.NONE, because + elsewhere)
 
 
@@ -162,7 +163,7 @@ def _found(bottleneck: Bottleneck, because: str) -> Diagnosis:
 
 
 def _in_steps(it: Figures) -> Bottleneck:
-    """What takes most of the steps' time."""
+    """Returns what takes the largest share of the steps' time."""
     largest = max(it.compute, it.bandwidth, it.rest)
     if it.compute == largest:
         return Bottleneck.COMPUTE
@@ -171,7 +172,7 @@ def _in_steps(it: Figures) -> Bottleneck:
 
 def _parts(it: Figures) -> str:
     at = f"at {it.compute:.0%} of the device's arithmetic and {it.bandwidth:.0%} of its memory bandwidth"
-    return f"{at}; {it.rest:.0%} of its time is neither"
+    return f"{at}; neither explains {it.rest:.0%} of its time"
 
 
 def _waiting(it: Figures) -> str:
@@ -179,5 +180,5 @@ def _waiting(it: Figures) -> str:
 
 
 def _lost(it: Figures) -> str:
-    refused = f"; {it.refused:.0f} times it had none for one, beside what its prompts need" if it.refused > 0 else ""
-    return refused + (f"; {it.preempted:.0f} requests lost theirs to others" if it.preempted > 0 else "")
+    refused = f"; {it.refused:.0f} refusals for lack of pages" if it.refused > 0 else ""
+    return refused + (f"; {it.preempted:.0f} requests were preempted" if it.preempted > 0 else "")

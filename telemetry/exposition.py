@@ -1,4 +1,4 @@
-"""From a board to what Prometheus reads, by prometheus-client; and several processes' texts put together into one."""
+"""Exports a registry in Prometheus' formats by prometheus-client, and merges several processes' texts into one."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from telemetry.board import Board, Example, Snapshot, Spread
 from telemetry.family import Kind
+from telemetry.registry import Exemplar as BucketExemplar
+from telemetry.registry import Histogram, Registry, Snapshot
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
-"""The format that `merge` takes and gives."""
+"""The format that `merge` reads and returns."""
 
 
-class BoardCollector(Collector):
-    """Gives prometheus-client what a board holds, and what the operating system says of the process, all of it under
-    the process's labels.
-    """
+class RegistryCollector(Collector):
+    """Collects a registry's metrics and the operating system's metrics of the process, under the process's labels."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, registry: Registry) -> None:
+        self._metrics = registry
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
-        labels = dict(self._board.labels)
-        for snapshot in self._board.snapshots():
+        """Yields the registry's families, then those of the process (CPU time, memory, open files)."""
+        labels = dict(self._metrics.labels)
+        for snapshot in self._metrics.snapshots():
             yield _metric(snapshot, labels)
         for metric in self._process.collect():
             for sample in metric.samples:
@@ -38,20 +38,20 @@ class BoardCollector(Collector):
 
 
 class Exposition:
-    """What one process answers to a scrape."""
+    """The response of one process to a scrape."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(BoardCollector(board))
+        self._registry.register(RegistryCollector(registry))
 
     def render(self, accept: str = TEXT) -> tuple[bytes, str]:
-        """The metrics in the format that a scraper accepts, and that format's name."""
+        """Renders the metrics in a format that the scraper accepts; returns the text and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 def merge(texts: Iterable[str]) -> str:
-    """Texts of several processes as one: each family once, with the series of all. Nothing is added up."""
+    """Merges texts of several processes: each family appears once, with the series of all. Nothing is summed."""
     heads: dict[str, list[str]] = {}
     series: dict[str, list[str]] = {}
     for text in texts:
@@ -71,10 +71,10 @@ def _metric(snapshot: Snapshot, labels: dict[str, str]) -> Metric:
     base = {name: value for name, value in labels.items() if name not in family.labels}
     names, fixed = [*base, *family.labels], list(base.values())
     if family.kind is Kind.HISTOGRAM:
-        histogram = HistogramMetricFamily(family.full_name, family.help, labels=names)
-        for values, spread in snapshot.spreads.items():
-            histogram.add_metric([*fixed, *values], _buckets(spread), spread.total)
-        return histogram
+        histograms = HistogramMetricFamily(family.full_name, family.help, labels=names)
+        for values, histogram in snapshot.histograms.items():
+            histograms.add_metric([*fixed, *values], _buckets(histogram), histogram.total)
+        return histograms
     make = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
     metric = make(family.full_name, family.help, labels=names)
     for values, number in snapshot.numbers.items():
@@ -82,11 +82,13 @@ def _metric(snapshot: Snapshot, labels: dict[str, str]) -> Metric:
     return metric
 
 
-def _buckets(spread: Spread) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-    bounds = [*map(str, spread.bounds), "+Inf"]
-    rows = zip(bounds, map(float, accumulate(spread.counts)), spread.examples, strict=True)
-    return [(bound, count) if example is None else (bound, count, _exemplar(example)) for bound, count, example in rows]
+def _buckets(histogram: Histogram) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    rows = zip(bounds, map(float, accumulate(histogram.counts)), histogram.exemplars, strict=True)
+    return [
+        (bound, count) if exemplar is None else (bound, count, _exemplar(exemplar)) for bound, count, exemplar in rows
+    ]
 
 
-def _exemplar(example: Example) -> Exemplar:
-    return Exemplar(dict(example.labels), example.value, example.unix_s)
+def _exemplar(exemplar: BucketExemplar) -> Exemplar:
+    return Exemplar(dict(exemplar.labels), exemplar.value, exemplar.unix_s)

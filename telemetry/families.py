@@ -1,7 +1,7 @@
-"""Every metric of Tandem, in the order of a request: router, prefill, transfer, decode, and the cluster around.
+"""All metrics of Tandem, in the order of a request: router, prefill, transfer, decode, and the cluster.
 
-Names and suffixes are those of the field, so that dashboards and autoscalers made for other servers need one rename.
-docs/operations.md says what to read from each.
+Names and suffixes follow vLLM's, so that dashboards and autoscalers made for other servers need one rename.
+docs/operations.md describes how to read each.
 """
 
 from telemetry.family import Family, counter, gauge, histogram
@@ -14,7 +14,7 @@ _ITL_S = (
     0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06,
     0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
 )  # fmt: skip
-"""From half a millisecond: tokens that follow each other faster than 10 ms are what a fast cluster is for."""
+"""Bounds start at half a millisecond, since a fast cluster's tokens follow each other in less than 10 ms."""
 _PHASE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 _REQUEST_S = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_S = (
@@ -153,7 +153,7 @@ STEP_PREFILL_TOKENS = histogram(
     "engine_step_prefill_tokens", "Prompt tokens in a step, over steps that have any.", _TOKENS
 )
 STEP_TOKENS = counter(
-    "engine_step_tokens_total", "Tokens computed by engine steps, by phase (prefill, decode).", "half"
+    "engine_step_tokens_total", "Tokens computed by engine steps, by phase (prefill, decode).", "phase"
 )
 STEP_BUSY = counter(
     "engine_busy_seconds_total", "Seconds that the engine spent in steps; the rest of its time is idle."
@@ -214,7 +214,7 @@ KV_USAGE = gauge(
 )
 KV_PAGES = gauge(
     "kv_pages",
-    "KV pages by state: free, owned, shared, cached, advertised, quarantined; reserved ones are free or cached.",
+    "KV pages by state: free, owned, shared, cached, advertised, quarantined; reserved ones are among free and cached.",
     "state",
 )
 KV_REFUSALS = counter(
@@ -283,13 +283,13 @@ TARGET_UP = gauge("metrics_target_up", "1 = the process responded to the latest 
 
 # Planner
 
-PLANNER_STRAIN = gauge(
+PLANNER_LOAD_RATIO = gauge(
     "planner_load_ratio",
     "Predicted load / capacity of each role: at 1 the service classes can just be met.",
-    "half",
+    "role",
 )
 PLANNER_WANTED = gauge(
-    "planner_wanted_workers", "Workers that the planner asks for, by role, whether or not it may act.", "half"
+    "planner_wanted_workers", "Workers that the planner asks for, by role, whether or not it may act.", "role"
 )
 PLANNER_CHANGES = counter(
     "planner_changes_total",
@@ -298,4 +298,4 @@ PLANNER_CHANGES = counter(
 )
 
 FAMILIES: tuple[Family, ...] = tuple(each for each in list(vars().values()) if isinstance(each, Family))
-"""All of them, in this order."""
+"""All families, in the order of this module."""

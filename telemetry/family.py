@@ -1,4 +1,4 @@
-"""What a metric is: its name, type, help, labels and buckets, said once."""
+"""The description of a metric: name, type, help, labels and buckets."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,47 +7,49 @@ PREFIX = "tandem_"
 
 
 class Kind(StrEnum):
-    """As Prometheus has them."""
+    """Metric types, named as in Prometheus."""
 
     COUNTER = "counter"
-    """Only grows while the process lives; its name ends in `_total`."""
+    """A value that only grows while the process lives; its name ends in `_total`."""
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric. Its unit is in its name. Every series has the labels of its process as well (`board.py`)."""
+    """One metric, whose unit is in its name. Every series also has its process's labels (`registry.py`)."""
 
     name: str
-    """Without the prefix."""
+    """The metric's name without the prefix."""
     kind: Kind
     help: str
-    """A sentence, for operators."""
+    """One sentence for operators."""
     labels: tuple[str, ...] = ()
-    """Each with few values, all of them known before the first request: never an id, a key or a client's words. One
-    that the process has as well stands in its place."""
+    """Label names. Each label has few values, all known before the first request: never an id, a key or client input.
+
+    A label that the process has as well overrides the process's.
+    """
     buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram, growing, without infinity."""
+    """Upper bounds of a histogram in ascending order, without infinity."""
 
     @property
     def full_name(self) -> str:
-        """As Prometheus knows it."""
+        """The name in Prometheus."""
         return PREFIX + self.name
 
 
 def counter(name: str, text: str, *labels: str) -> Family:
-    """A counter; its name must end in `_total`."""
+    """Returns a counter; ValueError unless its name ends in `_total`."""
     if not name.endswith("_total"):
         raise ValueError(f"the counter {name} must end in _total")
     return Family(name, Kind.COUNTER, text, labels)
 
 
 def gauge(name: str, text: str, *labels: str) -> Family:
-    """A gauge."""
+    """Returns a gauge."""
     return Family(name, Kind.GAUGE, text, labels)
 
 
 def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Family:
-    """A histogram."""
+    """Returns a histogram with these upper bounds."""
     return Family(name, Kind.HISTOGRAM, text, labels, buckets)

@@ -1,4 +1,4 @@
-"""A scrape read back: sums over series, and what has happened between two of them."""
+"""Parses scraped metrics: sums over series, and growth between two scrapes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Series = tuple[Mapping[str, str], float]
 
 
 class Scrape:
-    """One moment's series of one or many processes."""
+    """The series of one or several processes at one moment."""
 
     def __init__(self, text: str, at_s: float) -> None:
-        """`at_s` is when it was taken, on any clock."""
+        """Parses a scrape's text; `at_s` is the time when it was taken, on any clock."""
         self.at_s = at_s
         self._series: dict[str, list[_Series]] = defaultdict(list)
         for metric in text_string_to_metric_families(text):
@@ -27,22 +27,24 @@ class Scrape:
                 self._series[sample.name].append((sample.labels, sample.value))
 
     def total(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """Sum of the series with these labels, 0 if there are none; `suffix` is `_count` or `_sum` of a histogram."""
+        """Returns the sum of these series, 0 without any; `suffix` is `_count` or `_sum` of a histogram."""
         return sum(value for _, value in self.matching(family.full_name + suffix, labels))
 
     def values(self, family: Family, label: str, **labels: str) -> list[str]:
-        """Values that `label` has in these series, each once, in their order."""
+        """Returns the distinct values of `label` in these series, in their order."""
         return list(dict.fromkeys(have[label] for have, _ in self.matching(family.full_name, labels) if label in have))
 
     def matching(self, name: str, labels: Mapping[str, str]) -> list[_Series]:
-        """Labels and value of each series of this name that has these labels."""
+        """Returns labels and value of each series of this name that has these labels."""
         return [each for each in self._series.get(name, ()) if labels.items() <= each[0].items()]
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """What lies between two scrapes. What a series of a process that started again has counted since then is growth; a
-    series that is new in the second one has none yet.
+class ScrapeInterval:
+    """The interval between two scrapes.
+
+    After a restart of a process, the counter's new value counts as growth; a series that is new in the second scrape
+    has none yet.
     """
 
     before: Scrape
@@ -50,24 +52,24 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """The interval's length in seconds."""
         return self.now.at_s - self.before.at_s
 
     def grown(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """By how much these series of a counter grew."""
+        """Returns the growth of a counter's series, summed."""
         return sum(growth for _, growth in self._growth(family.full_name + suffix, labels))
 
     def rate(self, family: Family, suffix: str = "", **labels: str) -> float:
-        """The same for each second."""
+        """Returns the growth per second of a counter's series, summed."""
         return self.grown(family, suffix, **labels) / self.seconds if self.seconds > 0 else 0.0
 
     def mean(self, family: Family, **labels: str) -> float | None:
-        """Of a histogram's observations; None if there were none."""
+        """Returns the mean of a histogram's observations; None without any."""
         count = self.grown(family, "_count", **labels)
         return self.grown(family, "_sum", **labels) / count if count else None
 
     def quantile(self, family: Family, part: float, **labels: str) -> float | None:
-        """As Prometheus' `histogram_quantile`: linear within a bucket; the last bound for what lies beyond."""
+        """Returns a quantile like Prometheus' `histogram_quantile`: linear within a bucket, at most the last bound."""
         counts: dict[float, float] = defaultdict(float)
         for have, growth in self._growth(family.full_name + "_bucket", labels):
             counts[float(have["le"])] += growth

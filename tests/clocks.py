@@ -1,10 +1,10 @@
-"""Time that passes when a test says so."""
+"""A clock of the event loop that tests move forward."""
 
 import asyncio
 
 
 def jump(seconds: float) -> None:
-    """What this event loop does at a time is due so much sooner."""
+    """Moves the running event loop's clock forward, so that its timers fire `seconds` earlier."""
     loop = asyncio.get_running_loop()
     clock = loop.time
     loop.time = lambda: clock() + seconds  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Tiny models on disk, one for each family, and rows to feed them: shared by the tests of several rooms."""
+"""Tiny models on disk, one for each model family, and rows of batches for them."""
 
 import json
 import math
@@ -54,11 +54,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _BASE | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "yarn": _BASE | {"model_type": "qwen3", "head_dim": 32, "rope_parameters": _YARN_ROPE, "rope_theta": None},
 }
-"""Configurations as Hugging Face writes them, in the spelling of transformers 4 (`yarn`: 5), by family."""
+"""Configurations as Hugging Face writes them, with the field names of transformers 4 (`yarn`: 5), by family."""
 
 
 def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **changes: object) -> Path:
-    """A loadable folder (config.json, model.safetensors) with random weights; `changes` go over the family's fields."""
+    """Writes a loadable folder (config.json, model.safetensors) with random weights; `changes` override the config."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in (FAMILIES[family] | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
@@ -68,7 +68,7 @@ def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **chan
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 weights of a configuration under their checkpoint names, scaled so that activations stay near 1."""
+    """Returns float32 weights of a configuration by checkpoint name, scaled so that activations stay near 1."""
     parsed = parse_model_config(config, {})
     shapes = destinations(allocate_parameters(parsed, torch.float32, torch.device("meta")), parsed)
     rng = np.random.default_rng(seed)
@@ -76,18 +76,18 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
 
 
 def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:
-    """One thread, a megabyte of KV, the rest by default."""
+    """Returns an engine configuration with one thread, one megabyte of KV, and defaults otherwise."""
     settings: dict[str, Any] = {"model": folder, "threads": 1, "kv_cache_bytes": 1 << 20}
     return EngineConfig(**(settings | changes))
 
 
 def draw(index: int = 0, **changes: Any) -> Draw:
-    """Draw number `index`; greedy unless `changes` to its SamplingParams say otherwise."""
+    """Returns draw number `index`, greedy unless `changes` to its SamplingParams differ."""
     return Draw(SamplingParams(**({"max_tokens": 64} | changes)), index)
 
 
 def row(token_ids: list[int], start: int, page_ids: list[int], *, drawn: bool = True) -> StepRow:
-    """A greedy row, or one without a draw."""
+    """Returns a greedy row, or one without a draw."""
     return StepRow(token_ids, start, page_ids, draw() if drawn else None)
 
 

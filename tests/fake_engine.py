@@ -1,7 +1,7 @@
-"""An engine without a model: its "KV" of a token is the token itself, and the next token a hash of all it reads back.
+"""An engine without a model: the KV of a token is the token itself, and the next token a hash of the KV read back.
 
-So a token is right only if every page of the context holds what it should, in the right place. It writes to no page
-that is shared or cached.
+So a token is right only if every page of the context holds the right tokens at the right positions. The engine
+asserts that it never writes to a shared or cached page.
 """
 
 import hashlib
@@ -27,9 +27,11 @@ FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="
 
 
 class FakeEngine:
-    """`asynchronous` says what engines made from now on are like. `hold` stops one before its next step, or `after` so
-    many more of them, even if it is stopped already; `let_go` lets it run on; `error` is raised by every step from then
-    on, `launch_error` by every launch.
+    """A fake engine whose steps tests can hold and fail.
+
+    `asynchronous` applies to engines created afterwards. `hold` stops the engine before its next step, or after `after`
+    more steps, also while it is already held; `let_go` lets it continue; `error` is raised by every step from then on,
+    `launch_error` by every launch.
     """
 
     asynchronous = False
@@ -64,7 +66,7 @@ class FakeEngine:
         return (("model", "fake"),)
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Asynchronous, a step runs when its result is asked for: the halves have planned the next one by then."""
+        """Launches a step; an asynchronous one runs when its result is requested, after the next is planned."""
         if self.launch_error is not None:
             raise self.launch_error
         early = any(draw.index < draw.sampling.min_tokens for draw in batch.draws)
@@ -121,7 +123,10 @@ class FakeEngine:
 
 
 def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred: Collection[int] = ()) -> int:
-    """Never an end of sequence: tests ask for one through `stop_token_ids`. `prompt_tokens` counts under penalties."""
+    """Returns the next token, never an end of sequence; `prompt_tokens` is the length of the prompt for penalties.
+
+    Tests end an answer through `stop_token_ids` instead.
+    """
     digest = hashlib.sha256(repr((context, draw, prompt_tokens)).encode()).digest()
     token = int.from_bytes(digest[:4], "little") % (VOCAB - 3)
     while token + 3 in barred:
@@ -130,12 +135,12 @@ def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred:
 
 
 def _barred(sampling: SamplingParams, draw: int) -> Collection[int]:
-    """What may not be drawn yet."""
+    """Returns the token ids that may not be drawn yet."""
     return sampling.stop_token_ids if draw < sampling.min_tokens else ()
 
 
 def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """What the fake engine must answer, however its steps were cut and wherever they ran."""
+    """Returns the tokens that the fake engine must generate, whatever the chunks and workers."""
     tokens = list(prompt)
     for draw in range(min(sampling.max_tokens, FACTS.max_context - len(prompt))):
         counted = len(prompt) if sampling.penalized else 0
@@ -146,7 +151,7 @@ def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
-    """What the fake engine says of a token it drew."""
+    """Returns the log probabilities that the fake engine reports for a token that it drew."""
     return TokenLogprobs(-token_id / VOCAB, tuple(range(token_id, token_id + top)), (-0.5,) * top)
 
 

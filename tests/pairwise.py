@@ -1,4 +1,4 @@
-"""Parameters of a test in few cases: each two values of two parameters meet in one case at least.
+"""Pairwise test parameters: each combination of two values of two parameters occurs in at least one case.
 
 A defect mostly needs one value, or two together; the full product of four parameters is many times as long and finds
 little more (Kuhn, Wallace, Gallo: Software Fault Interactions and Implications for Software Testing, 2004). A case that
@@ -20,8 +20,10 @@ Values = Mapping[str, Any] | Iterable[Any]
 def pairwise(
     *, always: Sequence[Case] = (), indirect: Sequence[str] = (), **parameters: Values
 ) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` over these parameters, whose values have names or are named by `str`. `always`: cases
-    that are kept whatever they cover, each by the names of its values in order. `indirect` as pytest has it.
+    """Returns `pytest.mark.parametrize` with pairwise cases of these parameters.
+
+    The values have names or are named by `str`. `always`: cases that are kept whatever they cover, each by the names of
+    its values in order. `indirect` as in pytest.
     """
     named = [
         dict(values) if isinstance(values, Mapping) else {str(value): value for value in values}
@@ -36,8 +38,9 @@ def pairwise(
 
 
 def covering(columns: Sequence[Sequence[str]], always: Sequence[Case] = ()) -> list[Case]:
-    """Cases in which each pair of values of two columns occurs, `always` first, then greedily whichever case has the
-    most pairs that are missing; of equal ones the first in the columns' order.
+    """Returns cases in which each pair of values of two columns occurs: `always` first, then chosen greedily.
+
+    The next case is the one with the most missing pairs; among equals the first in the columns' order.
     """
     every = list(product(*columns))
     assert set(always) <= set(every), f"no such values: {set(always) - set(every)}"
@@ -53,5 +56,5 @@ def covering(columns: Sequence[Sequence[str]], always: Sequence[Case] = ()) -> l
 
 
 def _pairs(case: Case) -> set[tuple[tuple[int, Any], ...]]:
-    """With their columns; a single column is covered value by value."""
+    """Returns the pairs of a case with their columns; with a single column, its values."""
     return set(combinations(enumerate(case), min(2, len(case))))

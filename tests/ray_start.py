@@ -1,4 +1,4 @@
-"""A Ray node for tests, as an administrator would start it: small, with a token, nothing of Tandem in it."""
+"""A Ray node for tests, as an administrator would start it: small, with a token, and without anything of Tandem."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from pathlib import Path
 
 OBJECT_STORE_BYTES = 80 << 20
 UP = "block forever"
-"""In the line that says that the node is up."""
+"""A part of the line that is printed when the node is up."""
 
 
 def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> list[str]:
-    """The command of a node that offers `places` (JSON) and joins `head`, or is one. It ends when terminated.
+    """Returns the command of a node that offers `places` (JSON) and joins `head`, or is the head.
 
-    `folder` has a short name, since Ray's sockets lie in it.
+    It runs until terminated.
+
+    `folder` needs a short name, since Ray's sockets are created in it.
     """
     joining = [f"--address={head}"] if head else ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
     if not head:
-        joining.append(f"--ray-client-server-port={free_port()}")  # it cannot be left out, and has a fixed default
+        joining.append(f"--ray-client-server-port={free_port()}")  # it cannot be disabled; its default is a fixed port
     return [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *joining),
         f"--temp-dir={folder}",
@@ -31,7 +33,7 @@ def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> l
 
 
 def ray_environment(token: str) -> dict[str, str]:
-    """Of a node and of all workers on it."""
+    """Returns the environment of a node and of all workers on it."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
@@ -41,7 +43,7 @@ def ray_environment(token: str) -> dict[str, str]:
 
 
 def head_address(folder: Path) -> str:
-    """Where the head that has `folder` is joined, once it is up."""
+    """Returns the address of the head with this `folder`, once it is up."""
     return (folder / "ray_current_cluster").read_text().strip()
 
 

@@ -1,4 +1,4 @@
-"""A cluster that tests look into, and the one of them that is kept running for the next test."""
+"""A cluster that tests inspect, and the one of them that keeps running for the next test."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, 
 from wire.security.mutual_tls import PART_NAME, credentials_of
 
 IDLE_WITHIN_S = 120.0
-"""Longer than any lease and quarantine: what is not free by then never will be."""
+"""Longer than any lease and quarantine in seconds: pages that are not free by then never will be."""
 
 
 class RunningCluster:
-    """A cluster under test, with a view of its insides."""
+    """A running cluster under test, with access to its internals."""
 
     def __init__(self, config: ClusterConfig, logs: Path) -> None:
         self.config = config
@@ -37,33 +37,33 @@ class RunningCluster:
         self._cluster.stop()
 
     def log(self, name: str) -> str:
-        """What the process called `name` has logged so far."""
+        """Returns the log of the process called `name`."""
         return (self._logs / f"{name}.log").read_text()
 
     @property
     def listeners(self) -> Endpoints:
-        """For commands that start a cluster, and shall have this one."""
+        """The addresses of the cluster, for commands that would otherwise start one."""
         return self._cluster.endpoints
 
     @property
     def controller(self) -> ControllerClient:
-        """Who changes modes and drains workers."""
+        """A client of the controller, which changes modes and drains workers."""
         return ControllerClient(self._cluster.endpoints.controller, self._cluster.endpoints.token)
 
     def controller_pid(self) -> int:
-        """The controller's process."""
+        """Returns the controller's process id."""
         pid: int = _ask(self._cluster._controller.pid.remote())
         return pid
 
     def workers(self) -> tuple[Health, ...]:
-        """Every worker as the controller sees it."""
+        """Returns every worker as the controller reports it."""
         return self._cluster.health().workers
 
     def router(self) -> Health:
         return self._cluster.health().router
 
     def worker(self, role: str, within_s: float = 60.0) -> Health:
-        """The first worker of a role, once it serves."""
+        """Returns the first worker of a role, once it serves."""
         give_up = time.monotonic() + within_s
         while True:
             one = next(w for w in self.workers() if w.name.startswith(role))
@@ -73,11 +73,11 @@ class RunningCluster:
             time.sleep(0.1)
 
     def named(self, name: str) -> Health:
-        """One worker as the controller sees it."""
+        """Returns one worker as the controller reports it."""
         return {one.name: one for one in self.workers()}[name]
 
     def members(self) -> list[cluster_pb2.WorkerInfo]:
-        """Who is registered now."""
+        """Returns the registered workers."""
         with self.channel(self._cluster.endpoints.controller) as channel:
             stream = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
             members = list(next(stream).workers)
@@ -85,11 +85,14 @@ class RunningCluster:
         return members
 
     def inspect(self) -> list[worker_pb2.InspectResponse]:
-        """Every registered worker's pages and open work."""
+        """Returns every registered worker's pages and open requests."""
         return [self._inspect(member.address) for member in self.members()]
 
     def inspect_worker(self, name: str) -> worker_pb2.InspectResponse:
-        """One registered worker's; the others are not asked, and may be frozen. KeyError if it is not registered."""
+        """Returns the report of one registered worker without asking the others, which may be suspended.
+
+        KeyError if it is not registered.
+        """
         return self._inspect({member.worker_id: member.address for member in self.members()}[name])
 
     def _inspect(self, address: str) -> worker_pb2.InspectResponse:
@@ -98,7 +101,7 @@ class RunningCluster:
             return stub.Inspect(worker_pb2.InspectRequest(), timeout=60)
 
     def assert_idle_and_sound(self) -> None:
-        """On every worker, in the end: all pages free, or cached and read by nobody, nothing open, the pool sound."""
+        """Asserts that every worker becomes idle, with no open request, all pages free or cached, and a sound pool."""
         give_up = time.monotonic() + IDLE_WITHIN_S
         while True:
             found = self.inspect()
@@ -109,7 +112,7 @@ class RunningCluster:
             time.sleep(0.1)
 
     def channel(self, address: str) -> grpc.Channel:
-        """To the controller or a worker, as a part of this cluster."""
+        """Opens a channel to the controller or a worker with the cluster's credentials."""
         client = credentials_of(self._cluster.endpoints.token).client
         return grpc.secure_channel(address, client, [("grpc.ssl_target_name_override", PART_NAME)])
 
@@ -120,7 +123,7 @@ def _idle(one: worker_pb2.InspectResponse) -> bool:
 
 
 class Shelf:
-    """Holds the one running cluster of this session."""
+    """Holds the one running cluster of this test process."""
 
     def __init__(self, model: Path, new_folder: Callable[[], Path]) -> None:
         self._model = model

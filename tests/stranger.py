@@ -1,4 +1,4 @@
-"""Whoever was given the port of a part of the cluster that has left, and writes down all it is told."""
+"""A server that listens at the former port of a cluster process, and records everything it receives."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _BUFFER = 1 << 16
 
 
 class Stranger:
-    """Accepts every gRPC call in plaintext, and every connection. `start` and `stop` it on one event loop."""
+    """Accepts every plaintext gRPC call and every connection. Use `start` and `stop` on one event loop."""
 
     def __init__(self) -> None:
         self.connections = 0
         self.heard = bytearray()
-        """All bytes that came, of all connections."""
+        """All bytes that were received, on all connections."""
         self.headers: list[tuple[str, Any]] = []
-        """Of all calls that came."""
+        """The headers of all calls that were received."""
 
     async def start(self, port: int = 0) -> Stranger:
         self._grpc = grpc.aio.server(interceptors=[_Notes(self.headers)])
@@ -44,7 +44,7 @@ class Stranger:
         await self._grpc.stop(None)
 
     def assert_learned_nothing(self, token: str) -> None:
-        """It was called on, and has neither the token nor anything of a call."""
+        """Asserts that it was called, and that it received neither the token nor any part of a call."""
         assert self.connections > 0, "nobody came"
         assert (self.headers, token.encode() in self.heard) == ([], False)
         assert b"authorization" not in bytes(self.heard).lower()
@@ -60,7 +60,7 @@ class _Notes(grpc.aio.ServerInterceptor):
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, copy: bytearray | None = None) -> None:
-    """Until one end closes, which closes the other."""
+    """Forwards bytes until one side closes, then closes the other."""
     try:
         while part := await reader.read(_BUFFER):
             if copy is not None:

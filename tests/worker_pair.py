@@ -1,6 +1,6 @@
-"""Two workers over fake engines and an in-memory transfer in the test's own event loop, and a router played by hand.
+"""Two workers with fake engines and an in-memory transfer in the test's event loop; the test acts as the router.
 
-Routers call the workers' methods; the workers call each other through gRPC, as they do in life.
+The test calls the workers' methods directly; the workers call each other through gRPC, as in production.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ ROUTER = "router-1"
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for what other threads bring about."""
+    """Waits for a condition that other threads bring about."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -46,7 +46,7 @@ async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 @dataclass
 class Heard:
-    """What the router heard of one request, in order."""
+    """The events that the router received for one request, in order."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Heard:
     pages: int = 0
     cached_tokens: int = 0
     preempted_at: int = -1
-    """Tokens of the answer with which it gave way; -1 = it did not."""
+    """The number of tokens at which the request was preempted; -1 = it was not."""
 
     def take(self, event: RequestEvent) -> None:
         if event.token_ids:
@@ -71,7 +71,7 @@ class Heard:
         if event.preempted:
             self.preempted_at = event.first_index
         if event.finish_reason is not None:
-            # Each half reports its own failure, but there is one good end.
+            # Each half reports its own failure, but only one of them reports success.
             assert self.finish in (None, FinishReason.ERROR)
             assert self.finish in (None, event.finish_reason)
             self.finish = event.finish_reason
@@ -112,14 +112,14 @@ class End:
         await self.server.stop(None)
 
     def age(self, seconds: float) -> None:
-        """What it has promised was promised so much longer ago; what has expired by that has ended."""
+        """Ages all leases by `seconds`, and expires those that are over."""
         leases = self.worker.admission._leases
         clock = leases._clock
         leases._clock = lambda: clock() + seconds
         self.worker.admission.expire()
 
     async def empty(self) -> None:
-        """Every page free or cached and read by nobody, nothing promised, nothing known, pool and cache sound."""
+        """Waits until all pages are free or cached and no request or lease is left; checks pool and cache."""
         await until(lambda: not self.left())
         counts = self.engine.pool.counts()
         assert counts.free + counts.cached == counts.total
@@ -134,7 +134,7 @@ class End:
 
 
 class WorkerPair:
-    """`prefill` and `decode` ends; one and the same with `both=True`. Use as an async context."""
+    """The `prefill` and `decode` ends, the same one with `both=True`. Use as an async context manager."""
 
     def __init__(
         self, *, pages: int = 64, prefill_pages: int | None = None, both: bool = False, **changes: Any
@@ -223,7 +223,7 @@ class WorkerPair:
         *,
         salt: str = "",
     ) -> Heard:
-        """Reserve and prefill, as the router does; returns what it hears, behind `answer`, which it has already."""
+        """Reserves and prefills as the router does, after the tokens `answer`; returns the events that it receives."""
         heard = self.heard[name] = Heard(list(answer))
         asked, answered = [*prompt, *answer], len(answer)
         lease = None

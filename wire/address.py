@@ -1,22 +1,22 @@
-"""Where a server listens, as text."""
+"""Addresses of servers as text."""
 
 import ipaddress
 import socket
 
 
 def address_of(host: str, port: int) -> str:
-    """host:port, an IPv6 address in brackets, as URLs and gRPC want it."""
+    """Return host:port, with brackets around an IPv6 address as in URLs and gRPC."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of what `address_of` makes. ValueError where there is no port."""
+    """Split an address from `address_of`; raises ValueError if there is no port."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`, an address or a name."""
+    """Return True if only this machine can reach a server that listens on `host`, an address or a name."""
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
     except OSError:

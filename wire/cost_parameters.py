@@ -1,40 +1,44 @@
-"""What a worker has learned of how long its steps take: it travels with its load, so that routers predict alike."""
+"""The fitted cost of a worker's steps, sent with its load report so that routers predict with the same model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class CostParameters:
-    """Coefficients of `costs.step_cost.StepCost`, all in seconds and >= 0, and how well they have fitted so far.
+    """The coefficients of `costs.step_cost.StepCost`, in seconds and >= 0, and the quality of their fit.
 
-    The defaults are of a small model on a few CPU cores, for as long as nothing was measured.
+    seconds = base + prompt_base (if the step has prompt tokens)
+            + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
+            + row · decode rows                          + context · tokens of decode context
+
+    The defaults apply before the first measurement; they fit a small model on a few CPU cores.
     """
 
     base_s: float = 0.02
-    """Of every step: weights are read once, kernels launched."""
+    """Cost of every step: reading the weights and launching kernels."""
     prompt_base_s: float = 0.0
-    """Of a step with prompt tokens, beside that."""
+    """Additional cost of a step with prompt tokens."""
     token_s: float = 1e-3
-    """Of each prompt token beyond `free_tokens`."""
+    """Cost of each prompt token beyond `free_tokens`."""
     pair_s: float = 1e-8
-    """Of each pair of a prompt token and a token it attends to."""
+    """Cost of each pair of a prompt token and a token it attends to."""
     row_s: float = 1e-3
-    """Of each decode row."""
+    """Cost of each decode row."""
     context_s: float = 1e-7
-    """Of each token of context that a decode row attends to."""
+    """Cost of each token of context that a decode row attends to."""
     free_tokens: int = 0
-    """Tokens of a step, decode rows and then prompt tokens, whose arithmetic is hidden by the reading of weights."""
+    """Tokens of a step (decode rows first) whose compute is hidden behind reading the weights: the roofline's knee."""
     error: float = 0.0
     """Recent mean of |predicted - actual| ÷ actual, each at most 1; 0 before the first step."""
     observed: int = 0
-    """Steps these parameters were fitted to; 0 = nothing but a guess."""
+    """Number of steps in the fit; 0 = the coefficients are the defaults."""
     tile_tokens: int = 1
-    """A step with prompts computes a multiple of so many tokens, see `costs.step_grid`."""
+    """The number of tokens of a step with prompts is padded to a multiple of this, see `costs.step_grid`."""
     wave_tokens: int = 1
-    """Of prompts, whose attention the device computes at once: as many take as long as one, see `costs.step_grid`."""
+    """Prompt tokens whose attention runs in one wave and takes as long as that of one token, see `costs.step_grid`."""
     mixed_noise: float = 1.15
-    """A step of prompts beside answers ÷ what was predicted, for all but one in a hundred of them."""
+    """The 99th percentile of actual ÷ predicted duration of mixed steps."""
 
 
 UNMEASURED = CostParameters()
-"""Before the first step."""
+"""The parameters before the first measured step."""

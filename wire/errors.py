@@ -1,6 +1,6 @@
-"""Every failure that crosses a room's listener, with its gRPC and HTTP status, in one place.
+"""All errors that cross a component's boundary, with their gRPC and HTTP status.
 
-Each message is one sentence that says what is wrong and what the reader can do.
+Each message is one sentence with the problem and its remedy.
 """
 
 from typing import ClassVar
@@ -8,21 +8,21 @@ from typing import ClassVar
 import grpc
 
 ECHO_CHARS = 80
-"""How much of what a client sent an error repeats, in characters."""
+"""Most characters of a client's value that an error repeats."""
 
 
 def clipped(text: str, limit: int = ECHO_CHARS) -> str:
-    """`text`, its end replaced by "…" where it has more than `limit` characters."""
+    """Return `text`, cut at `limit` characters with "…" as the last one."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def shown(value: object) -> str:
-    """What a client sent as an error repeats it: in quotes, without control characters, and clipped."""
+    """Return a client's value for an error message: quoted, without control characters, and clipped."""
     return clipped(repr(value if not isinstance(value, str) else clipped(value)), 2 * ECHO_CHARS)
 
 
 class TandemError(Exception):
-    """Base of all typed errors. `code` is stable and travels on the wire as `ErrorDetail.code`."""
+    """Base of all typed errors. `code` is stable and sent as `ErrorDetail.code`."""
 
     code: ClassVar[str] = "INTERNAL"
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -47,23 +47,23 @@ class InvalidArgument(TandemError):
         self.field = field
 
     def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
-        """Survive the way from an actor to its caller."""
+        """Support pickling between an actor and its caller."""
         return InvalidArgument, (self.field, self.message.removeprefix(f"{self.field}: "))
 
 
 class ContextLengthExceeded(InvalidArgument):
-    """Prompt and answer do not fit into the context, said in the words by which clients of OpenAI know it."""
+    """Prompt and answer exceed the context; the message has the text that OpenAI clients match."""
 
     code = "CONTEXT_LENGTH_EXCEEDED"
 
     def __init__(self, field: str, message: str) -> None:
-        """`message` is the whole sentence: `field` does not stand before it."""
+        """`message` is the whole sentence, without `field` as its prefix."""
         super().__init__(field, message)
         self.message = message
         self.args = (message,)
 
     def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
-        """As `InvalidArgument`."""
+        """Support pickling between an actor and its caller."""
         return ContextLengthExceeded, (self.field, self.message)
 
 
@@ -92,7 +92,7 @@ class DeadlineExceeded(TandemError):
 
 
 class ResourceExhausted(TandemError):
-    """No room now; `retry_after_s` says when to come back."""
+    """No capacity now; `retry_after_s` is the time to wait before a retry."""
 
     code = "RESOURCE_EXHAUSTED"
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -100,7 +100,7 @@ class ResourceExhausted(TandemError):
 
 
 class Unavailable(TandemError):
-    """A worker or the whole cluster is away; the request was not finished."""
+    """A worker or the whole cluster is unavailable; the request was not finished."""
 
     code = "UNAVAILABLE"
     grpc_status = grpc.StatusCode.UNAVAILABLE
@@ -108,7 +108,7 @@ class Unavailable(TandemError):
 
 
 class RoleClosed(Unavailable):
-    """A half of a worker takes nothing new, as it changes its role or drains; others take the work."""
+    """A half of a worker accepts no new work because it changes its role or drains; others take the work."""
 
     code = "ROLE_CLOSED"
 
@@ -122,7 +122,7 @@ class Cancelled(TandemError):
 
 
 class FailedPrecondition(TandemError):
-    """Two parts do not fit together: versions, model, dtype or layout differ."""
+    """Two components are incompatible: versions, model, dtype or layout differ."""
 
     code = "FAILED_PRECONDITION"
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
@@ -154,7 +154,7 @@ class ModelError(TandemError):
 
 
 class Internal(TandemError):
-    """A defect of Tandem; the request failed alone."""
+    """An unexpected error inside Tandem; only this request failed."""
 
 
 _BY_CODE: dict[str, type[TandemError]] = {
@@ -167,7 +167,7 @@ _BY_CODE: dict[str, type[TandemError]] = {
 
 
 def from_code(code: str, message: str, retry_after_s: float = 0.0) -> TandemError:
-    """The typed error for a `code` that came over the wire; an unknown code is an `Internal` that names it."""
+    """Return the typed error for a received `code`; an unknown code becomes an `Internal` that names it."""
     if code == InvalidArgument.code:
         field, _, rest = message.partition(": ")
         return InvalidArgument(field, rest)
@@ -180,7 +180,7 @@ def from_code(code: str, message: str, retry_after_s: float = 0.0) -> TandemErro
 
 
 def from_status(status: grpc.StatusCode, message: str) -> TandemError:
-    """The typed error for a bare gRPC status, from a peer that names no code of its own."""
+    """Return the typed error for a gRPC status from a peer that sends no error code of Tandem."""
     classes: tuple[type[TandemError], ...] = (InvalidArgument, *_BY_CODE.values())
     for cls in classes:
         if cls.grpc_status is status:

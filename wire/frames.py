@@ -1,4 +1,4 @@
-"""Protobuf messages of many small frames over a stream socket, each message behind its length."""
+"""Frames over a stream socket, batched into protobuf messages, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ In = TypeVar("In", bound=Message)
 
 @dataclass(slots=True)
 class Tally:
-    """What went over streams, in both directions."""
+    """Counts the frames and bytes of streams in both directions."""
 
     frames: int = 0
     bytes: int = 0
 
     def add(self, frames: int, data: int) -> None:
-        """A message of so many frames, and of so many bytes behind its length."""
+        """Count a message of `frames` frames and `data` bytes without the length prefix."""
         self.frames += frames
         self.bytes += _LENGTH_BYTES + data
 
 
 class FrameStream(Generic[Out, In]):
-    """One end. What is sent within a turn of the event loop goes as one message. `Out` and `In` are messages with
-    repeated `frames`, each of which has the number of its `call`.
+    """One end of a stream, which batches the frames of one event loop turn into one message.
 
-    Nothing here bounds what the other end has not read: whoever sends bounds that for each call, by `send_in_turn` or
-    by a window of what the other end says it has read. So no call ends the stream, however much it sends.
+    `Out` and `In` are message types with repeated `frames`, each with the number of its `call`.
+
+    The stream does not bound the unread data: the sender must bound it for each call, by `send_in_turn` or by a window
+    of acknowledged frames. So a call that sends too much never ends the stream.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class FrameStream(Generic[Out, In]):
         incoming: type[In],
         tally: Tally | None = None,
     ) -> None:
-        """`tally` counts what goes over it."""
+        """`tally` counts the traffic."""
         self._reader, self._writer = reader, writer
         self._outgoing, self._incoming = outgoing, incoming
         self._tally = tally or Tally()
@@ -56,17 +57,18 @@ class FrameStream(Generic[Out, In]):
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
         self.on_failed: Callable[[int], None] = lambda call: None
-        """Is told the number of each call one of whose frames could not be sent."""
+        """Called with the number of each call of which a frame could not be sent."""
 
     def send(self, call: int, **what: Any) -> None:
-        """A frame with one of its fields, as protobuf takes them. What is sent behind the stream's end is lost."""
+        """Send a frame with one field, given as a keyword of protobuf. Frames after the stream's end are lost."""
         if not self._batch.frames:
             self._loop.call_soon(self._flush)
         self._batch.frames.add(call=call, **what)
 
     async def send_in_turn(self, call: int, **what: Any) -> None:
-        """`send` as soon as the other end has read nearly all that was sent, one after the other of those that wait for
-        that. Nobody waits for an end that is gone.
+        """Send a frame once the other end has read nearly everything; waiting callers are served in order.
+
+        Does not wait if the other end is gone.
         """
         async with self._turn:
             with contextlib.suppress(OSError):
@@ -75,7 +77,7 @@ class FrameStream(Generic[Out, In]):
             self._flush()
 
     async def received(self) -> AsyncIterator[Any]:
-        """The other end's frames, until it closes the stream, is gone, or sends something else."""
+        """Yield the other end's frames until it closes the stream, is gone, or sends an invalid message."""
         try:
             while True:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
@@ -86,10 +88,10 @@ class FrameStream(Generic[Out, In]):
         except (asyncio.IncompleteReadError, OSError):
             return
         except DecodeError as error:
-            log.error("a message that is none: %s", error)
+            log.error("invalid message on a stream: %s", error)
 
     def close(self) -> None:
-        """Send what is left and end."""
+        """Send the remaining frames and close the stream."""
         self._flush()
         self._writer.close()
 
@@ -109,7 +111,7 @@ class FrameStream(Generic[Out, In]):
         self._writer.write(length + data)
 
     def _write_one_by_one(self, batch: Any, error: Exception) -> None:
-        """Send what can be sent of a batch that cannot, and fail the calls of the rest."""
+        """Send the valid frames of a batch that failed, and fail the calls of the others."""
         failed: set[int] = set()
         for frame in batch.frames:
             try:

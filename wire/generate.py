@@ -16,7 +16,7 @@ OUT = ROOT / "wire" / "generated"
 
 
 def generate(out: Path = OUT) -> list[Path]:
-    """Write message classes, stubs and service code for every schema into `out`; return the files."""
+    """Generate message classes, stubs and service code for every schema into `out`; return the files."""
     sources = sorted(str(p.relative_to(PROTO)) for p in PROTO.rglob("*.proto"))
     well_known = str(files("grpc_tools") / "_proto")
     arguments = [
@@ -26,7 +26,7 @@ def generate(out: Path = OUT) -> list[Path]:
         f"--pyi_out={out}",
         f"--grpc_python_out={out}",
     ]
-    # A process of its own: protoc and the protobuf runtime of a process that has used it do not share one well.
+    # In a subprocess, because protoc conflicts with a protobuf runtime that is already in use.
     if subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments, *sources], check=False).returncode != 0:
         raise SystemExit("protoc failed; see above")
     written = sorted(p for p in out.rglob("*_pb2*.py*") if "__pycache__" not in p.parts)

@@ -1,5 +1,7 @@
-"""Whether somebody who lives also works. A process that is stopped, or whose event loop stands still, keeps its sockets
-open: the kernel takes what is sent to it on and on, and nobody answers.
+"""Heartbeats that detect a process that is alive but hangs.
+
+A stopped process, or one whose event loop is blocked, keeps its sockets open: the kernel accepts data for it, but
+there is no response.
 """
 
 import asyncio
@@ -7,29 +9,33 @@ from collections.abc import Callable
 
 
 class Heartbeat:
-    """One supervisor's questions to one process. Questions are counted and no seconds: while the supervisor itself
-    stands still, only one of them passes, and nobody is taken for dead for that.
+    """One supervisor's heartbeats to one process.
+
+    Missed heartbeats are counted, not seconds: while the supervisor itself is blocked, at most one heartbeat is
+    missed, so that it does not declare the process dead for that.
     """
 
     def __init__(self, ask: Callable[[], None], every_s: float, limit: Callable[[bool], int]) -> None:
-        """`ask` sends the question, `every_s` seconds apart. `limit` says how many of them in a row may go unanswered,
-        given whether there ever was an answer: a process that starts may take longer.
+        """`ask` sends a heartbeat request every `every_s` seconds.
+
+        `limit` returns the most consecutive requests without a response; its argument is True once there was a
+        response, because a starting process may take longer.
         """
         self._ask = ask
         self._every_s = every_s
         self._limit = limit
-        self._heard = False
+        self._responded = False
         self._begun = False
 
     def beat(self) -> None:
-        """It has answered."""
-        self._heard = self._begun = True
+        """Record a response."""
+        self._responded = self._begun = True
 
     async def stops(self) -> None:
-        """Returns when it hangs."""
+        """Return when too many consecutive heartbeats have no response."""
         silent = 0
         while silent < self._limit(self._begun):
-            self._heard = False
+            self._responded = False
             self._ask()
             await asyncio.sleep(self._every_s)
-            silent = 0 if self._heard else silent + 1
+            silent = 0 if self._responded else silent + 1

@@ -1,14 +1,14 @@
-"""How a cluster divides prompts and answers among its workers."""
+"""The placement modes of a cluster for prefill and decode."""
 
 from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """Where prompts are computed."""
+    """The mode that decides on which worker a prompt is prefilled."""
 
     DISAGGREGATED = "disaggregated"
-    """By prefill workers, which hand their KV over to the decode workers; by a decode worker only if it is alone."""
+    """On prefill workers, which transfer the KV to decode workers; on a decode worker only if it is the only worker."""
     COLOCATED = "colocated"
-    """By the worker that decodes the answer, in mixed steps, wherever a worker has both roles."""
+    """On the worker that decodes, in mixed steps, if any worker has both roles."""
     ADAPTIVE = "adaptive"
-    """Wherever it costs least by prediction, for each request anew."""
+    """On the worker with the lowest predicted cost for each request."""

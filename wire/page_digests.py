@@ -1,10 +1,10 @@
-"""Names for full KV pages: a page's digest stands for its tokens and for all tokens before them.
+"""Digests of full KV pages: a page's digest identifies its tokens and all tokens before them.
 
-Keys and values of a token depend on every token before it, so a page may be read again only behind the same prefix.
-The chain begins with the salt of a tenant: under another salt no page has the same name, so nobody can tell from
-how fast an answer comes what others have asked. Routers and workers name pages alike.
+Keys and values of a token depend on every token before it, so a page can be reused only after the same prefix.
+The chain begins with the salt of a tenant: pages under different salts have different digests, so that latencies
+reveal nothing about the prompts of others. Routers and workers compute the same digests.
 
-BLAKE2b with 128 bits: tokens are chosen by clients, so the hash must be one for which nobody can find two inputs.
+The hash is BLAKE2b with 128 bits: tokens are chosen by clients, so it must be collision-resistant.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ _DOMAIN = b"tandem.kv.page.1"
 
 
 def root_digest(salt: str) -> bytes:
-    """Where the chain of one tenant begins; no page has this name."""
+    """Return the start of the chain for a salt; no page has this digest."""
     return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=_DOMAIN).digest()
 
 
 def page_digests(token_ids: Sequence[int], page_tokens: int, parent: bytes) -> list[bytes]:
-    """One digest for each full page of `token_ids`, which follow the page `parent` or begin at a `root_digest`.
+    """Return one digest for each full page of `token_ids`, which follow the page `parent` or a `root_digest`.
 
-    Of the parent's digest and the page's ids as little-endian unsigned 32-bit integers.
+    Each is the hash of the parent's digest and the page's ids as little-endian unsigned 32-bit integers.
     """
     full = len(token_ids) // page_tokens
     data = memoryview(np.asarray(token_ids[: full * page_tokens], dtype="<u4").tobytes())

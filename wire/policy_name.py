@@ -1,17 +1,17 @@
-"""The names of the step policies; see `costs.chunks.step_limit` for what they do."""
+"""The names of the step policies, which `costs.chunks.step_limit` implements."""
 
 from enum import StrEnum
 
 CHUNKED_BUDGET = 512
-"""Tokens of a step beside decode rows, these included, if no other budget was asked for."""
+"""Default token budget of a mixed step, decode rows included."""
 
 
 class PolicyName(StrEnum):
-    """How many prompt tokens a step may have beside requests that decode. No policy exceeds the answers' targets."""
+    """The policy for the number of prompt tokens in a mixed step. No policy exceeds the ITL targets."""
 
     UNCHUNKED = "unchunked"
-    """Whole prompts, as many as the engine takes."""
+    """Whole prompts, up to the engine's limit."""
     CHUNKED = "chunked"
-    """What the token budget of the step leaves."""
+    """Chunks that fill the rest of the step's token budget."""
     DECODE_PRIORITY = "decode-priority"
-    """The same beside answers without a target; where all have one, as many as the targets leave time for."""
+    """The tokens of `CHUNKED` if a decoding request has no ITL target, else as many as the targets allow."""

@@ -1,11 +1,11 @@
-"""What a worker's prefix cache tells routers: which pages can be used again, by name (`wire/page_digests.py`)."""
+"""Updates of a worker's prefix cache for routers: the cached pages, by digest (`wire/page_digests.py`)."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRun:
-    """Pages of one prefix, each directly behind the one before; `parent` names the page before them, or the salt."""
+    """Consecutive pages of one prefix; `parent` is the digest of the page before them, or of the salt."""
 
     parent: bytes
     digests: tuple[bytes, ...]
@@ -13,9 +13,9 @@ class PrefixRun:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChanges:
-    """Since the batch before: pages that can be used now, and pages that can be no longer. No page is in both.
+    """The pages that were added to and removed from the cache since the batch before. No page is in both.
 
-    `sequence` counts a worker's batches, from 1: who misses one asks for the list.
+    `sequence` counts a worker's batches from 1; a router that misses one loads the full list.
     """
 
     sequence: int
@@ -25,8 +25,9 @@ class PrefixChanges:
 
 @dataclass(frozen=True, slots=True)
 class PrefixList:
-    """All pages that can be used, each behind its parent, and the last batch that is contained; those that follow may
-    name pages once more.
+    """All cached pages, each after its parent.
+
+    `sequence` is the last batch that is contained; later batches may repeat pages.
     """
 
     sequence: int

@@ -1,5 +1,7 @@
-"""How gRPC is spoken: one server interceptor that maps errors to status codes and checks the caller's API key, and the
-channels and ports of Tandem's parts, which are encrypted wherever there is a cluster token.
+"""gRPC servers and channels of all components.
+
+A server interceptor maps errors to status codes and checks API keys. Channels and ports between components are
+encrypted if there is a cluster token.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ _Streaming = Callable[[Any, Any], AsyncIterator[Any]]
 
 AUTHORIZATION = "authorization"
 RETRY_AFTER = "retry-after-s"
-"""Trailing metadata: seconds after which a retry makes sense."""
+"""Trailing metadata: seconds to wait before a retry."""
 ERROR_CODE = "tandem-error-code"
 """Trailing metadata: the code of the typed error, finer than the gRPC status."""
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""Largest message any part accepts; the router's own limit is lower and answers in words."""
+"""Largest message that any component accepts; the router's own limit is lower and has a clear error."""
 
 _DETAILS_CHARS = 512
-"""Longest sentence of an error. A character takes up to 12 bytes of a header, percent-encoded, and gRPC's peers refuse
-headers of more than 8 KiB together."""
+"""Most characters of an error message.
+
+A character takes up to 12 bytes of a header, percent-encoded, and gRPC rejects headers of more than 8 KiB in total.
+"""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -57,14 +61,14 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 
 
 _HANDSHAKE_FAILED = "Tls handshake failed"
-"""gRPC's words where the peer at an address speaks no TLS, or has no certificate of our authority."""
+"""The details of gRPC's error for a peer without TLS or without a certificate of this cluster's authority."""
 
 
 def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
-    """A channel from one part of the cluster to another at `address` (host:port), encrypted.
+    """Open an encrypted channel between components of the cluster, to `address` (host:port).
 
-    Both ends prove that they know `token` before any call is sent; see `wire.security.mutual_tls`. Without a token
-    it is neither encrypted nor proven.
+    Both ends prove that they know `token` before any call is sent, see `wire.security.mutual_tls`. Without a token
+    there is neither encryption nor authentication.
     """
     if not token:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -73,15 +77,15 @@ def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
 
 
 def open_client_channel(address: str, api_key: str = "") -> grpc.aio.Channel:
-    """A channel to a router's port for clients, unencrypted, that sends `api_key` as a bearer with every call."""
+    """Open an unencrypted channel to a router's client port that sends `api_key` as a bearer token with every call."""
     interceptors = [_SendKeyUnary(api_key), _SendKeyStream(api_key)] if api_key else []
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=interceptors)
 
 
 def listen(server: grpc.aio.Server, address: str, token: str = "") -> int:
-    """Let parts of the cluster of `token` in at `address` (host:port, port 0 = any free one) → the port.
+    """Listen for components of the cluster of `token` on `address` (host:port, port 0 = any free one); return the port.
 
-    Without a token, everybody is let in. RuntimeError if the port is taken.
+    Without a token, every peer is accepted. Raises RuntimeError if the port is taken.
     """
     if not token:
         return server.add_insecure_port(address)
@@ -95,11 +99,11 @@ def open_server(
     shared_port: bool = False,
     limits: ListenerLimits | None = None,
 ) -> grpc.aio.Server:
-    """A server that maps `TandemError` to its status and, if `tokens` is not empty, lets only bearers of these keys in.
+    """Make a server that maps `TandemError` to its status and, if `tokens` is not empty, requires one of these keys.
 
-    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that need no key. `shared_port`:
-    other processes of this user may listen at its port, too. `limits` are those of a server that clients reach; None =
-    Tandem's own parts alone do.
+    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that need no key. `shared_port` lets
+    other processes of this user listen on the same port. `limits` are those of a public server; None = only components
+    of the cluster reach it.
     """
     options = [*(SERVER_OPTIONS if limits is None else public_options(limits)), ("grpc.so_reuseport", int(shared_port))]
     guard = None if limits is None else CallGuard(limits)
@@ -107,9 +111,9 @@ def open_server(
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
-    """The typed error behind a failed call to `peer` ("decode worker decode-0"), which its sentence names.
+    """Return the typed error of a failed call to `peer` ("decode worker decode-0"), which its message names.
 
-    A peer that does not prove to know the cluster's token is Unavailable, as one that is gone: it may have its port.
+    A peer that fails the TLS handshake is Unavailable like one that is gone, because another process may have its port.
     """
     trailing = dict(error.trailing_metadata() or ())
     message = error.details() or error.code().name
@@ -120,12 +124,12 @@ def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
     if code:
         return from_code(code, f"{peer}: {message}", retry_after_s)
     if is_refused_peer(error):
-        message = "the TLS handshake failed: it is another process that has the port now, or has another cluster token"
+        message = "the TLS handshake failed: another process has the port now, or it has another cluster token"
     return from_status(error.code(), f"{peer}: {message}")
 
 
 def is_refused_peer(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a call was not sent because whoever listens there is no part of this cluster."""
+    """Return True if a call was not sent because the peer is not a component of this cluster."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and _HANDSHAKE_FAILED in (error.details() or "")
 
 
@@ -153,7 +157,7 @@ class _SendKeyStream(grpc.aio.UnaryStreamClientInterceptor):
 
 
 class _ConnectionGuard(grpc.aio.ServerInterceptor):
-    """Checks the API key before, and turns typed errors into status codes after, every handler."""
+    """Checks the API key before every handler and maps its errors to status codes."""
 
     def __init__(self, tokens: frozenset[str], open_methods: tuple[str, ...], guard: CallGuard | None = None) -> None:
         self._tokens = tokens
@@ -173,7 +177,7 @@ class _ConnectionGuard(grpc.aio.ServerInterceptor):
             return handler
         if self._guard is not None:
             handler = self._guard.wrap(handler, is_open=handler_call_details.method.startswith(self._open))
-        return _worded(handler)
+        return _with_status(handler)
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> TandemError | None:
         if not self._tokens or details.method.startswith(self._open):
@@ -188,7 +192,7 @@ class _ConnectionGuard(grpc.aio.ServerInterceptor):
 
 
 def values_of(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> list[str | bytes]:
-    """All values that a call's metadata has under `name`; a caller may send several."""
+    """Return all values of `name` in a call's metadata; a caller may send several."""
     return [value for each, value in metadata or () if each == name]
 
 
@@ -200,8 +204,9 @@ def _refusing(error: TandemError) -> _Unary:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
-    """End the call with the error's status, sentence, code and retry hint. The sentence is cut to what fits into a
-    header: one that does not would reach the client as RESOURCE_EXHAUSTED.
+    """End the call with the error's status, message, code and retry hint.
+
+    The message is cut to fit into a header: a longer one would reach the client as RESOURCE_EXHAUSTED.
     """
     trailing = [(ERROR_CODE, error.code)]
     if error.retry_after_s:
@@ -212,7 +217,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
 
 
 def guarded_unary(handler: _Unary) -> _Unary:
-    """`handler`, whose errors end the call in words."""
+    """Wrap a unary handler so that its errors end the call with their status and message."""
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
@@ -224,14 +229,14 @@ def guarded_unary(handler: _Unary) -> _Unary:
 
 
 def _guard_any_stream(handler: Any) -> Any:
-    """A streaming handler is a generator, or (as gRPC's own health service has it) a coroutine that writes."""
+    """Wrap a streaming handler: a generator, or a coroutine that writes, as in gRPC's own health service."""
     if inspect.iscoroutinefunction(handler):
         return guarded_unary(cast(_Unary, handler))
     return guarded_stream(cast(_Streaming, handler))
 
 
 def guarded_stream(handler: _Streaming) -> _Streaming:
-    """The same of one that streams."""
+    """Wrap a streaming handler so that its errors end the call with their status and message."""
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
@@ -243,8 +248,8 @@ def guarded_stream(handler: _Streaming) -> _Streaming:
     return guarded
 
 
-def _worded(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-    """`handler`, whatever kind it is of, whose errors end the call in words."""
+def _with_status(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    """Wrap a handler of any kind so that its errors end the call with their status and message."""
     makers = {
         "unary_unary": (grpc.unary_unary_rpc_method_handler, guarded_unary),
         "unary_stream": (grpc.unary_stream_rpc_method_handler, _guard_any_stream),
@@ -260,7 +265,7 @@ def _worded(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[A
 
 
 async def _end_call(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End a call whose handler raised; what it raised to end the call itself goes on as it is."""
+    """End a call whose handler raised; an AbortError of the handler itself is passed on."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, TandemError):

@@ -1,13 +1,14 @@
-"""How the threads of a process that passes tokens on take turns."""
+"""The thread switch interval of processes that pass tokens on."""
 
 import sys
 
 _SWITCH_INTERVAL_S = 0.5e-3
-"""How long one thread may keep the interpreter from another: a token passes two on its way through a process, and
-Python's own 5 ms is a whole step of a GPU.
+"""Longest time for which a thread may hold the GIL against another, in seconds.
+
+A token passes through two threads of a process, and Python's default of 5 ms is as long as a step of a GPU.
 """
 
 
 def take_short_turns() -> None:
-    """Once at the beginning of a process of one's own."""
+    """Set the switch interval; call it once at the start of a process."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

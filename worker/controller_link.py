@@ -185,7 +185,7 @@ class ControllerLink:
             self._probes.pop(peer).cancel()
         joined = [info for info in membership.workers if info.peer in serving and info.peer not in self._known]
         for info in joined:
-            self._bury(PeerRef(info.peer.worker_id, info.peer.incarnation - 1))
+            self._mark_dead(PeerRef(info.peer.worker_id, info.peer.incarnation - 1))
         self._known.update(serving)
         others = {info.peer: info for info in membership.workers if info.peer in serving}
         before, self._roles = self._roles, {peer: info.open for peer, info in others.items()}
@@ -196,7 +196,7 @@ class ControllerLink:
             if peer not in serving and peer not in self._probes:
                 self._probes[peer] = asyncio.ensure_future(self._probe(peer, address))
 
-    def _bury(self, gone: PeerRef) -> None:
+    def _mark_dead(self, gone: PeerRef) -> None:
         """This incarnation and all before it are dead."""
         for peer in [peer for peer in self._known if _is_same_or_earlier(peer, gone)]:
             del self._known[peer]
@@ -220,7 +220,7 @@ class ControllerLink:
                 unanswered = unanswered + 1 if answerer is None else 0
                 if answerer is not None:
                     await asyncio.sleep(PROBE_S)
-        self._bury(peer)
+        self._mark_dead(peer)
 
     async def _answerer(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> PeerRef | None:
         """Who of this cluster answers where `peer` did; None = nobody. One that says nothing counts as `peer`."""

@@ -178,11 +178,11 @@ class WorkerProcess:
         return describe()
 
     async def _open_metrics(self, worker: Worker, engine: ModelRunner) -> None:
-        config, board = self._config, worker.metrics.board
-        board.read(partial(worker_facts, worker.report, worker.transport))
-        board.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
+        config, registry = self._config, worker.metrics.registry
+        registry.read(partial(worker_facts, worker.report, worker.transport))
+        registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
         keys = reading_keys(config.metrics_key, (), config.token, loopback=is_loopback(config.host))
-        self._metrics = MetricsServer({METRICS_PATH: metrics_page(Exposition(board))}, keys)
+        self._metrics = MetricsServer({METRICS_PATH: metrics_page(Exposition(registry))}, keys)
         self.metrics_address = await self._metrics.open(config.host, config.metrics_port)
 
     def _listen(self, server: grpc.aio.Server) -> int:

@@ -1,1 +1,1 @@
-"""Is `tandem why` right? Loads built so that one bottleneck binds, on a real cluster."""
+"""Tests `tandem why` on a real cluster, with loads that each have a known bottleneck."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.bottlenecks.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
 from benchmarks.bottlenecks.look import Finding, Listener, read, under
-from benchmarks.command_line import errors_in_words, need_gpu
+from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.load.stage import running_cluster
 from benchmarks.load.target import find_target, touch
 from benchmarks.results import run_facts, save_result
@@ -18,11 +18,11 @@ from telemetry.scrape import Scrape
 from wire.errors import InvalidArgument
 
 Limits = dict[str, float]
-"""What a device can do at best, by name."""
+"""A device's ceilings by name."""
 
 
 def run(arguments: Sequence[str] | None = None) -> bool:
-    """Whether every bottleneck was named right."""
+    """Runs the command; returns True if every diagnosis was right."""
     chosen = parse_arguments(arguments)
     on_cpu = chosen.device == "cpu"
     if not on_cpu:
@@ -30,7 +30,7 @@ def run(arguments: Sequence[str] | None = None) -> bool:
     stage = MADE_NARROW[chosen.narrow] if chosen.narrow else STAGES["cpu" if on_cpu else "cuda"]
     workers = stage.workers or chosen.workers
     os.environ.update(stage.environment)
-    with errors_in_words():
+    with exit_on_error():
         loads = chosen_loads(stage, chosen.only)
         model = choose_model(chosen.model, chosen.shape)
         reference = {} if on_cpu else measured_at_length()
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str] | None = None) -> bool:
 def measure(
     chosen: argparse.Namespace, workers: int, stage: Stage, loads: Sequence[Load], model: ServedModel
 ) -> tuple[list[Finding], Limits]:
-    """What is found under each load, and the ceilings that the workers tell by."""
+    """Returns the finding under each load, and the ceilings that the workers measured."""
     findings: list[Finding] = []
     limits: Limits = {}
     began = time.monotonic()
@@ -59,13 +59,13 @@ def measure(
             worker = worker_of(load.half, workers)
             stretch = under(load, stage, target, listener, chosen.seed + number)
             findings.append(read(load, worker, stretch))
-            limits = told(stretch.now, worker)
+            limits = ceilings_of(stretch.now, worker)
             print(line(findings[-1]), flush=True)
     return findings, limits
 
 
-def told(now: Scrape, worker: str) -> Limits:
-    """The ceilings of a worker's device, as it exports them."""
+def ceilings_of(now: Scrape, worker: str) -> Limits:
+    """Returns the ceilings of a worker's device, as it exports them."""
     return {
         "bytes_per_s": now.total(f.DEVICE_BANDWIDTH, worker=worker),
         "flops": now.total(f.DEVICE_FLOPS, worker=worker),
@@ -73,7 +73,7 @@ def told(now: Scrape, worker: str) -> Limits:
 
 
 def measured_at_length() -> Limits:
-    """The first GPU's, as the engine's benchmark measures them; nothing is left on it but a context."""
+    """Measures the first GPU's ceilings like the engine's benchmark, and frees the memory."""
     import torch
 
     from benchmarks.gpu.ceilings import measure_ceilings
@@ -84,12 +84,12 @@ def measured_at_length() -> Limits:
 
 
 def compared(limits: Limits, reference: Limits) -> dict[str, float]:
-    """The workers' ceilings as parts of those that were measured at length."""
+    """Returns the workers' ceilings as shares of the longer measurement's."""
     return {f"{name}_ratio": round(limits[name] / at_length, 4) for name, at_length in reference.items()}
 
 
 def figures(findings: Sequence[Finding]) -> dict[str, object]:
-    """Ready for JSON: how many were right, a line for the table of each, and all of it."""
+    """Returns the result for JSON: the number of right diagnoses, one table cell for each load, and all findings."""
     right = sum(each.right for each in findings)
     lines = {f"bottleneck_{each.load.name.replace(' ', '_')}": in_short(each) for each in findings}
     return {
@@ -100,13 +100,13 @@ def figures(findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def in_short(found: Finding) -> str:
-    """The bottleneck, and how much of the device was used."""
+    """Returns the bottleneck with MBU and MFU, for a table."""
     wrong = "" if found.right else f" (wrong: {found.load.bottleneck})"
     return f"{found.diagnosis.bottleneck}{wrong}, MBU {found.figures.bandwidth:.2f}, MFU {found.figures.compute:.2f}"
 
 
 def line(found: Finding) -> str:
-    """For people."""
+    """Returns a line of output for one finding."""
     verdict = "right" if found.right else f"WRONG, it should be {found.load.bottleneck}"
     it = found.figures
     return (
@@ -116,7 +116,7 @@ def line(found: Finding) -> str:
 
 
 def chosen_loads(stage: Stage, only: str) -> list[Load]:
-    """All of them, or those named. InvalidArgument for a name that none has."""
+    """Returns all loads, or those named in `only`. InvalidArgument for an unknown name."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = {load.name: load for load in stage.loads}
     for name in names:
@@ -126,20 +126,24 @@ def chosen_loads(stage: Stage, only: str) -> list[Load]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks", description="Is `tandem why` right?")
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bottlenecks", description="Checks the diagnosis of `tandem why`."
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     add_model_options(parser)
-    parser.add_argument("--workers", type=int, choices=(1, 2), default=1, help="1 does everything; 2: one of each role")
+    parser.add_argument(
+        "--workers", type=int, choices=(1, 2), default=1, help="1: one of both roles; 2: one of each role"
+    )
     parser.add_argument(
         "--narrow",
         choices=tuple(MADE_NARROW),
-        help="make this narrow on a GPU: the wire (with --shape llama-3-8b) or the host (with --shape qwen3-0.6b)",
+        help="slow this down on a GPU: the transport (with --shape llama-3-8b) or the host (with --shape qwen3-0.6b)",
     )
     parser.add_argument("--only", default="", help="these loads by name, comma-separated")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' tokens")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     chosen = parser.parse_args(arguments)
     if chosen.narrow and chosen.device == "cpu":
-        parser.error("--narrow is for GPUs: a CPU computes more slowly than any wire or host; give --device cuda")
+        parser.error("--narrow is for GPUs: on a CPU neither transport nor host is a bottleneck; give --device cuda")
     return chosen

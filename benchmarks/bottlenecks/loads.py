@@ -1,4 +1,4 @@
-"""The loads, and the cluster whose sizes make each of them meet its bottleneck."""
+"""Loads with a known bottleneck, and the cluster settings under which each meets it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,27 +12,27 @@ from wire.mode import Mode
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of one kind; `bottleneck` is what has to bind the worker that does `half` of the work."""
+    """Equal requests that make `bottleneck` the bottleneck of the worker whose role includes `half`."""
 
     name: str
     bottleneck: Bottleneck
     half: Role
-    """PREFILL or DECODE."""
+    """The worker's role: PREFILL or DECODE."""
     requests: int
     prompt: int
-    """Tokens of each prompt; no two share a prefix."""
+    """Tokens of each prompt; no two prompts share a prefix."""
     answer: int
     """Tokens of each answer."""
     every_s: float = 0.0
-    """Between two arrivals, in seconds; 0 = all of them come at once."""
+    """Interval between arrivals in seconds; 0 = all arrive at once."""
 
     @property
     def begun(self) -> int:
-        """Requests at the router from which on the load is there: half of a burst."""
+        """Number of requests at the router from which on the load has begun: half of a burst."""
         return 1 if self.every_s else -(-self.requests // 2)
 
     def workload(self, seconds: float, seed: int) -> Workload:
-        """What of it is due within `seconds`."""
+        """Returns the requests that are due within `seconds`."""
         due = [number * self.every_s for number in range(self.requests)]
         arrivals = tuple(Arrival(at, (Block(i, self.prompt),), self.answer) for i, at in enumerate(due) if at < seconds)
         return Workload(self.name, len(arrivals) / seconds, seconds, seed, arrivals)
@@ -40,9 +40,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A device's cluster and its loads. A load is looked at for `look_s` seconds, `settle_s` after it
-    has begun.
-    """
+    """A device's cluster and its loads. Each load is observed for `look_s` seconds, `settle_s` after it began."""
 
     settings: Mapping[str, object]
     """Fields of `ClusterConfig`."""
@@ -51,13 +49,13 @@ class Stage:
     settle_s: float
     look_s: float
     workers: int | None = None
-    """1 that does everything or 2 of one role each, where its loads need that."""
+    """Number of workers where the loads need it: 1 of both roles, or 2 of one role each."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of the cluster's processes."""
+    """Environment variables of the cluster's processes."""
 
     @property
     def load_s(self) -> float:
-        """How long a load lasts: to the end of the look, and a little more."""
+        """Duration of a load in seconds: until the end of the observation, and half a second more."""
         return self.settle_s + self.look_s + 0.5
 
 
@@ -68,7 +66,7 @@ _GPU_LOADS = (
     Load("more answers than rows", Bottleneck.QUEUE, Role.DECODE, requests=128, prompt=128, answer=640),
     Load("next to nothing", Bottleneck.NONE, Role.DECODE, requests=100, prompt=128, answer=8, every_s=0.5),
 )
-"""Of an 8B shape on an H200: a batch of 64 takes some 6 ms a step, a second computes ten of the long prompts."""
+"""Loads for an 8B shape on an H200: a step of 64 requests takes 6 ms, and ten long prompts take a second."""
 _CPU_LOADS = (
     Load("long prompts", Bottleneck.COMPUTE, Role.PREFILL, requests=40, prompt=800, answer=1),
     Load("long answers", Bottleneck.BANDWIDTH, Role.DECODE, requests=2, prompt=16, answer=600),
@@ -76,7 +74,7 @@ _CPU_LOADS = (
     Load("more answers than rows", Bottleneck.QUEUE, Role.DECODE, requests=40, prompt=16, answer=120),
     Load("next to nothing", Bottleneck.NONE, Role.DECODE, requests=100, prompt=16, answer=3, every_s=2.0),
 )
-"""Of a 135M model in float32 on two cores."""
+"""Loads for a 135M model in float32 on two cores."""
 
 STAGES = {
     "cuda": Stage(
@@ -94,7 +92,7 @@ STAGES = {
         look_s=5.0,
     ),
 }
-"""By device: pages for half of what the longest batch needs, and a batch that a hundred requests overfill."""
+"""Stages by device: KV pages for half of the longest batch, and a batch that a hundred requests exceed."""
 
 MADE_NARROW = {
     "wire": Stage(
@@ -115,19 +113,20 @@ MADE_NARROW = {
         workers=1,
     ),
 }
-"""Bottlenecks that a GPU does not meet by its load alone: half a gigabyte for each prompt of an 8B shape by TCP, which takes
-several times as long as computing it, with pages for eight of them, who share the wire, so that at 0.4 GB/s the first
-ones arrive in the look; and steps of one short prompt, of a model so small that launching its kernels takes longer than
-reading its weights (0.6B).
+"""Bottlenecks that a GPU does not meet by its load alone.
+
+Transport: half a gigabyte of KV per prompt of an 8B shape over TCP takes several times as long as computing it. There
+are pages for eight prompts, which share the transport; at 0.4 GB/s the first ones arrive during the observation. Host:
+steps of one short prompt, for a model (0.6B) so small that launching its kernels takes longer than reading its weights.
 """
 
 
 def settings_for(stage: Stage, device: str, workers: int) -> dict[str, object]:
-    """Fields of `ClusterConfig`: one worker that does everything, or one of each role."""
+    """Returns fields of `ClusterConfig` for one worker of both roles, or for one of each role."""
     roles = {"mode": Mode.COLOCATED, "workers": 1} if workers == 1 else {"mode": Mode.DISAGGREGATED}
     return {**stage.settings, **roles, "device": device, "dtype": stage.dtype}
 
 
 def worker_of(half: Role, workers: int) -> str:
-    """The name of the one that does this half of the work."""
+    """Returns the name of the worker whose role includes `half`."""
     return f"{Role.BOTH if workers == 1 else half}-0"

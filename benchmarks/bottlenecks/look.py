@@ -1,4 +1,4 @@
-"""A load amid which all metrics are scraped twice, and what the code of `tandem why` finds in them."""
+"""Scrapes all metrics twice during a load, and runs the diagnosis of `tandem why` on them."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from benchmarks.load.target import Target, wait_until_idle
 from cli.observe.top import scrape
 from telemetry import families as f
 from telemetry.bottlenecks import Diagnosis, Figures, diagnose
-from telemetry.scrape import Scrape, Stretch
+from telemetry.scrape import Scrape, ScrapeInterval
 from telemetry.worker_figures import figures_of
 from wire.errors import Unavailable
 
@@ -21,37 +21,39 @@ _POLL_S = 0.1
 _IDLE_WITHIN_S = 30.0
 _CLIENTS = 2
 _CUT_OFF_S = 0.5
-"""From the end of a look until what still runs is given up: nobody needs these answers."""
+"""Seconds from the end of an observation until running requests are cancelled; their answers are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Where all metrics of a cluster are, and the key."""
+    """The address of a cluster's metrics, and its key."""
 
     address: str
     key: str
 
     async def scrape(self) -> Scrape:
+        """Scrapes all metrics of the cluster."""
         return await scrape(self.address, self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was said of the worker whose bottleneck `load` was built for."""
+    """The diagnosis of the worker whose bottleneck is known."""
 
     load: Load
     worker: str
     figures: Figures
     diagnosis: Diagnosis
     tokens_per_s: dict[str, float]
-    """Computed by it, by half."""
+    """Tokens per second that the worker computed, by phase."""
 
     @property
     def right(self) -> bool:
+        """True if the diagnosis names the load's bottleneck."""
         return self.diagnosis.bottleneck is self.load.bottleneck
 
     def as_result(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Returns the finding for JSON."""
         it = self.figures
         return {
             "load": self.load.name,
@@ -74,38 +76,43 @@ class Finding:
         }
 
 
-def read(load: Load, worker: str, stretch: Stretch) -> Finding:
-    """As `tandem why` does."""
-    figures = figures_of(stretch, worker)
-    rates = {half: round(stretch.rate(f.STEP_TOKENS, worker=worker, half=half), 1) for half in ("prefill", "decode")}
+def read(load: Load, worker: str, interval: ScrapeInterval) -> Finding:
+    """Returns the figures and the diagnosis that `tandem why` would show."""
+    figures = figures_of(interval, worker)
+    rates = {
+        phase: round(interval.rate(f.STEP_TOKENS, worker=worker, phase=phase), 1) for phase in ("prefill", "decode")
+    }
     return Finding(load, worker, figures, diagnose(figures), rates)
 
 
-def under(load: Load, stage: Stage, target: Target, listener: Listener, seed: int) -> Stretch:
-    """What two scrapes amid the load see. The cluster is idle before. Unavailable if the load does not reach it."""
+def under(load: Load, stage: Stage, target: Target, listener: Listener, seed: int) -> ScrapeInterval:
+    """Runs the load on an idle cluster and scrapes twice during it.
+
+    Unavailable if the load does not reach the router.
+    """
     wait_until_idle(target, _IDLE_WITHIN_S)
     workload = load.workload(stage.load_s, seed)
     settings = LoadSettings(clients=_CLIENTS, drain_s=_CUT_OFF_S)
     with ThreadPoolExecutor(1, "load") as pool:
         running = pool.submit(run_load, target, workload, (), settings)
-        stretch = asyncio.run(_look(load, stage, listener, running))
+        interval = asyncio.run(_look(load, stage, listener, running))
         running.result()
-    return stretch
+    return interval
 
 
-async def _look(load: Load, stage: Stage, listener: Listener, running: Future[LoadReport]) -> Stretch:
+async def _look(load: Load, stage: Stage, listener: Listener, running: Future[LoadReport]) -> ScrapeInterval:
     give_up = time.monotonic() + _BEGINS_WITHIN_S
     while _requests(await listener.scrape()) < load.begun:
         if running.done() or time.monotonic() > give_up:
-            running.result(timeout=0)  # what ended it says more
+            running.result(timeout=0)  # a failure of the load explains more
             raise Unavailable("the load has not reached the router")
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(stage.settle_s)
     before = await listener.scrape()
     await asyncio.sleep(stage.look_s)
-    return Stretch(before, await listener.scrape())
+    return ScrapeInterval(before, await listener.scrape())
 
 
 def _requests(now: Scrape) -> float:
-    """At the router, waiting or running."""
+    """Returns the number of requests at the router, waiting or running."""
     return now.total(f.REQUESTS_RUNNING, role="router") + now.total(f.REQUESTS_WAITING, role="router")

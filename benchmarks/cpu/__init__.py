@@ -1,1 +1,1 @@
-"""Measurements on the CPU, and peers to compare with."""
+"""Measurements on the CPU, and the peers to compare with."""

@@ -1,4 +1,4 @@
-"""How fast this machine's cores read memory: the ceiling of every decode step."""
+"""The cores' memory read bandwidth: the ceiling of every decode step."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 _BYTES = 1 << 28
-"""Far more than the caches hold."""
+"""The size of the array read, far more than the caches hold."""
 
 
 @njit(nogil=True, fastmath=True)  # type: ignore[untyped-decorator]
@@ -20,7 +20,7 @@ def _sum(values: Any) -> Any:
 
 
 def read_bandwidth(threads: int, rounds: int = 7) -> float:
-    """Bytes a second that `threads` threads read together, the best of `rounds`, in GB/s."""
+    """Returns the bandwidth at which `threads` threads read together, the best of `rounds`, in GB/s."""
     values = np.ones(_BYTES // 4, dtype=np.float32)
     parts = np.array_split(values, threads)
     _sum(parts[0][:16])

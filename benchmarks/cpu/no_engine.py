@@ -1,4 +1,4 @@
-"""An engine that computes nothing and takes its time, behind the packer of a GPU's steps."""
+"""A stand-in engine that packs steps as for a GPU, computes nothing, and takes a fixed time."""
 
 import time
 from dataclasses import dataclass, field
@@ -23,25 +23,25 @@ from wire.messages import ModelFacts
 STEP_TOKENS = 2048
 MODEL = ModelFacts("none", 128_256, 131_072, (2,), "bfloat16")
 _TOKENS_FROM = 1000
-"""Ids of drawn tokens: above those small numbers that Python keeps, and no stop."""
+"""Lowest id of drawn tokens: above the small integers that Python caches, and no stop token."""
 
 
 @dataclass
 class NoEngine:
-    """Packs every step as for a GPU and computes nothing: each draws the same tokens. A step lasts `step_s` s."""
+    """Packs every step as for a GPU, draws the same tokens each time, and takes `step_s` seconds per step."""
 
     pool: PagePool
     watch: Stopwatch
     step_s: float
     requests: int
-    """Most that decode."""
+    """Maximum number of decoding requests."""
     asynchronous: bool = True
     facts: ModelFacts = MODEL
     page_tokens: int = GPU_PAGE_TOKENS
     cost_guess = UNMEASURED
     roofline = Roofline(ModelSizes(0, 0, 0, 0), CPU)
     rows: list[int] = field(default_factory=list)
-    """Of each step."""
+    """Number of rows of each step."""
 
     def __post_init__(self) -> None:
         self.memory = np.zeros((self.pool.counts().total, self.page_tokens, 2), dtype="<i4")
@@ -53,9 +53,11 @@ class NoEngine:
         self._drawn = torch.randint(_TOKENS_FROM, MODEL.vocab_size, (STEP_TOKENS,))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
+        """Returns nothing: this engine is compatible with all others."""
         return ()
 
     def launch(self, batch: StepBatch) -> PendingStep:
+        """Packs a step; returns a function that waits for its end and returns the draws."""
         with self.watch.timing("pack"):
             sizes = self._packed_sizes(batch, self._packer.sizes(batch))
             self._packer.pack(batch, sizes, self._words[: sizes.words])
@@ -74,7 +76,7 @@ class NoEngine:
         return result
 
     def _packed_sizes(self, batch: StepBatch, sizes: StepSizes) -> StepSizes:
-        """Steps that only decode are packed for a graph: for as many rows as that has, of any context."""
+        """Returns the sizes to pack for; decode-only steps are padded to a CUDA graph's rows and longest context."""
         if batch.chunks:
             return sizes
         rows = next(size for size in graph_sizes(self.requests) if size >= sizes.rows)

@@ -1,4 +1,4 @@
-"""What calls cost: CPU time and time by the clock, by part."""
+"""Measures the CPU time and the elapsed time of calls, by part."""
 
 import contextlib
 import time
@@ -10,20 +10,21 @@ from unittest.mock import patch
 
 
 class Stopwatch:
-    """µs of CPU and by the clock of each call, by part; parts of one thread each."""
+    """CPU time and elapsed time of each call in µs, by part; each part belongs to one thread."""
 
     def __init__(self) -> None:
         self.spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     @contextlib.contextmanager
     def timing(self, part: str) -> Iterator[None]:
+        """Times the context as one call of `part`."""
         clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
         yield
         self.spent[part].append(((time.thread_time_ns() - cpu) / 1e3, (time.perf_counter_ns() - clock) / 1e3))
 
     @contextlib.contextmanager
     def on(self, owner: type, method: str, part: str) -> Iterator[None]:
-        """Time what `owner` does in `method`, unless it was nothing."""
+        """Times `owner.method` within the context; a plan without a result does not count."""
         timed: Callable[..., Any] = getattr(owner, method)
 
         @wraps(timed)

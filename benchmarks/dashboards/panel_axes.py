@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter
 
-from benchmarks.dashboards.panels import Curve, Shown, Stretch
+from benchmarks.dashboards.panels import Curve, Shown, TimeRange
 
 _SCALED = {"s": "s", "bytes": "B", "Bps": "B/s", "flops": "FLOP/s"}
 """Grafana's units that take prefixes, as they are written; and those that take none."""
@@ -18,10 +18,10 @@ _SMALL, _TITLE, _BIG = 6.5, 9, 20
 _LEGEND_MAX = 8
 
 
-def draw_panel(axes: Axes, shown: Shown, stretch: Stretch) -> None:
-    """Times are seconds after the stretch's start."""
-    start = stretch.start
-    axes.set_xlim(0, stretch.end - start)
+def draw_panel(axes: Axes, shown: Shown, time_range: TimeRange) -> None:
+    """Times are seconds after the time_range's start."""
+    start = time_range.start
+    axes.set_xlim(0, time_range.end - start)
     axes.set_title(shown.title, fontsize=_TITLE, loc="left")
     axes.tick_params(labelsize=_SMALL)
     curves = [curve for answer in shown.answers for curve in answer]

@@ -1,4 +1,4 @@
-"""A dashboard's queries, asked as Grafana would ask them."""
+"""Runs a dashboard's queries as Grafana would run them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NAME = "__name__"
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """What to show: from `start` to `end`, in seconds since 1970; rates are over `rate_s`, a point each `step_s`."""
+class TimeRange:
+    """The time to show: `start` to `end` in Unix seconds, rates over `rate_s`, one point every `step_s`."""
 
     start: float
     end: float
@@ -28,7 +28,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A series and what it is called."""
+    """A series with its legend."""
 
     name: str
     series: Series
@@ -36,56 +36,56 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A panel, as in the file, and what Prometheus has for each of its queries."""
+    """A panel as in the file, and the series of each of its queries."""
 
     panel: Mapping[str, Any]
     answers: tuple[tuple[Curve, ...], ...]
 
     @property
     def title(self) -> str:
-        """Its heading."""
+        """The panel's title."""
         return str(self.panel["title"])
 
     @property
     def empty(self) -> list[str]:
-        """Queries without a single number."""
+        """Queries whose result has no number."""
         found = zip(self.panel["targets"], self.answers, strict=True)
         return [target["expr"] for target, curves in found if not any(curve.series.finite for curve in curves)]
 
 
 def read_dashboard(name: str) -> dict[str, Any]:
-    """The file of that name."""
+    """Reads the dashboard of this name."""
     found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
 def names() -> list[str]:
-    """All dashboards."""
+    """Returns the names of all dashboards."""
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
 def show(
-    dashboard: Mapping[str, Any], prometheus: Prometheus, stretch: Stretch, *, folded: bool = False
+    dashboard: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, *, folded: bool = False
 ) -> Iterator[Shown]:
-    """Every panel that is not folded, with all of its variables at "All"; those that are, instead, if `folded`."""
+    """Yields every panel outside of folded rows, or inside of them if `folded`, with all variables at "All"."""
     chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
     rows = [panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"]
     for panel in chain(*rows) if folded else dashboard["panels"]:
         if panel["type"] != "row":
-            asked = [_ask(target, prometheus, stretch, chosen) for target in panel["targets"]]
+            asked = [_ask(target, prometheus, time_range, chosen) for target in panel["targets"]]
             yield Shown(panel, tuple(asked))
 
 
 def _ask(
-    target: Mapping[str, Any], prometheus: Prometheus, stretch: Stretch, chosen: Mapping[str, str]
+    target: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, chosen: Mapping[str, str]
 ) -> tuple[Curve, ...]:
-    expression = target["expr"].replace("$__rate_interval", f"{stretch.rate_s}s")
+    expression = target["expr"].replace("$__rate_interval", f"{time_range.rate_s}s")
     for name, value in chosen.items():
         expression = expression.replace(f"${name}", value)
     if target["instant"]:
-        found: Sequence[Series] = prometheus.at(expression, stretch.end)
+        found: Sequence[Series] = prometheus.at(expression, time_range.end)
     else:
-        found = prometheus.between(expression, stretch.start, stretch.end, stretch.step_s)
+        found = prometheus.between(expression, time_range.start, time_range.end, time_range.step_s)
     return tuple(Curve(_named(target["legendFormat"], each.labels), each) for each in found)
 
 

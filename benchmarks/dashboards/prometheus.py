@@ -1,4 +1,4 @@
-"""A Prometheus of one's own beside a cluster, on this host, with this repository's rules; and what it answers."""
+"""Runs a Prometheus on this host that scrapes a cluster with this repository's rules, and queries it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wire.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yaml"
 NAMESPACE = "tandem"
-"""What `namespace` is in its series; Kubernetes' own name would stand there."""
+"""The value of the label `namespace`, in place of Kubernetes' namespace."""
 _HOST = "127.0.0.1"
 _READY_S, _STOP_S, _ANSWER_S, _POLL_S = 30.0, 10.0, 10.0, 0.2
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -50,48 +50,51 @@ scrape_configs:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of an answer: `points` are (seconds since 1970, value)."""
+    """One series of a result; `points` are (Unix seconds, value)."""
 
     labels: Mapping[str, str]
     points: Sequence[tuple[float, float]]
 
     @property
     def finite(self) -> bool:
-        """Whether there is a number anywhere."""
+        """True if the series has a finite number."""
         return any(math.isfinite(value) for _, value in self.points)
 
 
 class Prometheus:
-    """A running one."""
+    """A client of a running Prometheus."""
 
     def __init__(self, address: str) -> None:
-        """`address` is host:port."""
+        """Sets the address, host:port."""
         self.address = address
 
     def at(self, expression: str, when: float | None = None) -> list[Series]:
-        """What an expression is at a moment (now). InvalidArgument by Prometheus comes as FailedPrecondition."""
+        """Evaluates an expression at a time, default now. FailedPrecondition if Prometheus rejects it."""
         moment = {} if when is None else {"time": str(when)}
         found = self.get("query", query=expression, **moment)["result"]
         return [Series(each["metric"], [_point(each["value"])]) for each in found]
 
     def between(self, expression: str, start: float, end: float, step_s: float) -> list[Series]:
-        """What it was in a stretch."""
+        """Evaluates an expression over a time range, with one point every `step_s`."""
         found = self.get("query_range", query=expression, start=str(start), end=str(end), step=str(step_s))["result"]
         return [Series(each["metric"], [_point(point) for point in each["values"]]) for each in found]
 
     def number(self, expression: str, when: float | None = None) -> float:
-        """Of an expression with one series at most; 0 without one."""
+        """Returns the value of an expression with at most one series; 0 without one."""
         found = self.at(expression, when)
         if len(found) > 1:
             raise FailedPrecondition(f"{len(found)} series instead of one: {expression}")
         return found[0].points[0][1] if found else 0.0
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire now."""
+        """Returns the names of the alerts that fire now."""
         return {each["labels"]["alertname"] for each in self.get("alerts")["alerts"] if each["state"] == "firing"}
 
     def get(self, what: str, **parameters: str) -> Any:
-        """`data` of a reply. Unavailable without one, FailedPrecondition with what it says of a wrong query."""
+        """Returns `data` of a reply.
+
+        Unavailable without one, FailedPrecondition with Prometheus' message for a wrong query.
+        """
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
         try:
             with _OPENER.open(url, timeout=_ANSWER_S) as reply:
@@ -102,7 +105,10 @@ class Prometheus:
             raise Unavailable(f"no answer from Prometheus at {self.address}: {error}") from None
 
     def await_scrape(self, processes: int, after: float | None = None, within_s: float = _READY_S) -> None:
-        """Until so many processes have been scraped after a moment (now). DeadlineExceeded if they are not."""
+        """Waits until `processes` processes were scraped after a time, default now.
+
+        DeadlineExceeded after `within_s`.
+        """
         after = time.time() if after is None else after
         give_up = time.monotonic() + within_s
         scraped = f'count(timestamp(process_resident_memory_bytes{{job="tandem"}}) > {after:.3f})'
@@ -113,32 +119,31 @@ class Prometheus:
 
 
 def find_prometheus() -> str | None:
-    """The program, None if it is not installed."""
+    """Returns the path of the program, None if it is not installed."""
     return shutil.which("prometheus")
 
 
 @contextmanager
-def prometheus_beside(
+def running_prometheus(
     metrics_address: str,
     folder: Path,
     *,
     key: str = "",
     every_s: int = 1,
-    patience: bool = True,
+    full_windows: bool = True,
     exporters: Sequence[str] = (),
 ) -> Iterator[Prometheus]:
-    """One that scrapes all processes of a cluster by its service discovery, until the end of the context, and
-    `exporters` of others' metrics at host:port.
+    """Runs a Prometheus that scrapes a cluster by its service discovery, and `exporters` at host:port.
 
-    Without `patience` alerts fire as soon as their condition holds, and look back ten seconds for what has grown, burn
-    rates too; for restarts twenty, as a start takes some.
-    FailedPrecondition if it is not installed or does not start.
+    Without `full_windows` alerts fire as soon as their condition holds, and increases and rates, burn rates included,
+    are over ten seconds; over twenty for restarts, as a start takes some. FailedPrecondition if Prometheus is not
+    installed or does not start.
     """
     program = find_prometheus()
     if program is None:
         raise FailedPrecondition("Prometheus is not installed; on Debian and Ubuntu: apt-get install prometheus")
     rules = RULES.read_text(encoding="utf-8")
-    (folder / "rules.yaml").write_text(rules if patience else _impatient(rules), encoding="utf-8")
+    (folder / "rules.yaml").write_text(rules if full_windows else _with_short_windows(rules), encoding="utf-8")
     authorization = f'    authorization: {{credentials: "{key}"}}' if key else ""
     settings = {"every": every_s, "key": authorization, "address": metrics_address, "namespace": NAMESPACE,
                 "exporters": json.dumps(list(exporters))}  # fmt: skip
@@ -158,7 +163,7 @@ def prometheus_beside(
                 process.kill()
 
 
-def _impatient(rules: str) -> str:
+def _with_short_windows(rules: str) -> str:
     at_once = re.sub(r"(?m)^ +for: .*\n", "", rules).replace("restarts_total[15m]", "restarts_total[20s]")
     return re.sub(r"((?:increase|rate)\([^\[]*)\[\d+[mh]\]", r"\1[10s]", at_once)
 

@@ -1,1 +1,1 @@
-"""Measurements of the engine on a GPU, and what they are made of."""
+"""Measurements of the engine on a GPU, and the parts that they share."""

@@ -1,7 +1,7 @@
-"""Plans of decode attention: which are worth measuring, and seconds of one call by one of them.
+"""Plans of decode attention: candidates to measure, and seconds per call with one of them.
 
-Calls overlap their neighbours' launches, as in the engine, but do not read early: where no other kernel is between two
-calls, the first reads of one would compete with the last of the one before.
+Calls overlap their neighbours' launches, as in the engine, but do not prefetch: without another kernel between two
+calls, the first reads of one would compete with the last reads of the one before.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from wire.ending import pages_for
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 LEAST_CACHE_BYTES = 400e6
-"""Several times the L2 cache: what a graph's calls read before they come back to the first layer."""
+"""Bytes that a graph's calls read before they return to the first layer: several times the L2 cache."""
 COMPILERS = 16
 TILES = [
     SMALL_TILE,
@@ -40,18 +40,18 @@ TILES = [
     LARGE_TILE,
 ]
 SPLITS = [8, 16, 24, 32, 48, 64]
-"""Of a single row."""
+"""Numbers of splits of a single row."""
 PER_SM = (2, 3, 4)
-"""Programs a multiprocessor that walk over several rows."""
+"""Numbers of programs per multiprocessor, each of which processes several rows."""
 _SIGMA = 0.8
-"""Of the logarithm of uneven lengths."""
+"""Standard deviation of the logarithm of uneven lengths."""
 _TOLERANCE = 0.02
-"""How far apart two plans' results may lie, in absolute terms: results are averages of numbers around 1."""
+"""Allowed absolute difference of two plans' results, which are averages of numbers around 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Rows of so many tokens each, and the heads that attend to them."""
+    """Lengths of a step's rows in tokens, and the attention shape."""
 
     name: str
     lengths: tuple[int, ...]
@@ -59,12 +59,14 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """Keys and values that one call reads."""
+        """Bytes of KV that one call reads."""
         return 2 * sum(self.lengths) * self.shape.kv_heads * self.shape.head_dim * DTYPE.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
+    """Tensors of one attention call."""
+
     q: Tensor
     cache: Tensor
     table: Tensor
@@ -72,7 +74,7 @@ class Inputs:
 
 
 def make_inputs(size: Size) -> Inputs:
-    """Random keys and values on shuffled pages, in as many layers as it takes to outgrow L2."""
+    """Returns random KV on shuffled pages, with enough layers to exceed L2."""
     shape, rows = size.shape, len(size.lengths)
     held = [pages_for(length, PAGE_TOKENS) for length in size.lengths]
     layers = max(2, round(LEAST_CACHE_BYTES / size.bytes))
@@ -91,14 +93,14 @@ def make_inputs(size: Size) -> Inputs:
 
 
 def uneven(rows: int, mean: int) -> tuple[int, ...]:
-    """Lengths of `rows` rows, at evenly spread ranks of a lognormal distribution."""
+    """Returns `rows` lengths at evenly spread ranks of a lognormal distribution."""
     ranks = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     lengths = torch.exp(_SIGMA * torch.special.ndtri(ranks))
     return tuple(max(1, round(length)) for length in (lengths * mean / lengths.mean()).tolist())
 
 
 def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float, Plan]]:
-    """Seconds of each plan, the fastest first; a plan that computes something else than the first is left out."""
+    """Returns the plans with their seconds, fastest first, without those whose results differ from the first one's."""
     expected = None
     ranked = []
     for plan in plans:
@@ -113,7 +115,7 @@ def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float,
 
 
 def measure(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> float:
-    """Seconds of one call among others in a graph."""
+    """Returns seconds per call among others in a graph."""
     attention = _begun(size, inputs, choose)
     layers = inputs.cache.shape[1]
 
@@ -124,7 +126,7 @@ def measure(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> flo
 
 
 def in_parallel(sizes: Sequence[Size]) -> None:
-    """Compile the plans of these by running each once on short rows."""
+    """Compiles the plans of these sizes in parallel, by running each once on short rows."""
     variants = {
         (size.shape, replace(plan, units=min(plan.units, 1), splits=1)) for size in sizes for plan in plans(size)
     }
@@ -144,19 +146,21 @@ def in_parallel(sizes: Sequence[Size]) -> None:
 
 
 def always(plan: Plan) -> PlanFunction:
-    """A stand-in for `make_plan`."""
+    """Returns a stand-in for `make_plan` that always chooses `plan`."""
     return lambda *_: plan
 
 
 def own_plan(size: Size) -> Plan:
-    """The engine's."""
+    """Returns the engine's plan."""
     shape, sms = size.shape, _multiprocessors()
     return make_plan(len(size.lengths), shape.kv_heads, shape.head_dim, max(size.lengths), DTYPE, sms)
 
 
 def plans(size: Size) -> list[Plan]:
-    """The engine's first, then every tile with as many programs as may run at a time, as there are rows, or as divide
-    rows of one length evenly.
+    """Returns candidate plans, the engine's first.
+
+    For several rows each tile is tried with as many programs as can run at a time, and with multiples of the number of
+    rows.
     """
     rows, kv_heads, sms = len(size.lengths), size.shape.kv_heads, _multiprocessors()
     own = own_plan(size)
@@ -170,7 +174,7 @@ def plans(size: Size) -> list[Plan]:
 
 
 def _begun(size: Size, inputs: Inputs, choose: PlanFunction) -> DecodeAttention:
-    """In a step of these rows."""
+    """Returns decode attention prepared for a step of these rows."""
     made = DecodeAttention(size.shape, len(size.lengths), DEVICE, DTYPE, overlaps_launches(), choose=choose)
     made.begin_step(inputs.cache, inputs.table, inputs.contexts)
     return made

@@ -1,4 +1,4 @@
-"""What one GPU can do at best, measured in the run that is compared with it."""
+"""A GPU's ceilings, measured in the run that is compared with them."""
 
 import statistics
 from collections.abc import Callable
@@ -14,28 +14,28 @@ _MATRIX = 8192
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Copy bandwidth in bytes a second, read and written bytes both counted; bf16 matrix rate in FLOP a second."""
+    """Copy bandwidth in bytes per second, reads and writes both counted, and the bf16 matrix rate in FLOP/s."""
 
     copy: float
     matrix: float
 
 
 def measure_ceilings() -> Ceilings:
-    """Both, the medians of many runs."""
+    """Measures both, as medians of many runs."""
     return Ceilings(copy_bandwidth(), matrix_rate())
 
 
 def copy_bandwidth() -> float:
-    """Of a large copy on the device, in bytes a second, read and written ones both counted."""
+    """Returns the bandwidth of a large copy on the device in bytes per second, reads and writes both counted."""
     source = torch.randint(0, 127, (_COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / median_seconds(lambda: target.copy_(source))
 
 
 def matrix_rate() -> float:
-    """Of an 8192³ bf16 product of random numbers, in FLOP a second.
+    """Returns the rate of an 8192³ bf16 product of random numbers in FLOP per second.
 
-    It runs for a second before it counts: a chip that has rested is faster than it can stay.
+    The product runs for a second before it counts, since an idle chip starts above its sustained clock.
     """
     a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
@@ -43,8 +43,9 @@ def matrix_rate() -> float:
 
 
 def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -> float:
-    """Device time of `run`, by events; rounds are launched without waiting for each other, after `warm` >= 1 that do
-    not count.
+    """Returns the median device time of `run` in seconds, by events.
+
+    Rounds are launched without waiting for each other, after `warm` >= 1 that do not count.
     """
     for _ in range(warm - 1):
         run()
@@ -52,7 +53,7 @@ def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -
 
 
 def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
-    """Device time of one of `repeats` launches `launch(0)`, `launch(1)`, … inside one CUDA graph, by its replays."""
+    """Returns the device time of one of `repeats` launches `launch(0)`, `launch(1)`, … inside one CUDA graph."""
     for number in range(repeats):
         launch(number)  # loads code, which a capture cannot
     torch.cuda.synchronize()

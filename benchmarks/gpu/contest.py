@@ -1,4 +1,4 @@
-"""One operation in two forms, fused and in parts, on the same inputs."""
+"""Measures one operation in two forms, fused and in parts, on the same inputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _LEAST_LAUNCHES = 16
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Seconds of one operation on `tokens` tokens in both forms; `bytes` that elementwise work must move, else None."""
+    """Seconds of one operation in both forms on `tokens` tokens; `bytes` is None except for elementwise work."""
 
     name: str
     tokens: int
@@ -23,11 +23,11 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """How many times faster the fused form is."""
+        """The fused form's speed / that of the parts."""
         return self.unfused / self.fused
 
     def share(self, copy: float) -> float | None:
-        """The fused form's bytes a second over those of a copy; inputs smaller than L2 can pass 1."""
+        """Returns the fused form's bandwidth / a copy's; it can exceed 1 for inputs smaller than L2."""
         return None if self.bytes is None else self.bytes / self.fused / copy
 
 
@@ -42,12 +42,12 @@ class Contest:
     unfused: Callable[[Any], object]
     bytes: int | None = None
     asks_host: bool = False
-    """Whether the unfused form waits for the device, so that no graph can hold it."""
+    """True if the unfused form waits for the device, so that no graph can hold it."""
     heats: bool = False
-    """Whether the forms compute so much that they take turns on a heated chip, without graphs."""
+    """True if the forms compute so much that they must take turns on a heated chip, without graphs."""
 
     def measure(self) -> Comparison:
-        """Both forms on this process's GPU."""
+        """Measures both forms on this process's GPU."""
         if self.heats:
             found = race({"fused": self._in_turn(self.fused), "unfused": self._in_turn(self.unfused)})
             return Comparison(self.name, self.tokens, found["fused"] / 1e6, found["unfused"] / 1e6, self.bytes)

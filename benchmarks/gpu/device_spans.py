@@ -1,4 +1,4 @@
-"""When the device works: kernels and copies as a torch profiler saw them, and the time between them."""
+"""Kernels and copies of a device as a torch profiler recorded them, and the idle time between them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,12 @@ class Span:
 
     @property
     def copies(self) -> bool:
+        """True if it is a copy."""
         return self.name.startswith(_COPY)
 
 
 def record_spans(run: Callable[[], object]) -> list[Span]:
-    """What the device does for `run`, by its start."""
+    """Records the device's work during `run`, sorted by start."""
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
         run()
         torch.cuda.synchronize()
@@ -38,22 +39,22 @@ def record_spans(run: Callable[[], object]) -> list[Span]:
 
 
 def last_steps(spans: Sequence[Span], steps: int, of: int) -> Sequence[Span]:
-    """Those of the last `steps` of `of` steps that launch the same kernels."""
+    """Returns the spans of the last `steps` of `of` steps that launch the same kernels."""
     return spans[len(spans) * (of - steps) // of :]
 
 
 def idle_share(spans: Sequence[Span]) -> float:
-    """Of the time from the first start to the last end, the share in which nothing ran."""
+    """Returns the share of the time between first start and last end in which nothing ran."""
     return sum(gap for gap, _ in _gaps(spans)) / _whole(spans)
 
 
-def idle_share_beside_copies(spans: Sequence[Span]) -> float:
-    """As `idle_share`, but only what lies before or after a copy: a decode step begins and ends with one."""
-    return sum(gap for gap, beside_copy in _gaps(spans) if beside_copy) / _whole(spans)
+def idle_share_next_to_copies(spans: Sequence[Span]) -> float:
+    """Returns the idle share next to copies only: a decode step begins and ends with a copy."""
+    return sum(gap for gap, next_to_copy in _gaps(spans) if next_to_copy) / _whole(spans)
 
 
 def added_time(spans: Sequence[Span]) -> dict[str, float]:
-    """Microseconds that each kernel adds, by name: its time after the end of all before it, as kernels overlap."""
+    """Returns the microseconds that each kernel adds, by name: its time after the end of all earlier kernels."""
     added: dict[str, float] = defaultdict(float)
     for span, ended in zip(spans, chain((spans[0].start,), _ends(spans)), strict=False):
         added[span.name] += max(0.0, span.end - max(span.start, ended))
@@ -61,13 +62,13 @@ def added_time(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _gaps(spans: Sequence[Span]) -> Iterator[tuple[float, bool]]:
-    """Microseconds before each span but the first in which nothing ran, and whether a copy is beside them."""
+    """Yields the idle microseconds before each span but the first, and True if a copy precedes or follows."""
     for (before, span), ended in zip(pairwise(spans), _ends(spans), strict=False):
         yield max(0.0, span.start - ended), before.copies or span.copies
 
 
 def _ends(spans: Sequence[Span]) -> Iterator[float]:
-    """When each span and all before it have ended."""
+    """Yields the time at which each span and all before it have ended."""
     return accumulate((span.end for span in spans), max)
 
 

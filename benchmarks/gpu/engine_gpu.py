@@ -1,7 +1,7 @@
-"""The engine on one GPU against the chip's ceilings: `python -m benchmarks.engine --device cuda --shape llama-3-8b`.
+"""Compares the engine with one GPU's ceilings: `python -m benchmarks.engine --device cuda --shape llama-3-8b`.
 
-Weights are random, shapes are real. Copy bandwidth and matrix rate are measured in the same run; every figure that
-counts is a ratio to them. The last line is one JSON object.
+Weights are random, shapes are real. Copy bandwidth and matrix rate are measured in the same run; results are ratios to
+them. The last line is one JSON object.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.attention_timing import Size, make_inputs, measure, uneven
 from benchmarks.gpu.ceilings import copy_bandwidth, matrix_rate, measure_ceilings
-from benchmarks.gpu.device_spans import idle_share, idle_share_beside_copies
+from benchmarks.gpu.device_spans import idle_share, idle_share_next_to_copies
 from benchmarks.gpu.gpu_engine import DECODE_STEPS, GpuEngine
 from benchmarks.gpu.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
@@ -32,14 +32,14 @@ CONTEXT = 1024
 PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
 UNEVEN = ((12, 2048), (48, 2048))
-"""Rows whose lengths differ as those of conversations do, and their mean."""
+"""Numbers of rows and mean lengths; the lengths vary like those of conversations."""
 _STEP_TOKENS = 16384
 
 Figures = dict[str, object]
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure what the command line asks for and print it, JSON last."""
+    """Measures what the command line asks for, and prints JSON last."""
     config = EngineConfig(
         write_shape(arguments.shape, default_cache() / f"shape-{arguments.shape}"),
         device=arguments.device,
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.profile:
         result |= profile(engine, measure_ceilings(), arguments.profile)
     else:
-        # What memory binds beside the memory's ceiling, what arithmetic binds beside that of arithmetic, which heats.
+        # Each ceiling is measured right before the steps that it limits; matrix products heat the chip.
         copy = copy_bandwidth()
         print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
         result |= {"copy_gb_per_s": round(copy / 1e9, 1)} | _decode(engine, copy)
@@ -78,8 +78,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _decode(engine: GpuEngine, copy: float) -> Figures:
-    """Decode steps: bytes over time as a share of the copy bandwidth, the milliseconds they are made of, and the share
-    in which the device is idle: between any two kernels, and between those of a step and the next alone.
+    """Measures decode steps: bandwidth as a share of the copy bandwidth, the times behind it, and the idle share.
+
+    The idle share is given between all kernels, and between consecutive steps alone.
     """
     found: Figures = {}
     batches = _held(engine)
@@ -94,7 +95,7 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
             f"decode_ms_b{batch}": round(seconds * 1e3, 4),
             f"decode_device_ms_b{batch}": round(device * 1e3, 4),
             f"decode_idle_share_b{batch}": round(idle, 4),
-            f"decode_idle_between_steps_share_b{batch}": round(idle_share_beside_copies(spans), 4),
+            f"decode_idle_between_steps_share_b{batch}": round(idle_share_next_to_copies(spans), 4),
         }
         print(
             f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy, device {device * 1e3:.3f} ms,"
@@ -110,7 +111,7 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
 
 
 def _uneven_decode(engine: GpuEngine, batch: int, copy: float) -> Figures:
-    """The device alone, for a step of rows whose lengths differ as those of conversations do."""
+    """Measures the device alone for a step of rows of uneven lengths."""
     longest = engine.runner.facts.max_context - 1
     contexts = [min(length, longest) for length in uneven(batch, CONTEXT)]
     seconds = engine.graph_seconds(contexts)
@@ -125,7 +126,7 @@ def _uneven_decode(engine: GpuEngine, batch: int, copy: float) -> Figures:
 
 
 def _held(engine: GpuEngine) -> list[int]:
-    """Those of `BATCHES` that the cache has room for: large weights leave little. Says which it has not."""
+    """Returns those of `BATCHES` that the KV cache can hold, and prints the others."""
     held = [batch for batch in BATCHES if engine.holds(batch, CONTEXT + DECODE_STEPS // 2)]
     for batch in BATCHES:
         if batch not in held:
@@ -134,10 +135,10 @@ def _held(engine: GpuEngine) -> list[int]:
 
 
 def _prefill(engine: GpuEngine) -> Figures:
-    """Prompts in one step, host included: FLOPs over time as a share of the matrix rate.
+    """Measures prompts in one step, host included: FLOPS as a share of the matrix rate.
 
-    The rate is measured before and after each size: the chip is at its power limit, and its rate falls by 3 % while it
-    grows hot.
+    The matrix rate is measured before and after each size: the chip is at its power limit, and the rate falls by 3 % as
+    it heats up.
     """
     found: Figures = {}
     rates = [matrix_rate()]
@@ -152,7 +153,7 @@ def _prefill(engine: GpuEngine) -> Figures:
             f"matrix_tflops_beside_{rows}x{tokens}": round(matrix / 1e12, 1),
         }
         print(
-            f"prefill {rows}x{tokens:<6} {seconds * 1e3:8.2f} ms  {share:6.1%} of the matrix rate beside it,"
+            f"prefill {rows}x{tokens:<6} {seconds * 1e3:8.2f} ms  {share:6.1%} of the matrix rate around it,"
             f" {matrix / 1e12:.0f} TFLOP/s",
             flush=True,
         )
@@ -160,7 +161,7 @@ def _prefill(engine: GpuEngine) -> Figures:
 
 
 def _attention(shape: AttentionShape, copy: float) -> Figures:
-    """The model's decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
+    """Measures the model's decode attention alone: KV bytes per second, with layers in turn to exceed the caches."""
     found: Figures = {}
     for rows, tokens in ATTENTIONS:
         size = Size(f"{rows}x{tokens}", (tokens,) * rows, shape)
@@ -185,13 +186,13 @@ def _attention(shape: AttentionShape, copy: float) -> Figures:
 
 
 def _split_alike(rows: int, *others: Any) -> Plan:
-    """Each row cut in as many stretches as every other."""
+    """Returns a plan that cuts every row into the same number of splits."""
     plan = make_plan(rows, *others)
     return replace(plan, units=0, splits=max(1, plan.units // rows))
 
 
 def _without_graphs(config: EngineConfig, with_graphs: Figures) -> Figures:
-    """The decode steps once more, every kernel launched by the host."""
+    """Measures the decode steps without CUDA graphs, every kernel launched by the host."""
     engine = GpuEngine(ModelRunner.load(replace(config, cuda_graphs=False)))
     found: Figures = {}
     for batch in (each for each in _held(engine) if f"decode_ms_b{each}" in with_graphs):

@@ -1,6 +1,6 @@
-"""Every fused operation of a model's layer beside the same work in parts, with the inputs both are measured on.
+"""Every fused operation of a model's layer with its unfused form, and the inputs of both.
 
-In parts means PyTorch's operations one by one, or cuBLAS with kernels of our own around it.
+The unfused form is PyTorch's operations one by one, or cuBLAS with the engine's kernels around it.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ from engine.steps.batch import Draw
 from wire.messages import SamplingParams
 
 DECODE_TOKENS = 256
-"""Largest step whose tokens are rows of their own: beyond it they are one prompt."""
+"""Largest step in which each token is a row of its own; larger steps are one prompt."""
 _DTYPE = torch.bfloat16
 
 _ROTATED_BYTES = 256 << 20
-"""What a graph's launches go through before they come back to the first: five times L2."""
+"""Bytes that a graph's launches use before they return to the first: five times L2."""
 _MOST_COPIES = 32
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _FILTERED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
@@ -51,7 +51,7 @@ class Contests:
         self._sampler = DeviceSampler(shape.vocab_size, min(most_tokens, DECODE_TOKENS), device, self._pdl)
 
     def of(self, tokens: int) -> list[Contest]:
-        """Those of a step of `tokens`; beyond DECODE_TOKENS without most products and without draws."""
+        """Returns the contests of a step of `tokens` tokens; beyond DECODE_TOKENS without most products and draws."""
         elementwise = [self._rope(tokens), self._rms_norm(tokens), self._silu(tokens)]
         if tokens > DECODE_TOKENS:
             return [*elementwise, *self._gated(tokens)]
@@ -120,7 +120,7 @@ class Contests:
         return Contest("norm + gate/up + silu", tokens, self._gate_up_weights, fused, cut)
 
     def _gated(self, tokens: int) -> list[Contest]:
-        """The product of gate and up of long prompts, where a library has one with the activation inside."""
+        """Returns the gate/up product of long prompts, where a library has one with the activation fused."""
         shape = self._shape
         fused = choose_gated_product(self._device, _DTYPE, shape.hidden_size, shape.intermediate_size, pdl=self._pdl)
         if not isinstance(fused, FusedGated):
@@ -168,7 +168,7 @@ class Contests:
         return lambda logits: self._sampler.sample(logits, params, out, greedy_only=plan.greedy_only)
 
     def _layout(self, tokens: int) -> StepLayout:
-        """Rows of one token on pages of their own, or beyond DECODE_TOKENS one prompt over shuffled pages."""
+        """Returns rows of one token on separate pages, or beyond DECODE_TOKENS one prompt over shuffled pages."""
         decode = tokens <= DECODE_TOKENS
         every = torch.arange(tokens, device=self._device)
         page_of = every if decode else every // GPU_PAGE_TOKENS
@@ -203,7 +203,7 @@ class Contests:
         return self._weights(self._shape.hidden_size, self._shape.intermediate_size, self._shape.mlp_bias)
 
     def _weights(self, n: int, k: int, bias: bool) -> list[Linear]:
-        """As many as outgrow L2 together, of a size that leaves a product's results near 1."""
+        """Returns enough weights to exceed L2 together, scaled so that a product's results are near 1."""
         copies = _copies(n * k * _DTYPE.itemsize)
         return [Linear(self._random(n, k).mul_(k**-0.5), self._random(n) if bias else None) for _ in range(copies)]
 
@@ -212,5 +212,5 @@ class Contests:
 
 
 def _copies(size: int) -> int:
-    """How many inputs of `size` bytes outgrow L2: two at least, and few enough where a whole step fits into it."""
+    """Returns the number of inputs of `size` bytes that exceed L2: at least 2, at most `_MOST_COPIES`."""
     return min(max(-(-_ROTATED_BYTES // size), 2), _MOST_COPIES)

@@ -1,6 +1,6 @@
-"""One engine on a GPU: what a decode step and a prefill take, and what the chip would allow.
+"""An engine on a GPU: the time of decode steps and prefills, and the bytes and FLOPs that they need.
 
-Decode bytes are all weights a step reads, the output layer included, and the KV it reads. Prefill FLOPs are twice the
+Decode bytes are all weights that a step reads, the output layer included, and its KV. Prefill FLOPs are twice the
 non-embedding parameters for each token, and causal attention.
 """
 
@@ -22,36 +22,36 @@ from wire.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 DECODE_STEPS = 48
-"""Timed steps of a decode, the context in their middle."""
+"""Timed steps of a decode; the given context is in their middle."""
 _SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
 
 
 class GpuEngine:
-    """A runner whose pages this object hands out: those of one row behind those of the row before."""
+    """A runner whose pages this object hands out row by row."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.shape = runner.model_config
 
     def holds(self, rows: int, tokens: int) -> bool:
-        """Whether the cache has pages for so many rows of so many tokens."""
+        """Returns True if the cache can hold `rows` rows of `tokens` tokens."""
         return rows * self._pages_of_row(tokens) <= self.runner.cache.pages
 
     def decode_seconds(
         self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
     ) -> float:
-        """Seconds a step of `batch` rows around `context` tokens, steps launched one ahead as the worker does."""
-        walk = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled)
+        """Returns seconds per step of `batch` rows around `context` tokens; steps are launched one ahead."""
+        timed = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled)
         for _ in range(warm):
-            next(walk)
+            next(timed)
         torch.cuda.synchronize()
         started = time.perf_counter()
-        for _ in walk:
+        for _ in timed:
             pass
         return (time.perf_counter() - started) / steps
 
     def decode_steps(self, batch: int, first: int, steps: int, sampled: bool = False) -> Iterator[None]:
-        """`steps` steps of `batch` rows, the first at position `first`, each launched before the one before is read.
+        """Runs `steps` steps of `batch` rows from position `first` on, each launched before the one before is read.
 
         Yields after each launch and the read that follows it; the last step is read when no more are asked for.
         """
@@ -72,13 +72,13 @@ class GpuEngine:
             pending()
 
     def decode_spans(self, batch: int, context: int, steps: int = 16, warm: int = 8) -> Sequence[Span]:
-        """What the device does in `steps` such steps, after `warm` that fill the pipeline."""
+        """Returns the device's work in `steps` steps, after `warm` that fill the pipeline."""
         every = warm + steps
         spans = record_spans(lambda: deque(self.decode_steps(batch, context - every, every), maxlen=0))
         return last_steps(spans, steps, every)
 
     def graph(self, contexts: Sequence[int]) -> StepGraph:
-        """The CUDA graph of a step of rows of these contexts, as it was left by one."""
+        """Returns the CUDA graph of a step of rows with these contexts, with such a step's inputs in place."""
         rows = zip(contexts, self._pages_of([context + 1 for context in contexts]), strict=True)
         step = StepBatch([StepRow([1000 + row], context, pages, _GREEDY) for row, (context, pages) in enumerate(rows)])
         self.runner.run(step)
@@ -89,11 +89,11 @@ class GpuEngine:
         return graph
 
     def graph_seconds(self, contexts: Sequence[int]) -> float:
-        """Seconds of the device alone for such a step: its CUDA graph replayed back to back."""
+        """Returns the device time of such a step in seconds: its CUDA graph replayed back to back."""
         return median_seconds(self.graph(contexts).graph.replay, rounds=30)
 
     def prefill_seconds(self, rows: int, tokens: int, rounds: int = 9) -> float:
-        """Median seconds from prompts on the host to their first tokens on the host, in one step."""
+        """Returns the median seconds from prompts on the host to their first tokens on the host, in one step."""
         times = []
         for number in range(rounds + 2):
             step = self.prompts(rows, tokens, seed=number)
@@ -104,32 +104,32 @@ class GpuEngine:
         return statistics.median(times[2:])
 
     def prompts(self, rows: int, tokens: int, seed: int = 0) -> StepBatch:
-        """A step of random prompts, each `tokens` long."""
+        """Returns a step of random prompts, each `tokens` long."""
         pages = self._pages(rows, tokens)
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
         return StepBatch([StepRow(drawn[row], 0, pages[row], _GREEDY) for row in range(rows)])
 
     def decode_bytes(self, batch: int, context: int) -> float:
-        """Bytes a decode step must read."""
+        """Returns the bytes that a decode step must read."""
         return self.weight_bytes() + batch * self.kv_bytes(context)
 
     def weight_bytes(self) -> int:
-        """Bytes of all weights a step reads."""
+        """Returns the bytes of all weights that a step reads."""
         return 2 * (self._layer_parameters() + self._head_parameters())
 
     def decode_flops(self, batch: int, context: int) -> float:
-        """FLOPs of a decode step."""
+        """Returns the FLOPs of a decode step."""
         shape = self.shape
         attention = 4 * context * shape.heads * shape.head_dim * shape.layers
         return batch * (2 * (self._layer_parameters() + self._head_parameters()) + attention)
 
     def kv_bytes(self, tokens: int) -> float:
-        """Bytes of the keys and values of `tokens` tokens."""
+        """Returns the bytes of the KV of `tokens` tokens."""
         return tokens * self.runner.cache.page_bytes / self.runner.page_tokens
 
     def prefill_flops(self, rows: int, tokens: int) -> float:
-        """FLOPs of `rows` prompts of `tokens` tokens."""
+        """Returns the FLOPs of `rows` prompts of `tokens` tokens."""
         shape = self.shape
         attention = 2 * tokens * tokens * shape.heads * shape.head_dim * shape.layers
         return rows * (2 * self._layer_parameters() * tokens + attention)

@@ -1,4 +1,4 @@
-"""Where a phase's time goes: a Chrome trace with PREFILL and DECODE_STEP ranges, and the roofline of both."""
+"""Profiles both phases: a Chrome trace with PREFILL and DECODE_STEP ranges, and the roofline of both."""
 
 import cProfile
 import pstats
@@ -23,7 +23,7 @@ _FUNCTIONS = 30
 
 
 def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, object]:
-    """Write the trace to `file`, print each phase's intensity and rates → them, for JSON."""
+    """Writes the trace to `file`, and prints and returns each phase's intensity and rates."""
     found: dict[str, object] = {}
     found |= _roofline(
         "prefill",
@@ -61,7 +61,7 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
 
 
 def _kernel_table(engine: GpuEngine, batch: int) -> dict[str, object]:
-    """What each kernel adds to a decode step, and the share of it in which none runs."""
+    """Prints the time that each kernel adds to a decode step, and the idle share."""
     spans = engine.decode_spans(batch, _CONTEXT, _STEPS)
     idle, calls = idle_share(spans), Counter(span.name for span in spans)
     added = {name: micros / _STEPS for name, micros in added_time(spans).items()}
@@ -75,7 +75,7 @@ def _kernel_table(engine: GpuEngine, batch: int) -> dict[str, object]:
 
 
 def _host_table(engine: GpuEngine) -> dict[str, object]:
-    """What the host does to launch a short prompt, during which the device may have to wait for it."""
+    """Prints the host's time to launch a short prompt, during which the device may be idle."""
     prompt = engine.prompts(1, _SHORT_PROMPT)
     seconds = []
     for _ in range(_LAUNCHES):

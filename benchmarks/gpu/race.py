@@ -1,6 +1,6 @@
-"""Contestants that take turns on a chip that is as hot as work makes it.
+"""Times kernels in turns on a chip at its working temperature.
 
-One that rests while the next kernel compiles runs above the clock that its power limit allows for long.
+A kernel measured after a pause, such as a compilation, would run above the clock that the power limit sustains.
 """
 
 import statistics
@@ -15,7 +15,7 @@ Contestant = Callable[[], object]
 
 
 def race(contestants: Mapping[str, Contestant]) -> dict[str, float]:
-    """Median microseconds of each on the device."""
+    """Returns the median device time of each contestant in microseconds."""
     for run in contestants.values():
         run()  # compiles
     _heat()

@@ -1,1 +1,1 @@
-"""Open-loop load over OpenAI's HTTP, the same against any server."""
+"""Open-loop load over OpenAI's HTTP API, the same for any server."""

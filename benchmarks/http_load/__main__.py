@@ -1,15 +1,16 @@
-"""Open-loop load over OpenAI's HTTP, the same against any server:
-`python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --model NAME --rates 8,12,16 --seconds 20`.
+"""Sends open-loop load over OpenAI's HTTP API, the same for any server.
 
-Prompts are random token ids, so that servers see the same work whatever their tokenizers; lengths are lognormal. The
-last line is one JSON object with a row of loads; with `--save` it is kept, which needs the GPU that the server runs on.
+Run `python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --model NAME --rates 8,12,16 --seconds 20`.
+
+Prompts are random token ids, so that servers do the same work whatever their tokenizers; lengths are lognormal. The
+last line is one JSON object with a row of loads; `--save` keeps it, which needs the GPU that the server runs on.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
 
-from benchmarks.command_line import errors_in_words
+from benchmarks.command_line import exit_on_error
 from benchmarks.http_load.client import HttpShare, address_of, run_http_share
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.run import deal, run_clients
@@ -25,13 +26,13 @@ GOOD = {
     "good_1000_25": SloCell("1000 and 25 ms", 1.0, 0.025, 95),
     "good_300_60": SloCell("300 and 60 ms", 0.3, 0.060, 95),
 }
-"""Shares of requests with a first token, and 95 % of their own gaps, within these limits."""
+"""Service levels: limits of TTFT, and of the ITL at the request's 95th percentile."""
 
 Row = dict[str, object]
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.http_load", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--url", required=True, help="http://HOST:PORT/v1 of any OpenAI server")
     parser.add_argument("--model", required=True, help="the name by which it serves its model")
@@ -45,7 +46,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--vocab-size", type=int, default=100_000, help="token ids are below it")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and token ids")
     parser.add_argument("--clients", type=int, default=4, help="client processes")
-    parser.add_argument("--row", default="defaults", help="what the server's settings are called in the result")
+    parser.add_argument("--row", default="defaults", help="name of the server's settings in the result")
     parser.add_argument("--device", default="cuda", help="what the server runs on: cpu or cuda")
     parser.add_argument("--dtype", default="bfloat16", help="of the server's weights, for the name of the file")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
@@ -53,14 +54,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
-    """A row of figures for each rate, printed as they come."""
+    """Runs a load at each rate, and prints its figures at once."""
     address_of(arguments.url)
     source = Synthetic(
         Lengths.parse("--prompt-tokens", arguments.prompt_tokens), Lengths.parse("--new-tokens", arguments.new_tokens)
     )
     rows = []
     for number, rate in enumerate(parse_rates(arguments.rates)):
-        # Another seed for each load: none finds the prompts of the one before in a prefix cache.
+        # Each load has its own seed, so that no prompt of an earlier one is in a prefix cache.
         workload = source.at(rate, arguments.seconds, arguments.seed + number).fitted(arguments.context)
         rows.append(figures(workload, _send(workload, arguments)))
         print(json.dumps(rows[-1]), flush=True)
@@ -79,7 +80,7 @@ def _send(workload: Workload, arguments: argparse.Namespace) -> list[RequestReco
 
 
 def figures(workload: Workload, records: Sequence[RequestRecord]) -> Row:
-    """Latencies of the requests that were answered in whole, and shares of all requests."""
+    """Returns latencies of the completed requests, and shares of all requests."""
     whole = [record for record in records if not record.error and record.token_s]
     tokens = sum(record.completion_tokens for record in whole)
     gaps = [gap for record in whole for gap in record.gaps_s]
@@ -114,9 +115,9 @@ def _share(cell: SloCell, records: Sequence[RequestRecord]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Send the loads and print the result as JSON, last."""
+    """Sends the loads, and prints the result as JSON last."""
     parsed = parse_arguments(arguments)
-    with errors_in_words():
+    with exit_on_error():
         rows = measure(parsed)
     result = {"model": parsed.model, "rows": {parsed.row: rows}, "dtype": parsed.dtype} | run_facts(parsed.device)
     if parsed.save:

@@ -1,4 +1,4 @@
-"""A client process that speaks OpenAI's HTTP: one connection a request, answers streamed as server-sent events."""
+"""A client process for OpenAI's HTTP API: one connection per request, answers streamed as server-sent events."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ _DATA, _DONE = b"data: ", b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class HttpShare:
-    """What one client sends, by number in the workload, and where. Nothing is waited for after `give_up_s`."""
+    """The requests of one client by number in the workload, and the server. No answer is awaited after `give_up_s`."""
 
     url: str
     model: str
@@ -30,13 +30,13 @@ class HttpShare:
 
 
 def run_http_share(pipe: Connection, share: HttpShare) -> None:
-    """The whole process: says "ready", takes the common start, and sends its `ShareResult` when all is over."""
+    """Runs the client process: says "ready", takes the common start, and sends its `ShareResult` at the end."""
     everything = [make_request(share, index, arrival) for index, arrival in share.arrivals]
     asyncio.run(send_share(pipe, HttpClient(share.url), everything, share.give_up_s))
 
 
 def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready:
-    """A greedy completion of exactly as many tokens as the workload says, as the bytes of an HTTP request."""
+    """Returns the bytes of an HTTP request for a greedy completion of exactly the workload's number of tokens."""
     body = {
         "model": share.model,
         "prompt": prompt_ids(arrival.prompt, share.seed, share.vocab_size).tolist(),
@@ -60,7 +60,7 @@ def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready:
 
 
 def address_of(url: str) -> tuple[str, int, str]:
-    """Host, port and path of "http://HOST:PORT/v1". InvalidArgument if it is no such address."""
+    """Splits "http://HOST:PORT/v1" into host, port and path. InvalidArgument for any other text."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise InvalidArgument("--url", f"{url!r} is no address like http://127.0.0.1:8000/v1")
@@ -68,27 +68,27 @@ def address_of(url: str) -> tuple[str, int, str]:
 
 
 class HttpClient:
-    """A connection for each request. A token's moment is that of the event that brings its text."""
+    """A client with one connection per request. A token's time is that of the event with its text."""
 
     def __init__(self, url: str) -> None:
         self._host, self._port, _ = address_of(url)
 
     async def connected(self) -> None:
-        """Open and close a connection, so that a server that is not there is found before the load begins."""
+        """Opens and closes a connection, so that a missing server is found before the load begins."""
         _, writer = await asyncio.open_connection(self._host, self._port)
         writer.close()
 
     async def close(self) -> None:
-        """Nothing stays open."""
+        """Does nothing: no connection stays open."""
 
     async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
-        """Send `ready` now; moments of the record count from `start`, a moment of `time.monotonic`."""
+        """Sends `ready` now; the record's times count from `start`, a time of `time.monotonic`."""
         sent_s = time.monotonic() - start
         answer = _Answer()
         try:
             async with asyncio.timeout(give_up_s - sent_s):
                 await self._read(ready, start, answer)
-        except OSError as failure:  # a timeout is one, too
+        except OSError as failure:  # TimeoutError included
             answer.error = type(failure).__name__
         whole = answer.completion_tokens == ready.asked_tokens
         return RequestRecord(
@@ -121,7 +121,7 @@ class HttpClient:
 
 
 class _Answer:
-    """What has come of one answer."""
+    """The received part of one answer."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -129,7 +129,7 @@ class _Answer:
         self.error = ""
 
     def take(self, data: bytes, moment: float) -> bool:
-        """Note one event's data; False if it was the last. ValueError if it is no JSON."""
+        """Takes one event's data; returns False after the last. ValueError for invalid JSON."""
         if data.startswith(_DONE):
             return False
         event = json.loads(data)

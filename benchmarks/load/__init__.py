@@ -1,4 +1,4 @@
-"""Open-loop load through a cluster's router: requests leave when they are due, whatever became of those before.
+"""Open-loop load through a cluster's router: each request is sent when it is due, whatever became of earlier ones.
 
-`run_load` (run.py) is the way in; `python -m benchmarks.load` is its command.
+`run_load` (run.py) is the entry point; `python -m benchmarks.load` is its command.
 """

@@ -1,7 +1,7 @@
-"""One client process: sends its share of a workload when each request is due, and writes down what comes back.
+"""A client process: sends its share of a workload, each request when it is due, and records the answers.
 
-Requests are built and serialized before the start, so that while the load runs a client only sends, receives and looks
-at the clock. The clock is `time.monotonic`, which all processes of one host share.
+Requests are built and serialized before the start, so that during the load a client only sends, receives and reads the
+clock. The clock is `time.monotonic`, which all processes of one host share.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from wire.rpc import error_of, open_client_channel
 _GENERATE = "/tandem.v1.Inference/Generate"
 _GET_LOADS = "/tandem.v1.Inference/GetLoads"
 _NEAR_S = 0.002
-"""Before a moment, in which one sleep more reaches it."""
+"""Seconds before the due time from which one last sleep is exact enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one client sends, by number in the workload, and where. Nothing is waited for after `give_up_s`."""
+    """The requests of one client by number in the workload, and the router. No answer is awaited after `give_up_s`."""
 
     address: str
     api_key: str
@@ -42,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class ShareResult:
-    """A record for each request of the share, and the part of one core that the client took meanwhile."""
+    """A record for each request of the share, and the share of one core that the client used."""
 
     records: tuple[RequestRecord, ...]
     cpu_share: float
@@ -50,7 +50,7 @@ class ShareResult:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A request on its way out: serialized, and what to compare the answer with."""
+    """A serialized request, with its due time and the expected length of its answer."""
 
     index: int
     due_s: float
@@ -59,7 +59,7 @@ class Ready:
 
 
 def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_class: str = "") -> Ready:
-    """Greedy, and exactly as long as the workload says."""
+    """Returns a greedy request for exactly the workload's number of tokens."""
     ids = prompt_ids(arrival.prompt, seed, vocab_size).tolist()
     options = inference_pb2.GenerationOptions(
         max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True, slo_class=slo_class
@@ -69,20 +69,20 @@ def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_cla
 
 
 class Client(Protocol):
-    """How requests reach a server: `LoadClient` by gRPC, `benchmarks.http_load` by OpenAI's HTTP."""
+    """A connection to a server: `LoadClient` by gRPC, `benchmarks.http_load` by OpenAI's HTTP API."""
 
     async def connected(self) -> None:
-        """Wait until the server can be reached."""
+        """Waits until the server can be reached."""
 
     async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
-        """Send `ready` now; moments of the record count from `start`, a moment of `time.monotonic`."""
+        """Sends `ready` now; the record's times count from `start`, a time of `time.monotonic`."""
 
     async def close(self) -> None:
-        """Free what was opened."""
+        """Closes the connections."""
 
 
 class LoadClient:
-    """One connection to a router."""
+    """A gRPC connection to a router."""
 
     def __init__(self, address: str, api_key: str = "") -> None:
         self._address = address
@@ -92,16 +92,17 @@ class LoadClient:
         )
 
     async def connected(self) -> None:
-        """And called once: a process's first call takes several times as long as the others."""
+        """Waits for the connection and makes one call, since a process's first call takes several times as long."""
         await self._channel.channel_ready()
         call: Any = self._channel.unary_unary(_GET_LOADS)
         await call(inference_pb2.GetLoadsRequest().SerializeToString())
 
     async def close(self) -> None:
+        """Closes the connection."""
         await self._channel.close()
 
     async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
-        """Send `ready` now; moments of the record count from `start`, a moment of `time.monotonic`."""
+        """Sends `ready` now; the record's times count from `start`, a time of `time.monotonic`."""
         token_s: list[float] = []
         chunks, error, complete = 0, "", inference_pb2.Complete()
         sent_s = time.monotonic() - start
@@ -146,7 +147,7 @@ def _finish(complete: inference_pb2.Complete) -> str:
 
 
 def run_share(pipe: Connection, share: Share) -> None:
-    """The whole process: says "ready", takes the common start, and sends its `ShareResult` when all is over."""
+    """Runs the client process: says "ready", takes the common start, and sends its `ShareResult` at the end."""
     asyncio.run(_run_share(pipe, share))
 
 
@@ -158,9 +159,9 @@ async def _run_share(pipe: Connection, share: Share) -> None:
 
 
 async def send_share(pipe: Connection, client: Client, everything: list[Ready], give_up_s: float) -> None:
-    """Send each of `everything` when it is due after the start that comes by `pipe`, and a `ShareResult` back."""
+    """Sends each of `everything` when it is due after the start received by `pipe`; sends a `ShareResult` back."""
     await client.connected()
-    # What was built is never garbage: a collection that walks through it would stop the clock for tens of ms.
+    # The requests are never garbage; a collection that traverses them would stop the process for tens of ms.
     gc.collect()
     gc.freeze()
     pipe.send("ready")
@@ -177,9 +178,10 @@ async def until(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Return at `moment` of `clock`, at once if it is over.
+    """Sleeps until `moment` of `clock`; returns at once if that has passed.
 
-    By halves: a process that has slept for long wakes up to 15 ms late on some hosts, one that slept shortly does not.
+    It sleeps half of the remaining time repeatedly: on some hosts a process wakes up to 15 ms late from a long sleep,
+    but not from a short one.
     """
     while (left_s := moment - clock()) > _NEAR_S:
         await sleep(left_s / 2)
@@ -189,7 +191,7 @@ async def until(
 async def _send_all(
     client: Client, everything: list[Ready], start: float, give_up_s: float
 ) -> tuple[RequestRecord, ...]:
-    """Each when it is due, never waiting for another."""
+    """Sends each request when it is due, without waiting for others."""
     calls = []
     for ready in everything:
         await until(start + ready.due_s)

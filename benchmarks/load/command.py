@@ -1,8 +1,8 @@
-"""Open-loop load through the router: `python -m benchmarks.load --rates 1,2,4 --seconds 30`.
+"""Sends open-loop load through the router: `python -m benchmarks.load --rates 1,2,4 --seconds 30`.
 
-Requests leave when they are due, from several processes, against a running cluster (`--address`) or one of its own;
-`--trace FILE` replays a trace, otherwise arrivals and lengths are drawn. `--sweep RATE` raises the rate up to the knee.
-The last line is one JSON object; latencies count from when a request was due, in milliseconds.
+Several processes send requests when they are due, to a running cluster (`--address`) or to one that is started.
+`--trace FILE` replays a trace, otherwise arrivals and lengths are random. `--sweep RATE` raises the rate up to the
+knee. The last line is one JSON object; latencies count from a request's due time, in milliseconds.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Figures = dict[str, object]
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     defaults = LoadSettings()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load", description=(__doc__ or "").split("\n", 1)[0])
     add_model_options(parser)
@@ -70,7 +70,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def make_source(arguments: argparse.Namespace) -> Source:
-    """The trace, or what is drawn."""
+    """Returns the trace, or a source of random requests."""
     if arguments.trace is not None:
         return read_trace(arguments.trace).scaled(arguments.length_scale)
     prompt = Lengths.parse("--prompt-tokens", arguments.prompt_tokens)
@@ -78,7 +78,7 @@ def make_source(arguments: argparse.Namespace) -> Source:
 
 
 def known_workloads(source: Source, arguments: argparse.Namespace) -> list[Workload]:
-    """Those that do not hang on what is measured: a sweep has one. InvalidArgument if one of them cannot be had."""
+    """Returns the workloads known in advance; a sweep has one. InvalidArgument if one of them is impossible."""
     if not arguments.seconds > 0:
         raise InvalidArgument("--seconds", f"{arguments.seconds:g} is not above 0")
     if arguments.speed is not None:
@@ -92,7 +92,7 @@ def known_workloads(source: Source, arguments: argparse.Namespace) -> list[Workl
 def run_loads(
     target: Target, source: Source, cells: Sequence[SloCell], arguments: argparse.Namespace
 ) -> list[LoadReport]:
-    """At every rate that was asked for; a line for each."""
+    """Runs the load at every rate, and prints a line for each."""
     settings = LoadSettings(arguments.clients, arguments.drain_seconds)
 
     def measure(rate: float, number: int) -> LoadReport:
@@ -107,7 +107,7 @@ def run_loads(
 
 
 def show(report: LoadReport) -> LoadReport:
-    """One line for a person."""
+    """Prints a load in one line; returns it."""
     shares = ", ".join(f"{score.cell.name} {score.share:.0%}" for score in report.scores)
     errors = "".join(f", {count} {code}" for code, count in report.errors.items())
     print(
@@ -121,7 +121,7 @@ def show(report: LoadReport) -> LoadReport:
 
 
 def as_result(reports: Sequence[LoadReport], cells: Sequence[SloCell], step_s: float) -> Figures:
-    """All loads of one run, ready for JSON."""
+    """Returns all loads of one run for JSON."""
     return {
         "workload": reports[0].workload.name,
         "valid": all(report.valid for report in reports),
@@ -134,7 +134,7 @@ def as_result(reports: Sequence[LoadReport], cells: Sequence[SloCell], step_s: f
 
 
 def without_curves(value: object) -> object:
-    """The same for a terminal: curves are for files."""
+    """Returns the result without curves, for a terminal."""
     if isinstance(value, dict):
         return {name: without_curves(each) for name, each in value.items() if not name.startswith("curve")}
     return [without_curves(each) for each in value] if isinstance(value, list) else value
@@ -148,7 +148,7 @@ def _write_records(file: Path, reports: Sequence[LoadReport]) -> None:
 
 
 def _stage(arguments: argparse.Namespace) -> tuple[AbstractContextManager[str], Figures]:
-    """Where to send the load, and the settings of a cluster of its own."""
+    """Returns the router's address as a context, and the settings of the cluster that is started for it."""
     if arguments.address is not None:
         return nullcontext(arguments.address), {}
     settings: Figures = {"device": arguments.device, "prefill": arguments.prefill, "decode": arguments.decode}
@@ -163,9 +163,9 @@ def _own_cluster(model: ServedModel, settings: Figures) -> Iterator[str]:
 
 
 def measure(arguments: argparse.Namespace) -> Figures:
-    """The whole run, from a cluster to a result."""
+    """Runs everything from the start of a cluster to the result."""
     source, asked = make_source(arguments), [parse_cell(each) for each in arguments.slo]
-    # What cannot be sent or kept is said before minutes go into a start.
+    # Errors of the options are reported before the start, which can take minutes.
     LoadSettings(arguments.clients, arguments.drain_seconds)
     known_workloads(source, arguments)
     if arguments.records is not None and not arguments.records.absolute().parent.is_dir():
@@ -184,7 +184,7 @@ def measure(arguments: argparse.Namespace) -> Figures:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the load and print it, JSON last."""
+    """Runs the load, and prints it as JSON last."""
     parsed = parse_arguments(arguments)
     try:
         result = measure(parsed)

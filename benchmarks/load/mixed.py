@@ -1,4 +1,4 @@
-"""A load of several kinds, one after the other: what a dashboard should have seen."""
+"""A load of several classes one after the other, for dashboards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.load.target import Target
 from benchmarks.load.workload import Block, Workload
 
 _SHARED = Block(1 << 40, 96)
-"""Every second prompt begins with it; no other block has its key."""
+"""The common prefix of every second prompt; no other block has its key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of one class; `rate` in requests a second, `share` of the whole time."""
+    """A part of the load with one class: `rate` in requests per second, `share` of the total time."""
 
     slo_class: str
     share: float
@@ -31,11 +31,11 @@ PARTS = (
     Part("balanced", 0.15, 2.0, Synthetic(Lengths(60, 0.5), Lengths(10, 0.5))),
     Part("best_effort", 0.25, 2.0, Synthetic(Lengths(60, 0.5), Lengths(30, 0.3))),
 )
-"""Short and long, steady and in bursts, with promises and without: for a small model on a few cores."""
+"""Short and long requests, steady and in bursts, with and without targets, for a small model on a few cores."""
 
 
 def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> dict[str, list[RequestRecord]]:
-    """All parts → the requests of each class. Takes `seconds` and what answers need to end."""
+    """Runs all parts and returns the requests by class; takes `seconds` and the time of the last answers."""
     found: dict[str, list[RequestRecord]] = {}
     for number, part in enumerate(PARTS):
         workload = _half_shared(part.source.at(part.rate, part.share * seconds, seed + number))
@@ -45,7 +45,7 @@ def run_mixed(target: Target, seconds: float, seed: int, clients: int = 2) -> di
 
 
 def since_sent(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The same as if each had been due when it was sent: all that a router can know."""
+    """Returns the records with the sending time as due time, which is what a router can observe."""
     return [replace(record, due_s=record.sent_s) for record in records]
 
 

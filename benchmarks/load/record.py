@@ -1,19 +1,19 @@
-"""One request as its client saw it."""
+"""The record of one request at its client."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 WRONG_LENGTH = "WRONG_LENGTH"
-"""In place of an error code: the answer ended well, but not with as many tokens as were asked for."""
+"""In place of an error code: the answer ended without an error, but with a wrong number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Moments are seconds after the common start of all clients; `token_s` has one for each token of the answer.
+    """Times in seconds after the common start of all clients; `token_s` has one for each token of the answer.
 
-    Tokens that travelled together have one moment; `chunks` counts the messages. Without an end, as after an error,
-    `finish` is empty and what the cluster tells last is 0 or empty.
+    Tokens of one message have the same time; `chunks` is the number of messages. Without an end, as after an error,
+    `finish` is empty and the fields after `error` are 0 or empty.
     """
 
     index: int
@@ -26,7 +26,7 @@ class RequestRecord:
     finish: str = ""
     """Name of the FinishReason."""
     error: str = ""
-    """Code of the typed error, empty for a whole answer."""
+    """Code of the typed error, empty for a complete answer."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -35,27 +35,27 @@ class RequestRecord:
 
     @property
     def lateness_s(self) -> float:
-        """How long after it was due the client sent it."""
+        """Seconds from the due time to the sending."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float | None:
-        """To the first token from when the request was DUE; None without a token."""
+        """Seconds from the DUE time to the first token; None without a token."""
         return self.token_s[0] - self.due_s if self.token_s else None
 
     @property
     def end_to_end_s(self) -> float:
-        """From when it was due to its end, good or bad."""
+        """Seconds from the due time to the end, with or without an error."""
         return self.ended_s - self.due_s
 
     @property
     def gaps_s(self) -> tuple[float, ...]:
-        """Between each token and the next; 0 for tokens that travelled together."""
+        """Seconds between each token and the next; 0 for tokens of one message."""
         return tuple(b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False))
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean gap; None with fewer than two tokens."""
+        """Mean gap between tokens; None with fewer than two tokens."""
         return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1) if len(self.token_s) > 1 else None
 
     @property

@@ -1,4 +1,4 @@
-"""What a load amounts to: latencies, throughput, goodput, errors, and whether the clients kept up."""
+"""The results of a load: latencies, throughput, goodput, errors, and validity."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from router.observability.verdict import Outcome
 
 @dataclass(frozen=True, slots=True)
 class CellScore:
-    """How the requests of a load did in one cell; every request counts, also those turned away."""
+    """The outcomes of a load's requests for one SLO cell; rejected requests count, too."""
 
     cell: SloCell
     outcomes: Mapping[Outcome, int]
@@ -22,14 +22,17 @@ class CellScore:
 
     @property
     def share(self) -> float:
-        """Part of all requests that met the cell."""
+        """Share of all requests that met the cell."""
         return self.outcomes[Outcome.MET] / sum(self.outcomes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """One workload at one rate. Durations are in seconds; latencies are of requests that got that far, so that a
-    cluster that turns requests away shows in `errors` and in the cells' scores, not in `ttft`."""
+    """The results of one workload at one rate, in seconds.
+
+    Latencies are of requests that got that far: a cluster that rejects requests shows it in `errors` and in the cells'
+    scores, not in `ttft`.
+    """
 
     workload: Workload
     records: tuple[RequestRecord, ...]
@@ -40,15 +43,15 @@ class LoadReport:
     tpot: Spread
     worst_decile: Spread
     end_to_end: Spread
-    """Of requests with a whole answer."""
+    """End-to-end latency of complete answers."""
     lateness: Spread
     lateness_bound_s: float
     client_cpu_share: float
-    """Of one core, by the busiest client."""
+    """CPU usage of the busiest client, as a share of one core."""
 
     @property
     def valid(self) -> bool:
-        """Whether the clients sent on time; if not, the load was another one, and latencies are also theirs."""
+        """True if the clients sent on time; otherwise the load differs from the workload."""
         return self.lateness.p99 <= self.lateness_bound_s
 
     @property
@@ -59,12 +62,12 @@ class LoadReport:
 
     @property
     def finished_per_s(self) -> float:
-        """Whole answers that ended while requests were due, per second of that time."""
+        """Complete answers that ended while requests were due, per second of that time."""
         seconds = self.workload.seconds
         return sum(not record.error and record.ended_s <= seconds for record in self.records) / seconds
 
     def as_result(self) -> dict[str, object]:
-        """Ready for JSON, without the records; latencies in milliseconds."""
+        """Returns the report for JSON, without the records; latencies in milliseconds."""
         workload, records = self.workload, self.records
         whole = [record for record in records if not record.error]
         messages = sum(record.chunks for record in records)
@@ -104,7 +107,7 @@ def _score(score: CellScore) -> dict[str, object]:
 
 
 def score_cell(cell: SloCell, records: Sequence[RequestRecord], seconds: float) -> CellScore:
-    """Judge every request of a workload of `seconds`."""
+    """Judges every request of a workload of `seconds`."""
     outcomes = Counter(cell.judge(record) for record in records)
     return CellScore(cell, {each: outcomes[each] for each in Outcome}, outcomes[Outcome.MET] / seconds)
 
@@ -116,7 +119,7 @@ def make_report(
     lateness_bound_s: float,
     client_cpu_share: float = 0.0,
 ) -> LoadReport:
-    """`records` has one for each arrival, in any order."""
+    """Returns the report; `records` has one record for each arrival, in any order."""
     ordered = tuple(sorted(records, key=lambda record: record.index))
     return LoadReport(
         workload,

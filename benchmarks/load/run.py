@@ -1,4 +1,4 @@
-"""A workload against a cluster: several client processes, one start, one report."""
+"""Runs a workload against a cluster: several client processes, a common start, one report."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from benchmarks.load.workload import Arrival, Workload
 from wire.errors import Internal, InvalidArgument
 
 _HEAD_START_S = 0.2
-"""Between the word that starts the clients and the start itself, so that it reaches all of them before."""
+"""Seconds between the message with the start time and the start, so that all clients receive it before."""
 _END_S = 5.0
 _T = TypeVar("_T")
 _Share = TypeVar("_Share")
@@ -24,17 +24,17 @@ _Share = TypeVar("_Share")
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """How a load is made, whatever it is."""
+    """Settings of the clients, independent of the workload."""
 
     clients: int = 4
-    """Client processes."""
+    """Number of client processes."""
     drain_s: float = 60.0
-    """How long answers may take after the last request was due, in seconds; what is not over then has failed."""
+    """Seconds for answers after the last due time; requests that have not ended by then have failed."""
     lateness_bound_s: float = 0.010
-    """A run is invalid if one request in a hundred is sent later than this after it was due, in seconds."""
+    """A run is invalid if more than one request in a hundred is sent later than this after it was due, in seconds."""
 
     slo_class: str = ""
-    """What every request names as its class; empty: none."""
+    """The service class of every request; empty: none."""
 
     def __post_init__(self) -> None:
         if self.clients < 1:
@@ -49,10 +49,10 @@ def run_load(
     *,
     on_start: Callable[[float], None] | None = None,
 ) -> LoadReport:
-    """Send every request of `workload` when it is due, cut to the model's context, and report what came back.
+    """Sends every request of `workload` when it is due, cut to the model's context, and returns the report.
 
-    `target` may be an address (host:port); `on_start` hears the moment that all counts from, by `time.monotonic`.
-    Unavailable if the cluster is not there or busy with something else, Internal if a client process dies.
+    `target` may be an address (host:port); `on_start` receives the start, by `time.monotonic`. Unavailable if the
+    cluster does not respond or has other requests, Internal if a client process dies.
     """
     settings = settings or LoadSettings()
     target = find_target(target) if isinstance(target, str) else target
@@ -69,7 +69,7 @@ def run_clients(
     shares: Sequence[_Share],
     on_start: Callable[[float], None] | None = None,
 ) -> list[ShareResult]:
-    """Run `work` in a process for each share: it sends "ready", takes the common start and sends its `ShareResult`."""
+    """Runs `work` in a process per share: it sends "ready", takes the common start and sends its `ShareResult`."""
     with _clients(work, shares) as pipes:
         for pipe in pipes:
             _receive(pipe, str)
@@ -90,14 +90,14 @@ def _shares(target: Target, workload: Workload, settings: LoadSettings) -> list[
 
 
 def deal(workload: Workload, clients: int) -> list[tuple[tuple[int, Arrival], ...]]:
-    """Numbered arrivals for each client, dealt in turn, so that a burst falls on all clients."""
+    """Deals numbered arrivals to the clients in turn, so that a burst is spread over all of them."""
     numbered = tuple(enumerate(workload.arrivals))
     return [numbered[first::clients] for first in range(min(clients, len(numbered)))]
 
 
 @contextmanager
 def _clients(work: Callable[[Connection, _Share], None], shares: Sequence[_Share]) -> Iterator[list[Connection]]:
-    """A process for each share, and the pipe to it; none is left behind."""
+    """Starts a process for each share, and yields the pipes; kills the processes at the end."""
     context = get_context("spawn")
     pipes, processes = [], []
     try:
@@ -123,7 +123,7 @@ def _receive(pipe: Connection, kind: type[_T]) -> _T:
     try:
         received = pipe.recv()
     except EOFError:
-        raise Internal("a client process of the load died; its last words are above") from None
+        raise Internal("a client process of the load died; its output is above") from None
     if not isinstance(received, kind):
         raise Internal(f"a client process of the load sent {type(received).__name__}, not {kind.__name__}")
     return received

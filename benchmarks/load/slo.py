@@ -1,4 +1,4 @@
-"""What a client may expect of one request, and whether it got that."""
+"""SLO cells: limits of a request's latencies, and the verdict on a request."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from router.observability.verdict import Outcome
 from wire.errors import InvalidArgument, ResourceExhausted
 
 GAP_PERCENT = 99.0
-"""Which percentile of its own gaps a request is judged by, if a cell does not say."""
+"""Default percentile of a request's own gaps that is compared with the limit."""
 STRICT_STEPS = 2.0
 """The strict cell's limit for gaps, in decode steps of an idle cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class SloCell:
-    """Limits in seconds: of the first token after the due time, and of the `gap_percent` percentile of the gaps."""
+    """Limits in seconds: of TTFT from the due time, and of the `gap_percent` percentile of the gaps."""
 
     name: str
     ttft_s: float
@@ -23,12 +23,12 @@ class SloCell:
     gap_percent: float = GAP_PERCENT
 
     def as_result(self) -> dict[str, float]:
-        """Ready for JSON."""
+        """Returns the cell for JSON."""
         limits = round(self.ttft_s * 1e3, 4), round(self.gap_s * 1e3, 4)
         return {"ttft_ms": limits[0], "gap_ms": limits[1], "gap_percent": self.gap_percent}
 
     def judge(self, record: RequestRecord) -> Outcome:
-        """SHED = the cluster said at once that it has no room; FAILED = any other end without the whole answer."""
+        """Returns the outcome; SHED = rejected at once for lack of capacity, FAILED = any other incomplete answer."""
         if record.error:
             return Outcome.SHED if record.error == ResourceExhausted.code else Outcome.FAILED
         if record.ttft_s is None or record.ttft_s > self.ttft_s:
@@ -38,7 +38,7 @@ class SloCell:
 
 
 def standard_cells(step_s: float) -> tuple[SloCell, ...]:
-    """strict, balanced and quick; `step_s` is one decode step of the cluster when it is idle, in seconds."""
+    """Returns strict, balanced and quick; `step_s` is a decode step of the idle cluster in seconds."""
     return (
         SloCell("strict", ttft_s=2.0, gap_s=STRICT_STEPS * step_s),
         SloCell("balanced", ttft_s=1.0, gap_s=0.025),
@@ -47,7 +47,7 @@ def standard_cells(step_s: float) -> tuple[SloCell, ...]:
 
 
 def parse_cell(text: str) -> SloCell:
-    """From "name:TTFT_MS:GAP_MS" or "name:TTFT_MS:GAP_MS:PERCENT". InvalidArgument says what is wrong."""
+    """Parses "name:TTFT_MS:GAP_MS" or "name:TTFT_MS:GAP_MS:PERCENT". InvalidArgument describes errors."""
     name, *numbers = text.split(":")
     try:
         ttft_ms, gap_ms, *rest = (float(each) for each in numbers)

@@ -1,4 +1,4 @@
-"""Many measured values in few: mean, percentiles and a curve to draw."""
+"""Summaries of measured durations: mean, percentiles and a curve to draw."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 LEVELS = (*range(0, 99, 2), 99, 99.5, 99.9, 100)
-"""The percentiles that a curve consists of; 0 is the least value."""
+"""The percentiles of a curve; 0 is the minimum."""
 _TO_MS = 1e3
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The least of `values` that is at least as large as `percent` % of them (nearest rank): always a measured one."""
+    """Returns a percentile by nearest rank, which is always one of `values`."""
     return sorted(values)[_rank(len(values), percent)]
 
 
@@ -23,9 +23,9 @@ def _rank(count: int, percent: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of `count` durations in seconds; `curve` has the percentiles at `LEVELS`. All 0, and no curve, if there are none.
+    """The summary of `count` durations in seconds; `curve` has the percentiles at `LEVELS`, by nearest rank.
 
-    Percentiles are by nearest rank.
+    All fields are 0, and the curve is empty, without durations.
     """
 
     count: int
@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, durations: Iterable[float | None]) -> "Spread":
-        """None stands for a duration that there was not."""
+        """Summarizes durations; None stands for a duration that does not exist."""
         values = np.sort([each for each in durations if each is not None])
         if values.size == 0:
             return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
@@ -49,7 +49,7 @@ class Spread:
         return cls(values.size, float(values.mean()), at(50), at(90), at(99), at(100), tuple(map(at, LEVELS)))
 
     def in_ms(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Returns the summary in milliseconds for JSON."""
         names = ("mean", "p50", "p90", "p99", "worst")
         figures: dict[str, object] = {name: round(getattr(self, name) * _TO_MS, 3) for name in names}
         return {"count": self.count, **figures, "curve": [round(each * _TO_MS, 3) for each in self.curve]}

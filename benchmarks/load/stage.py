@@ -1,4 +1,4 @@
-"""A cluster of a benchmark's own, with any setting that clusters have."""
+"""Starts a cluster for a benchmark, with any field of `ClusterConfig`."""
 
 import types
 import typing
@@ -18,7 +18,7 @@ _SIMPLE = (bool, int, float, str, Path)
 
 
 def parse_setting(text: str) -> tuple[str, object]:
-    """From "max_step_tokens=512" to the field of `ClusterConfig` and its value. InvalidArgument says what is wrong."""
+    """Parses "max_step_tokens=512" into a field of `ClusterConfig` and its value. InvalidArgument describes errors."""
     name, _, value = text.partition("=")
     kind = _kinds().get(name)
     if kind is None:
@@ -30,7 +30,7 @@ def parse_setting(text: str) -> tuple[str, object]:
 
 
 def _kinds() -> dict[str, type]:
-    """What each field is made from; those that no text can say are left out."""
+    """Returns the type of each field that a text can set."""
     kinds: dict[str, type] = {}
     for name, hint in typing.get_type_hints(ClusterConfig).items():
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -42,7 +42,7 @@ def _kinds() -> dict[str, type]:
 
 @contextmanager
 def running_cluster(model: ServedModel, settings: Settings) -> Iterator[Endpoints]:
-    """A cluster on free ports until the end of the block → its listeners."""
+    """Runs a cluster on free ports until the end of the context; yields its listeners."""
     served = {"model_name": model.name, "random_weights": model.random_weights, "grpc_port": 0, "http_port": 0}
     config = ClusterConfig(model.folder, **(served | dict(settings)))  # type: ignore[arg-type]  # checked by its fields
     cluster = Cluster.start(config)

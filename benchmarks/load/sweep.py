@@ -1,4 +1,4 @@
-"""Loads at rising rates, up to the knee: where the cluster stops to give most requests what they may expect."""
+"""Loads at rising rates up to the knee, beyond which the cluster no longer meets the targets of most requests."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,21 +7,21 @@ from benchmarks.load.report import LoadReport
 from wire.errors import InvalidArgument
 
 GOODPUT_SHARE = 0.9
-"""Part of all requests that must meet a cell; the knee is the highest goodput with that."""
+"""Share of all requests that must meet a cell; the knee is the highest goodput with that share."""
 GROWTH = 1.5
-"""From one rate to the next."""
+"""Factor from one rate to the next."""
 STEPS_MAX = 16
 
 Measure = Callable[[float, int], LoadReport]
-"""A load at a rate; the number of the load makes its tokens differ from those of the loads before."""
+"""Runs a load at a rate; the load's number makes its tokens differ from those of earlier loads."""
 
 
 Goodput = Mapping[str, tuple[float, float]]
-"""Of a load, by cell: the part of its requests that met it, and how many did a second."""
+"""A load's goodput by cell: the share of its requests that met the cell, and their number per second."""
 
 
 def parse_rates(text: str) -> list[float]:
-    """From "1,2.5,4"; rising. InvalidArgument if it is no list of numbers above 0."""
+    """Parses "1,2.5,4" into ascending rates. InvalidArgument unless all are numbers above 0."""
     try:
         rates = sorted(float(rate) for rate in text.split(","))
     except ValueError:
@@ -32,13 +32,14 @@ def parse_rates(text: str) -> list[float]:
 
 
 def at_rates(measure: Measure, rates: Sequence[float]) -> list[LoadReport]:
-    """One load after the other."""
+    """Runs one load after the other."""
     return [measure(rate, number) for number, rate in enumerate(rates)]
 
 
 def sweep(measure: Measure, first: float) -> list[LoadReport]:
-    """From `first` upwards until no cell has its share of goodput any more, at most `STEPS_MAX` loads, and as far as a
-    trace goes.
+    """Raises the rate from `first` on until no cell has its share of goodput.
+
+    There are at most `STEPS_MAX` loads; a trace can end before.
     """
     reports: list[LoadReport] = []
     while (rate := next_rate(first, [goodput(report) for report in reports])) is not None:
@@ -52,24 +53,24 @@ def sweep(measure: Measure, first: float) -> list[LoadReport]:
 
 
 def knees(reports: Sequence[LoadReport]) -> dict[str, float]:
-    """As `knees_of`."""
+    """Returns the knees of reports, like `knees_of`."""
     return knees_of([goodput(report) for report in reports])
 
 
 def goodput(report: LoadReport) -> Goodput:
-    """Of one load."""
+    """Returns the goodput of one load."""
     return {score.cell.name: (score.share, score.per_s) for score in report.scores}
 
 
 def next_rate(first: float, loads: Sequence[Goodput]) -> float | None:
-    """What to measure after these loads of a sweep from `first`; None = the knees of all cells lie behind."""
+    """Returns the next rate of a sweep from `first`; None = the knees of all cells are passed."""
     if len(loads) == STEPS_MAX or (loads and not any(share >= GOODPUT_SHARE for share, _ in loads[-1].values())):
         return None
     return first * GROWTH ** len(loads)
 
 
 def knees_of(loads: Sequence[Goodput]) -> dict[str, float]:
-    """For each cell the highest goodput, in requests a second, of a load that kept the share; 0 if none did."""
+    """Returns for each cell the highest goodput, in requests per second, with the required share; 0 without any."""
     found: dict[str, float] = {}
     for cell, (share, per_s) in (item for load in loads for item in load.items()):
         found[cell] = max(found.get(cell, 0.0), per_s if share >= GOODPUT_SHARE else 0.0)

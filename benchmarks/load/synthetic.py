@@ -1,5 +1,7 @@
-"""Arrivals and lengths drawn at random: gamma gaps (Poisson where their coefficient of variation is 1) and lognormal or
-constant lengths. No two prompts share anything.
+"""Random arrivals and lengths; no two prompts share a prefix.
+
+Gaps between arrivals are gamma-distributed (Poisson arrivals at a coefficient of variation of 1), lengths lognormal or
+constant.
 """
 
 import math
@@ -13,14 +15,14 @@ from wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens with this mean: all equal if `sigma` is 0, else lognormal with `sigma` of the logarithm."""
+    """Lengths in tokens with this mean: equal if `sigma` is 0, else lognormal with `sigma` of the logarithm."""
 
     mean: float
     sigma: float = 0.0
 
     @classmethod
     def parse(cls, option: str, text: str) -> "Lengths":
-        """From "500" or "lognormal:500:0.8". InvalidArgument names `option`."""
+        """Parses "500" or "lognormal:500:0.8". InvalidArgument names `option`."""
         kind, *numbers = text.split(":") if ":" in text else ("constant", text)
         try:
             values = [float(number) for number in numbers]
@@ -31,7 +33,7 @@ class Lengths:
         return cls(*values)
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """`count` lengths, at least one token each."""
+        """Draws `count` lengths of at least one token."""
         location = math.log(self.mean) - self.sigma**2 / 2
         return [max(1, round(each)) for each in np.exp(location + self.sigma * generator.standard_normal(count))]
 
@@ -45,7 +47,7 @@ def _sensible(mean: float, sigma: float = 0.0) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Lengths of prompts and answers, and how bursty arrivals are: `cv` is deviation over mean of the gaps."""
+    """Lengths of prompts and answers, and the burstiness of arrivals: `cv` is the gaps' deviation over their mean."""
 
     prompt: Lengths
     answer: Lengths
@@ -57,10 +59,14 @@ class Synthetic:
 
     @property
     def name(self) -> str:
+        """Lengths and burstiness, for file names."""
         return f"{self.prompt}-to-{self.answer}-cv{self.cv:g}"
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Moments and lengths have generators of their own: another rate has the same lengths in the same order."""
+        """Returns a workload; arrival times and lengths have generators of their own.
+
+        Another rate has the same lengths in the same order.
+        """
         if rate <= 0:
             raise InvalidArgument("--rates", f"{rate:g} is not above 0")
         moments, prompts, answers = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(3))

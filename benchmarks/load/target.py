@@ -1,4 +1,4 @@
-"""The cluster under load, seen through its own listener: what it serves, whether it is idle, how fast one request is."""
+"""The cluster under load as its listener reports it: the model, whether it is idle, and the speed of one request."""
 
 import asyncio
 import time
@@ -13,14 +13,14 @@ from wire.errors import Unavailable
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
 LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
 _WARM_SEED = 2**62
-"""No workload has it, so that nothing of a warm-up is found in a prefix cache."""
+"""The seed of warm-ups, which no workload has, so that no prefix cache hit comes from a warm-up."""
 _POLL_S = 0.05
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A router's listener, and what it says of itself."""
+    """A router's listener and what it reports."""
 
     address: str
     api_key: str
@@ -28,19 +28,21 @@ class Target:
 
     @property
     def context(self) -> int:
-        """Prompt and answer together, in tokens."""
+        """Maximum tokens of prompt and answer together."""
         return self.view.model.max_context
 
     @property
     def vocab_size(self) -> int:
+        """The model's vocabulary size."""
         return self.view.model.vocab_size
 
     @property
     def on_gpus(self) -> bool:
+        """True if some worker runs on a GPU."""
         return any(worker.device.startswith("cuda") for worker in self.view.info.workers)
 
     def as_result(self) -> dict[str, object]:
-        """Ready for JSON."""
+        """Returns the cluster's description for JSON."""
         workers = sorted(self.view.info.workers, key=lambda worker: worker.worker_id)
         return {
             "model": self.view.model.model,
@@ -51,12 +53,12 @@ class Target:
 
 
 def find_target(address: str, api_key: str = "") -> Target:
-    """Ask the router. Unavailable if it is not there or serves nothing yet."""
+    """Asks the router. Unavailable if it does not respond or serves nothing yet."""
     return Target(address, api_key, asyncio.run(RouterClient(address, api_key).view()))
 
 
 def wait_until_idle(target: Target, within_s: float) -> None:
-    """Until the router has no request. Unavailable if somebody keeps it busy."""
+    """Waits until the router has no request. Unavailable after `within_s`."""
     give_up = time.monotonic() + within_s
     while True:
         loads = asyncio.run(RouterClient(target.address, target.api_key).view()).loads
@@ -64,20 +66,23 @@ def wait_until_idle(target: Target, within_s: float) -> None:
             return
         if time.monotonic() > give_up:
             count = loads.waiting + loads.running
-            raise Unavailable(f"the router at {target.address} still has {count} requests that are not of this load")
+            raise Unavailable(f"the router at {target.address} still has {count} other requests")
         time.sleep(_POLL_S)
 
 
 def warm_up(target: Target) -> float:
-    """Some requests at once, then some alone → seconds of a decode step when there is nothing else to do.
+    """Warms up with concurrent, then single requests; returns the seconds of an idle cluster's decode step.
 
-    Of the fastest of them: whatever slowed the others was no decode step. Unavailable if one fails.
+    It is the mean step of the fastest single request; others were delayed by something else. Unavailable if one fails.
     """
     return asyncio.run(_warm_up(target))
 
 
 def touch(target: Target) -> None:
-    """Some requests at once, so that none of a load is the first of its kind. Unavailable if one fails."""
+    """Sends some concurrent requests, so that no request of a load is the first of its kind.
+
+    Unavailable if one fails.
+    """
     asyncio.run(_touch(target))
 
 
@@ -115,6 +120,6 @@ async def _ask(client: LoadClient, target: Target, number: int, prompt: int, tok
 
 
 def _step_s(record: RequestRecord) -> float:
-    """Mean gap, without the first: that is the hand-over's."""
+    """Returns the mean gap without the first, which contains the hand-over."""
     moments = record.token_s[1:]
     return (moments[-1] - moments[0]) / (len(moments) - 1)

@@ -1,4 +1,4 @@
-"""Arrivals and lengths from a production trace, on its own clock or at another rate; its bursts stay.
+"""Arrivals and lengths from a production trace, at its own speed or scaled to another rate.
 
 Two formats, by suffix: `.jsonl` as Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST'25), whose hashes name the
 blocks of each prompt, and `.csv` as Azure's LLM inference traces (Splitwise, ISCA'24), where no two prompts share any.
@@ -16,19 +16,19 @@ from benchmarks.load.workload import Arrival, Block, Workload
 from wire.errors import InvalidArgument
 
 BLOCK_TOKENS = 512
-"""Tokens of a prompt that one hash of a Mooncake trace stands for."""
+"""Tokens of a prompt per hash of a Mooncake trace."""
 _COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests as they were recorded, the first due at 0."""
+    """The recorded requests, the first due at 0."""
 
     name: str
     requests: tuple[Arrival, ...]
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """The first `rate` × `seconds` requests, the clock scaled so that they fill `seconds`."""
+        """Returns the first `rate` × `seconds` requests, with times scaled so that they fill `seconds`."""
         count = round(rate * seconds)
         if not 0 < count <= len(self.requests):
             had = f"the trace has {len(self.requests)}"
@@ -39,14 +39,14 @@ class Trace:
         return self._paced(count, span / seconds, rate, seconds, seed)
 
     def at_speed(self, speed: float, seconds: float, seed: int) -> Workload:
-        """What the trace has in its first `seconds` × `speed` seconds, `speed` times as fast as it was."""
+        """Returns the requests of the trace's first `seconds` × `speed` seconds, `speed` times as fast as recorded."""
         if speed <= 0:
             raise InvalidArgument("--speed", f"{speed:g} is not above 0")
         count = sum(request.due_s < seconds * speed for request in self.requests)
         return self._paced(count, speed, count / seconds, seconds, seed)
 
     def scaled(self, factor: float) -> "Trace":
-        """Prompts, their blocks and answers `factor` times as long, at least one token each."""
+        """Returns the trace with prompts, blocks and answers `factor` times as long, at least one token each."""
         if factor <= 0:
             raise InvalidArgument("--length-scale", f"{factor:g} is not above 0")
 
@@ -60,7 +60,7 @@ class Trace:
         return replace(self, requests=tuple(requests))
 
     def _span_s(self, count: int) -> float:
-        """From the first request to the one after `count` of them; after the last as long as gaps are on average."""
+        """Returns the time until the request after the first `count`; at the end of the trace one mean gap is added."""
         if count < len(self.requests):
             return self.requests[count].due_s
         return self.requests[-1].due_s * count / max(1, count - 1)
@@ -71,7 +71,7 @@ class Trace:
 
 
 def read_trace(file: Path) -> Trace:
-    """The whole trace. InvalidArgument names the line that is wrong, or the file."""
+    """Reads a whole trace. InvalidArgument names the wrong line, or the file."""
     if file.suffix not in _FORMATS:
         raise InvalidArgument("--trace", f"{file.name} is neither a .jsonl nor a .csv file")
     try:

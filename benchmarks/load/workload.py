@@ -1,4 +1,4 @@
-"""What a load consists of: when each request is due, what its prompt is made of, and how long its answer is."""
+"""A load's definition: when each request is due, the blocks of its prompt, and the length of its answer."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -19,7 +19,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request: seconds after the start at which it is due, its prompt, and the exact length of its answer."""
+    """A request: seconds after the start at which it is due, its prompt, and the exact length of its answer."""
 
     due_s: float
     prompt: tuple[Block, ...]
@@ -27,10 +27,11 @@ class Arrival:
 
     @property
     def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
         return sum(block.tokens for block in self.prompt)
 
     def fitted(self, context: int) -> "Arrival":
-        """The same within `context` tokens: an answer of at most half of them, of the prompt its beginning."""
+        """Returns the request cut to `context` tokens: the answer to at most half, the prompt to its beginning."""
         answer = min(self.new_tokens, context // 2)
         if answer + self.prompt_tokens <= context:
             return replace(self, new_tokens=answer)
@@ -49,10 +50,10 @@ def _first_tokens(prompt: tuple[Block, ...], tokens: int) -> tuple[Block, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Arrivals in the order they are due, all within `seconds`, at about `rate` a second.
+    """Arrivals sorted by due time, all within `seconds`, at about `rate` per second.
 
-    `seed` chooses the token ids: with another one the same lengths and shared prefixes are made of other tokens, so
-    that a second pass finds nothing of the first in a prefix cache. `clipped` counts requests cut to a context.
+    `seed` selects the token ids: another seed gives the same lengths and shared prefixes with other tokens, so that a
+    second run hits nothing of the first in a prefix cache. `clipped` is the number of requests cut to a context.
     """
 
     name: str
@@ -71,25 +72,25 @@ class Workload:
             )
 
     def fitted(self, context: int) -> "Workload":
-        """Every request cut to what a model of `context` tokens can take."""
+        """Returns the workload with every request cut to a model's context of `context` tokens."""
         fitted = tuple(arrival.fitted(context) for arrival in self.arrivals)
         clipped = sum(a != b for a, b in zip(fitted, self.arrivals, strict=True))
         return replace(self, arrivals=fitted, clipped=self.clipped + clipped)
 
 
 class Source(Protocol):
-    """Makes workloads of one kind at any rate; the same arguments give the same workload."""
+    """A source of workloads at any rate; equal arguments give equal workloads."""
 
     @property
     def name(self) -> str:
-        """Short, and good for a file name."""
+        """A short name that is valid in file names."""
 
     def at(self, rate: float, seconds: float, seed: int) -> Workload:
-        """Requests at `rate` a second for `seconds`. InvalidArgument if the source cannot give that."""
+        """Returns requests at `rate` per second for `seconds`. InvalidArgument if the source cannot."""
 
 
 def prompt_ids(prompt: tuple[Block, ...], seed: int, vocab_size: int) -> NDArray[np.int64]:
-    """The token ids of a prompt, each below `vocab_size`: arbitrary, but the same for the same keys and seed."""
+    """Returns the token ids of a prompt, each below `vocab_size`: random, but equal for equal keys and seed."""
     return np.concatenate(
         [np.random.default_rng((seed, block.key)).integers(0, vocab_size, block.tokens) for block in prompt]
     )

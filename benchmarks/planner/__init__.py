@@ -1,1 +1,1 @@
-"""The planner under a virtual clock, against oracles that know what is coming."""
+"""Tests of the planner under a virtual clock, against oracles that know the coming load."""

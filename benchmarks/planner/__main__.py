@@ -1,8 +1,8 @@
-"""The planner through a day that swings: `python -m benchmarks.planner --workers 64`.
+"""Runs the planner through a day of changing load: `python -m benchmarks.planner --workers 64`.
 
-Hours of long prompts and short answers follow hours of short prompts and long answers. Beside the planner's own class,
-which knows neither the hours nor the lengths, stand two oracles: the best split of each hour, and the best single one.
-All answers have one limit, so that none tells how long it is going to be. The last line is one JSON object.
+Hours of long prompts and short answers alternate with hours of short prompts and long answers. The planner's own class,
+which knows neither hours nor lengths, is compared with two oracles: the best split for each hour, and the best constant
+split. All answers have the same limit, so that none reveals its length. The last line is one JSON object.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from simulation.hardware import Hardware, hardware
 
 SIGMA = 0.5
 PREFILL_RATE, DECODE_RATE = 3.8, 3.6
-"""Requests a second and worker of both kinds of hours: about four fifths of what the best split keeps."""
+"""Requests per second and worker in both kinds of hours: about four fifths of the best split's goodput."""
 SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 0.8125, 0.875)
-"""Parts of the workers that prefill, among which the oracles choose."""
+"""Shares of prefill workers among which the oracles choose."""
 
 
 def hours(workers: int, count: int) -> list[Hour]:
-    """By turns."""
+    """Returns the hours, whose kinds alternate."""
     kinds = (
         Hour("prefill-heavy", Mix(PREFILL_RATE * workers, 1500, 50, SIGMA)),
         Hour("decode-heavy", Mix(DECODE_RATE * workers, 200, 1000, SIGMA)),
@@ -40,7 +40,7 @@ def hours(workers: int, count: int) -> list[Hour]:
 
 
 def _static(machine: Hardware, day: Day, split: Split, step_policy: str) -> float:
-    """Goodput of the day's only hour."""
+    """Returns the goodput of a day with one hour."""
     tally = Run(machine, day, split, step_policy).go()
     return tally.met[0] / day.seconds
 
@@ -58,7 +58,7 @@ def _planned(machine: Hardware, day: Day, split: Split, step_policy: str, window
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").split("\n", 1)[0])
     add_day_options(parser, workers=64, hour_s=300.0, static_s=120.0, ttft_ms=3000.0, itl_ms=30.0)
     parser.add_argument("--shape", default="qwen3-32b")
@@ -70,7 +70,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything, printed as it comes."""
+    """Runs everything; prints results as they arrive."""
     machine = hardware(arguments.shape, None, arguments.kv_gib, arguments.misjudged)
     slo = SloClass("planned", ttft_s=arguments.ttft_ms / 1e3, itl_s=arguments.itl_ms / 1e3, itl_percent=95.0)
     workers, seconds = arguments.workers, arguments.hour_seconds
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate, show, judge; JSON last."""
+    """Simulates, judges and prints; JSON last."""
     parsed = parse_arguments(arguments)
     result = run(parsed)
     if parsed.save:

@@ -1,4 +1,4 @@
-"""Loads that swing: what an hour asks, and how a run of several hours went."""
+"""Loads that change by the hour, and the goodput of each hour."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from simulation.request import LoadRequest
 
 @dataclass(frozen=True, slots=True)
 class Hour:
-    """A stretch of time in which the mix stays as it is."""
+    """A period with a constant request mix."""
 
     name: str
     mix: Mix
@@ -18,7 +18,7 @@ class Hour:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """Hours that follow each other, each `seconds` long."""
+    """Consecutive hours, each `seconds` long."""
 
     hours: Sequence[Hour]
     seconds: float
@@ -26,7 +26,7 @@ class Day:
     seed: int = 0
 
     def requests(self, max_context: int) -> Iterator[LoadRequest]:
-        """Of all hours, by rising moment."""
+        """Yields the requests of all hours, by arrival."""
         for number, hour in enumerate(self.hours):
             yield from hour.mix.requests(
                 self.seconds,
@@ -38,25 +38,27 @@ class Day:
             )
 
     def hour_of(self, due_s: float) -> int:
-        """The number of the hour in which a request is due."""
+        """Returns the number of the hour in which a request is due."""
         return min(int(due_s / self.seconds), len(self.hours) - 1)
 
     @property
     def end_s(self) -> float:
+        """The end of the last hour."""
         return self.seconds * len(self.hours)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Requests of each hour: how many were due, and how many met their class."""
+    """Requests of each hour: the number due, and the number that met their class."""
 
     due: list[int] = field(default_factory=list)
     met: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, hours: int) -> "Tally":
+        """Returns a tally of zeros."""
         return cls([0] * hours, [0] * hours)
 
     def per_s(self, seconds: float) -> list[float]:
-        """Goodput of each hour."""
+        """Returns the goodput of each hour."""
         return [round(met / seconds, 3) for met in self.met]

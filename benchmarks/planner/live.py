@@ -1,10 +1,10 @@
-"""The planner of a real cluster through a day that swings: `python -m benchmarks.planner.live --set threads=4`.
+"""Runs a real cluster's planner through a day of changing load: `python -m benchmarks.planner.live --set threads=4`.
 
-As `benchmarks.planner`, with workers, router and clients of their own processes in place of the virtual clock. The
-first cluster, whose planner is off, measures how fast its workers are, sizes the day by that (`sizes.py`), and meets an
-hour of each kind in each split; another one, whose planner is on, meets the whole day. All of it takes `--seconds` at
-most. With `--hour` the day is what was asked for. On a CPU each worker computes with one thread if nothing else is set;
-it needs cores of its own. The last line is one JSON object.
+It is `benchmarks.planner` with processes for workers, router and clients in place of the virtual clock. The first
+cluster, with the planner off, measures its workers' speed, sizes the day by it (`sizes.py`), and runs an hour of each
+kind in each split. A second one, with the planner on, runs the whole day. Everything takes `--seconds` at most. With
+`--hour` the day is the given one. On a CPU each worker computes with one thread by default and needs cores of its own.
+The last line is one JSON object.
 """
 
 import argparse
@@ -39,33 +39,31 @@ from router.slo import BEST_EFFORT, SloClass
 from wire.errors import InvalidArgument, TandemError
 
 BATCH_REQUESTS, STEP_TOKENS = 8, 256
-"""What makes a worker's capacity definite: answers that it decodes at once, and a step that is no longer than a prompt,
-unless `--set` says otherwise.
-"""
-DAWN_S = 8.0
-"""Before the first hour, like the last one: every hour begins with a swing, and workers have measured their steps."""
+"""Default limits that define a worker's capacity: decode batch size, and a step no longer than a prompt."""
+WARMUP_S = 8.0
+"""Seconds of warm-up before the first hour, with the last hour's mix, in which workers measure their steps."""
 _TAIL = 4.0
-"""What answers take after the last request, in targets for the first token."""
+"""Time for answers after the last request, in TTFT targets."""
 _NOTE = (
-    "Hours of a real day last 3600 s, in which what a swing costs is a hundredth of what it costs here; the planner's "
+    "Hours of a real day last 3600 s, in which a change of load costs a hundredth of what it costs here; the planner's "
     "window is as much shorter than its default of 15 s. Statics are shares of such hours times the day's requests."
 )
 
 
 @dataclass(slots=True)
 class Replay:
-    """One run."""
+    """One run of the command."""
 
     model: ServedModel
     arguments: argparse.Namespace
     table: Timetable
     given: Sizes | None
-    """None = the day is to be sized."""
+    """The sizes that the command line gives; None = the day is to be sized."""
     pace: Pace | None = None
     start_s: float = 0.0
-    """That a cluster takes until it serves."""
-    beside_s: float = 0.0
-    """That a load takes beside the time in which its requests come."""
+    """Seconds that a cluster takes to start."""
+    overhead_s: float = 0.0
+    """Seconds of a load besides the period in which its requests arrive."""
     settings: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,16 +73,17 @@ class Replay:
 
     @property
     def splits(self) -> list[Split]:
-        """From the right one of prefill-heavy hours to that of decode-heavy ones."""
+        """The splits, from the best one of prefill-heavy hours to that of decode-heavy hours."""
         workers = self.arguments.workers
         return [Split(prefill, workers - prefill) for prefill in range(workers - 1, 0, -1)]
 
     @property
     def clients(self) -> LoadSettings:
+        """Settings of the client processes."""
         return LoadSettings(self.arguments.clients, self.arguments.drain_seconds)
 
     def cluster(self, split: Split, planner: PlannerConfig) -> AbstractContextManager[Endpoints]:
-        """Begun in this split."""
+        """Returns a cluster that starts with this split."""
         classes: tuple[SloClass, ...] = (self.given.slo,) if self.given else promises()
         roles = {"mode": "disaggregated", "prefill": split.prefill, "decode": split.decode, "planner": planner}
         named = {"device": self.arguments.device, "slo_classes": (*classes, BEST_EFFORT)}
@@ -92,7 +91,7 @@ class Replay:
         return running_cluster(self.model, self.settings | roles | named)
 
     def statics(self) -> tuple[Sizes, Statics]:
-        """What each split keeps, of hours that were sized by what workers can do."""
+        """Measures the share of requests that meet their class in each split; sizes the hours first."""
         began = self.table.passed_s
         with self.cluster(self.splits[0], PlannerConfig()) as listeners:
             self.start_s = self.table.passed_s - began
@@ -104,9 +103,9 @@ class Replay:
             kinds, cell = list(sizes.kinds), cell_of(sizes.slo)
             if not self.given:
                 seconds = self.table.static_seconds(
-                    self.arguments.hours, len(self.splits) * len(kinds) + 1, self.start_s + DAWN_S, self.beside_s
+                    self.arguments.hours, len(self.splits) * len(kinds) + 1, self.start_s + WARMUP_S, self.overhead_s
                 )
-                self.table.say(f"oracles look at hours of {seconds:.1f} s")
+                self.table.say(f"oracles run hours of {seconds:.1f} s")
                 for number, split in ((1, self.splits[-1]), (0, self.splits[0])):
                     kinds[number] = statics.tuned(split, kinds[number], number, cell, seconds)
             statics.all(self.splits, kinds, cell, seconds)
@@ -114,23 +113,23 @@ class Replay:
         return Sizes(sizes.slo, kinds[0], kinds[1], sizes.window_s), statics
 
     def sized(self, statics: Statics) -> Sizes:
-        """By what workers can do."""
+        """Sizes the day by the workers' measured speed."""
         defaults = CPU_BATCH_REQUESTS if self.arguments.device == "cpu" else GPU_BATCH_REQUESTS
         batch = int(str(self.settings.get("max_batch_requests", defaults)))
-        self.pace, beside_s = statics.measure(self.arguments.workers, batch)
+        self.pace, overhead_s = statics.measure(self.arguments.workers, batch)
         self.table.say(f"pace: {self.pace}")
         sizes = size(self.pace)
         self.table.say(f"sized: {json.dumps(sizes.as_result())}")
-        self.beside_s = beside_s + _TAIL * sizes.slo.ttft_s
+        self.overhead_s = overhead_s + _TAIL * sizes.slo.ttft_s
         return sizes
 
     def planned(self, listeners: Endpoints, sizes: Sizes, day: LiveDay) -> dict[str, Any]:
-        """The whole day."""
+        """Runs the whole day with the planner on."""
         target, cell = find_target(listeners.grpc), cell_of(sizes.slo)
         with Watch(listeners, self.table.say) as watch:
             report = ask(target, day.workload, cell, self.clients, where="planned", on_start=watch.start)
         met, due = day.met(report, cell)
-        changes = [{**each, "at_s": round(each["at_s"] - day.dawn_s, 1)} for each in watch.changes]
+        changes = [{**each, "at_s": round(each["at_s"] - day.warmup_s, 1)} for each in watch.changes]
         return {
             "goodput_per_s": [round(each / day.seconds, 4) for each in met],
             "share": [round(kept / max(all_, 1), 4) for kept, all_ in zip(met, due, strict=True)],
@@ -141,7 +140,7 @@ class Replay:
         }
 
     def predicted(self, sizes: Sizes, hour_s: float, static_s: float) -> dict[str, Any] | None:
-        """By the virtual clock; None for a day that was not sized."""
+        """Returns the results under the virtual clock; None for a day that was not sized."""
         if self.pace is None:
             return None
         batch, tokens = (int(str(self.settings[name])) for name in ("max_batch_requests", "max_step_tokens"))
@@ -152,22 +151,22 @@ class Replay:
         return found
 
     def day(self, sizes: Sizes) -> LiveDay:
-        """As long as there is time."""
+        """Returns the day, as long as the remaining time allows."""
         count = self.arguments.hours
         hours: list[LiveHour] = [sizes.kinds[number % 2] for number in range(count)]
         if self.given:
             return LiveDay(hours, self.arguments.hour_seconds, self.arguments.seed)
-        seconds = self.table.hour_seconds(count, DAWN_S + self.beside_s)
-        return LiveDay(hours, seconds, self.arguments.seed, DAWN_S)
+        seconds = self.table.hour_seconds(count, WARMUP_S + self.overhead_s)
+        return LiveDay(hours, seconds, self.arguments.seed, WARMUP_S)
 
 
 def cell_of(slo: SloClass) -> SloCell:
-    """The class as clients judge it."""
+    """Returns the class as the cell by which clients judge."""
     return SloCell(slo.name, slo.ttft_s, slo.itl_s, slo.itl_percent)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     description = (__doc__ or "").split("\n", 1)[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.live", description=description)
     add_model_options(parser)
@@ -188,19 +187,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def given(arguments: argparse.Namespace) -> Sizes | None:
-    """What the command line asks for; None = nothing."""
+    """Returns the sizes that the command line gives; None without."""
     if not arguments.hour:
         return None
     if len(arguments.hour) != 2:
-        raise InvalidArgument("--hour", f"{len(arguments.hour)} kinds of hours cannot take turns; two can")
+        raise InvalidArgument("--hour", f"{len(arguments.hour)} kinds of hours cannot alternate; two can")
     slo = SloClass("planned", ttft_s=arguments.ttft_ms / 1e3, itl_s=arguments.itl_ms / 1e3, itl_percent=95.0)
     first, second = map(parse_hour, arguments.hour)
     return Sizes(slo, first, second, arguments.window)
 
 
 def run(arguments: argparse.Namespace, table: Timetable) -> dict[str, Any]:
-    """Everything, printed as it comes, and kept before the last cluster stops. InvalidArgument for a cluster of fewer
-    than three workers.
+    """Runs everything; prints results as they arrive, and saves them before the last cluster stops.
+
+    InvalidArgument for fewer than three workers.
     """
     if arguments.workers < 3:
         raise InvalidArgument("--workers", f"{arguments.workers} have one split; three or more can be changed")
@@ -223,7 +223,7 @@ _LONG = {"planned", "static_loads", "predicted"}
 
 
 def summary(replay: Replay, sizes: Sizes, statics: Statics, day: LiveDay, planned: dict[str, Any]) -> dict[str, Any]:
-    """Ready for JSON."""
+    """Returns the result for JSON."""
     arguments, by_split = replay.arguments, statics.goodput(day.due_per_s())
     return {
         **judged(planned, by_split, [hour.name for hour in day.hours], day.seconds),
@@ -233,7 +233,7 @@ def summary(replay: Replay, sizes: Sizes, statics: Statics, day: LiveDay, planne
         "changes": planned["changes"],
         "hours": len(day.hours),
         "hour_seconds": day.seconds,
-        "dawn_seconds": day.dawn_s,
+        "warmup_seconds": day.warmup_s,
         "ttft_prompts": TTFT_PROMPTS,
         "pace": None if replay.pace is None else asdict(replay.pace),
         "planned": planned,
@@ -251,7 +251,7 @@ def summary(replay: Replay, sizes: Sizes, statics: Statics, day: LiveDay, planne
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Replay, show, judge; JSON last."""
+    """Runs the day, judges and prints it; JSON last."""
     began = time.monotonic()
     parsed = parse_arguments(arguments)
     table = Timetable(parsed.seconds, began)

@@ -1,4 +1,4 @@
-"""Hours of a real cluster's day: what clients ask in each, one after the other."""
+"""The hours of a real cluster's day: the clients' requests in each."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,24 +12,25 @@ from router.observability.verdict import Outcome
 from wire.errors import InvalidArgument
 
 HOUR_BITS = 32
-"""More than requests of an hour: prompts of two hours have nothing in common."""
+"""Bits for the number of a request within its hour, so that prompts of two hours share nothing."""
 _PROMPT_SIGMA, _ANSWER_SIGMA = 0.5, 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class LiveHour:
-    """A stretch of time in which the mix stays as it is; `rate` in requests a second."""
+    """A period with a constant request mix; `rate` in requests per second."""
 
     name: str
     rate: float
     source: Synthetic
 
     def workload(self, seconds: float, seed: int) -> Workload:
+        """Returns the requests of such an hour."""
         return replace(self.source.at(self.rate, seconds, seed), name=self.name)
 
 
 def parse_hour(text: str) -> LiveHour:
-    """From NAME:RATE:PROMPT:ANSWER, mean lengths in tokens. InvalidArgument says what is wrong."""
+    """Parses NAME:RATE:PROMPT:ANSWER, mean lengths in tokens. InvalidArgument describes errors."""
     try:
         name, rate, prompt, answer = text.split(":")
         per_s = float(rate)
@@ -43,23 +44,24 @@ def parse_hour(text: str) -> LiveHour:
 
 @dataclass(frozen=True, slots=True)
 class LiveDay:
-    """Hours of `seconds` each; `dawn_s` seconds like the last of them go before, and count for nothing."""
+    """Hours of `seconds` each, after `warmup_s` seconds with the last hour's mix that do not count."""
 
     hours: Sequence[LiveHour]
     seconds: float
     seed: int = 0
-    dawn_s: float = 0.0
+    warmup_s: float = 0.0
 
     @property
     def end_s(self) -> float:
-        return self.dawn_s + self.seconds * len(self.hours)
+        """The end of the last hour."""
+        return self.warmup_s + self.seconds * len(self.hours)
 
     @property
     def workload(self) -> Workload:
-        """Every hour of a kind has other requests."""
-        dawn = [(0.0, self.hours[-1].workload(self.dawn_s, self.seed + len(self.hours)))] if self.dawn_s else []
+        """The requests of all hours; two hours of a kind have different requests."""
+        warmup = [(0.0, self.hours[-1].workload(self.warmup_s, self.seed + len(self.hours)))] if self.warmup_s else []
         parts = [
-            (self.dawn_s + number * self.seconds, hour.workload(self.seconds, self.seed + number))
+            (self.warmup_s + number * self.seconds, hour.workload(self.seconds, self.seed + number))
             for number, hour in enumerate(self.hours)
         ]
         arrivals = [
@@ -68,19 +70,19 @@ class LiveDay:
                 tuple(replace(block, key=(number << HOUR_BITS) + block.key) for block in arrival.prompt),
                 arrival.new_tokens,
             )
-            for number, (begin_s, part) in enumerate([*dawn, *parts])
+            for number, (begin_s, part) in enumerate([*warmup, *parts])
             for arrival in part.arrivals
         ]
         return Workload("day", len(arrivals) / self.end_s, self.end_s, self.seed, tuple(arrivals))
 
     def hour_of(self, due_s: float) -> int | None:
-        """The number of the hour in which a request is due; None = in none."""
-        if due_s < self.dawn_s:
+        """Returns the number of the hour in which a request is due; None = during the warm-up."""
+        if due_s < self.warmup_s:
             return None
-        return min(int((due_s - self.dawn_s) / self.seconds), len(self.hours) - 1)
+        return min(int((due_s - self.warmup_s) / self.seconds), len(self.hours) - 1)
 
     def met(self, report: LoadReport, cell: SloCell) -> tuple[list[int], list[int]]:
-        """Requests of a day's load that kept their promise, and all, of each hour, by the moment they were due."""
+        """Returns for each hour the requests that met the cell, and all requests, by due time."""
         due, met = Counter[int | None](), Counter[int | None]()
         for record in report.records:
             due[self.hour_of(record.due_s)] += 1
@@ -89,7 +91,7 @@ class LiveDay:
         return [met[number] for number in numbers], [due[number] for number in numbers]
 
     def due_per_s(self) -> dict[str, float]:
-        """Requests a second of the hours of each kind, as they were drawn."""
+        """Returns requests per second of the hours of each kind, as drawn."""
         due = Counter(self.hour_of(arrival.due_s) for arrival in self.workload.arrivals)
         seconds, total = Counter[str](), Counter[str]()
         for number, hour in enumerate(self.hours):

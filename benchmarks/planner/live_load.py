@@ -1,4 +1,4 @@
-"""A load of a real cluster's day, all of whose requests have one promise."""
+"""A load of a real cluster's day, all of whose requests have the same class."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +20,6 @@ def ask(
     where: str,
     on_start: Callable[[float], None] | None = None,
 ) -> LoadReport:
-    """One line for a person says where, and how it went."""
+    """Runs the load and prints a line with `where` and the results."""
     print(f"{where:>9} {workload.name:>14} ", end="", flush=True)
     return show(run_load(target, workload, [cell], replace(settings, slo_class=cell.name), on_start=on_start))

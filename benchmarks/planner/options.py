@@ -1,4 +1,4 @@
-"""What both replays of a day are told alike."""
+"""Command-line options that both replays of a day share."""
 
 import argparse
 
@@ -12,12 +12,12 @@ def add_day_options(
     ttft_ms: float,
     itl_ms: float,
 ) -> None:
-    """With these defaults."""
+    """Adds the options with these defaults."""
     parser.add_argument("--workers", type=int, default=workers)
     parser.add_argument("--hours", type=int, default=4, help="of the day; the kinds take turns")
     parser.add_argument("--hour-seconds", type=float, default=hour_s)
-    parser.add_argument("--static-seconds", type=float, default=static_s, help="of the hours that the oracles look at")
-    parser.add_argument("--window", type=float, default=5.0, help="seconds between two looks of the planner")
+    parser.add_argument("--static-seconds", type=float, default=static_s, help="of the oracles' hours")
+    parser.add_argument("--window", type=float, default=5.0, help="seconds between two decisions of the planner")
     parser.add_argument("--ttft-ms", type=float, default=ttft_ms)
     parser.add_argument("--itl-ms", type=float, default=itl_ms)
     parser.add_argument("--seed", type=int, default=0)

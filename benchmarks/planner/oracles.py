@@ -1,4 +1,4 @@
-"""How the planner did beside two who know the day: the best split of each hour, and the best single one."""
+"""Compares the planner with two oracles that know the day: the best split of each hour, and the best constant one."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -7,23 +7,24 @@ from typing import Any
 from planner.decision import Direction
 
 UNDONE_PART = 0.1
-"""Of the flips, the part that may be undone within the same hour: small corrections are no flapping."""
+"""Share of the role changes that may be undone within the same hour; small corrections are not flapping."""
 AGREED_OF_BEST, AGREED_OVER_SINGLE = 0.95, 1.2
 
 
 def undone(changes: Sequence[dict[str, Any]], hour_s: float) -> int:
-    """Flips that others of the same hour undo."""
+    """Returns the number of role changes that others of the same hour undo."""
     by_hour: dict[int, Counter[str]] = defaultdict(Counter)
     for change in changes:
         by_hour[int(change["at_s"] / hour_s)][change["direction"]] += change["flips"]
-    return sum(min(ways[Direction.TO_PREFILL], ways[Direction.TO_DECODE]) for ways in by_hour.values())
+    return sum(min(flips[Direction.TO_PREFILL], flips[Direction.TO_DECODE]) for flips in by_hour.values())
 
 
 def judged(
     planned: dict[str, Any], by_split: dict[str, dict[str, float]], names: list[str], hour_s: float
 ) -> dict[str, Any]:
-    """Beside the oracles; `by_split` has the goodput of each split in each kind of hour, `names` the kind of each hour
-    of `hour_s` seconds.
+    """Compares the planner's goodput with the oracles'.
+
+    `by_split` has the goodput of each split in each kind of hour, `names` the kind of each hour of `hour_s` seconds.
     """
     best = {name: max(by_split, key=lambda split, name=name: by_split[split][name]) for name in set(names)}  # type: ignore[misc]
     each_hour = sum(by_split[best[name]][name] for name in names)

@@ -1,5 +1,7 @@
-"""How fast a cluster's workers are: more comes at once than they can take, by the router, and what they serve is
-counted while all of them are busy. The first burst of a kind only warms them up.
+"""Measures the speed of a cluster's workers by overloading them for a short time.
+
+More requests than they can serve arrive at once, and the tokens served while all workers are busy count. The first
+burst of a kind is a warm-up.
 """
 
 import time
@@ -17,62 +19,63 @@ from wire.errors import Unavailable
 
 PROMPT_TOKENS = 256
 ANSWER_TOKENS = 48
-"""On average: from half to one and a half times as many, so that a batch never ends as a whole."""
+"""Mean answer length; lengths are from half to one and a half of it, so that a batch never ends as a whole."""
 _PROMPTS, _WAVES = 12, 4
-"""Prompts, and full batches, for each worker."""
+"""Number of prompts, and of full batches, for each worker."""
 _BUSY = 1 / 6, 5 / 6
-"""Parts of the prompts between which no worker is without one."""
+"""Shares of the prompts between which every worker has one."""
 _MIDDLE = 0.25, 0.75
-"""Parts of the tokens between which all batches are full."""
+"""Shares of the tokens between which all batches are full."""
 _SLOW = 0.9
-"""Part of the hand-overs that the one which is told is not faster than."""
+"""The quantile of hand-over gaps that is returned."""
 _STRIDE = 29
-"""Has no divisor in common with `ANSWER_TOKENS`."""
+"""A stride through answer lengths, coprime with `ANSWER_TOKENS`."""
 _SEED = 2**61
-"""No day has it."""
+"""The seed of bursts, which no day has."""
 
 
 class Answers(NamedTuple):
-    """Tokens a second; a step, the hand-over's gap and what the load took beside its requests in seconds."""
+    """Tokens per second; in seconds: a step, the hand-over's gap, and the load's time besides its requests."""
 
     per_s: float
     step_s: float
     handover_s: float
-    beside_s: float
+    overhead_s: float
 
 
 def burst(prompt_tokens: int, answers: Sequence[int], number: int = 0) -> Workload:
-    """Requests at once for answers so long; bursts of another `number` have other tokens."""
+    """Returns concurrent requests for answers of these lengths; bursts of another `number` have other tokens."""
     arrivals = tuple(Arrival(0.0, (Block(each, prompt_tokens),), tokens) for each, tokens in enumerate(answers))
     return Workload("burst", float(len(answers)), 1.0, _SEED + 2 * prompt_tokens + number, arrivals)
 
 
 def serve_prompts(target: Target, workers: int, settings: LoadSettings) -> tuple[float, float]:
-    """Where so many prefill → prompt tokens a second, and the hand-over's gap in seconds."""
+    """Runs prompts on `workers` prefill workers; returns prompt tokens per second and the hand-over's gap in s."""
     for number in range(2):
         records = _records(target, burst(PROMPT_TOKENS, [2] * (_PROMPTS * workers), number), settings)
     return prompt_rate(records, PROMPT_TOKENS), handover_gap(records)
 
 
 def serve_answers(target: Target, workers: int, batch: int, settings: LoadSettings) -> Answers:
-    """Where so many decode, each a batch of so many at most."""
+    """Runs answers on `workers` decode workers with `batch` requests each."""
     full = batch * workers
     _records(target, burst(SHORT_PROMPT, [ANSWER_TOKENS // 2] * full), settings)
     began = time.monotonic()
     records = _records(target, burst(SHORT_PROMPT, answer_lengths(_WAVES * full), 1), settings)
     step_s = float(np.median([gap for record in records for gap in record.gaps_s[1:]]))
-    beside_s = time.monotonic() - began - max(record.ended_s for record in records)
-    return Answers(answer_rate(records), step_s, handover_gap(records), beside_s)
+    overhead_s = time.monotonic() - began - max(record.ended_s for record in records)
+    return Answers(answer_rate(records), step_s, handover_gap(records), overhead_s)
 
 
 def answer_lengths(answers: int) -> list[int]:
-    """In tokens: spread evenly, and those beside each other differ."""
+    """Returns answer lengths in tokens, evenly spread, different for neighbouring requests."""
     return [ANSWER_TOKENS // 2 + each * _STRIDE % ANSWER_TOKENS for each in range(answers)]
 
 
 def prompt_rate(records: Sequence[RequestRecord], tokens: int) -> float:
-    """Prompt tokens a second of a burst, between first tokens of prompts: from when all workers have begun to the last
-    one before somebody runs out of them.
+    """Returns prompt tokens per second of a burst, while every worker has prompts.
+
+    They are counted between first tokens.
     """
     firsts = sorted(record.token_s[0] for record in records)
     begun, busy = (max(1, int(part * len(firsts))) for part in _BUSY)
@@ -80,14 +83,14 @@ def prompt_rate(records: Sequence[RequestRecord], tokens: int) -> float:
 
 
 def answer_rate(records: Sequence[RequestRecord]) -> float:
-    """Tokens behind the first of each answer, a second, in the middle of a burst."""
+    """Returns answer tokens per second in the middle of a burst, without first tokens."""
     moments = sorted(moment for record in records for moment in record.token_s[1:])
     first, last = (int(part * (len(moments) - 1)) for part in _MIDDLE)
     return (last - first) / (moments[last] - moments[first])
 
 
 def handover_gap(records: Sequence[RequestRecord]) -> float:
-    """Between the first two tokens, in seconds: nine in ten are no longer."""
+    """Returns the gap between the first two tokens in seconds, at the `_SLOW` quantile."""
     return float(np.quantile([record.gaps_s[0] for record in records], _SLOW))
 
 

@@ -1,4 +1,4 @@
-"""The day of a real cluster under the virtual clock, whose workers are as fast as the real ones were measured to be."""
+"""Simulates the day of a real cluster, with workers as fast as the real ones were measured to be."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,26 +21,27 @@ from simulation.request import LoadRequest
 from wire.cost_parameters import CostParameters
 
 _SHAPE = "llama-3-8b"
-"""Whatever has a long context: costs are measured."""
+"""A shape with a long context; its step cost is not used, since the cost is measured."""
 _PAGES = 1 << 14
 _BASE_PART = 0.5
-"""Of a full batch's step, what a step of one answer takes, too: on a CPU weights are half of it."""
+"""Share of a full batch's step that a step of one request takes, too: on a CPU weights are half of it."""
 _STEP_POLICY = "unchunked"
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnDay(Day):
-    """Whose requests are those of a real load."""
+    """A day with the requests of a real load."""
 
     workload: Workload | None = None
 
     def requests(self, max_context: int) -> Iterator[LoadRequest]:
+        """Yields the real load's requests."""
         assert self.workload is not None
         yield from make_requests(self.workload.fitted(max_context), GPU_PAGE_TOKENS, self.slo)
 
 
 def costs_of(pace: Pace, batch: int) -> CostParameters:
-    """Of a worker."""
+    """Returns the step cost of a worker."""
     base_s = _BASE_PART * pace.step_s
     prompt_s = PROMPT_TOKENS * (pace.workers - 1) / pace.prompt_tokens_per_s
     return CostParameters(
@@ -53,7 +54,7 @@ def costs_of(pace: Pace, batch: int) -> CostParameters:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What is asked of which workers. `settings` are fields of `ClusterConfig`."""
+    """A cluster's hardware and load. `settings` are fields of `ClusterConfig`."""
 
     machine: Hardware
     sizes: Sizes
@@ -62,17 +63,19 @@ class Rehearsal:
 
     @classmethod
     def of(cls, pace: Pace, sizes: Sizes, *, batch: int, step_tokens: int, seed: int) -> "Rehearsal":
+        """Returns a rehearsal for workers of this pace."""
         costs = costs_of(pace, batch)
         machine = Hardware(shape_config(_SHAPE), _SHAPE, costs, costs, _PAGES)
         return cls(machine, sizes, {"max_batch_requests": batch, "max_step_tokens": step_tokens}, seed)
 
     def go(self, splits: Sequence[Split], count: int, hour_s: float, static_s: float) -> dict[str, Any]:
-        """So many hours, begun in the last of the splits after one more hour like the last one, which does not count;
-        judged as the real day is.
+        """Simulates `count` hours, beginning in the last split, and judges them as the real day.
+
+        One more hour with the last one's mix precedes them and does not count.
         """
         kinds = self.sizes.kinds
         hours = [kinds[number % len(kinds)] for number in range(count)]
-        day = LiveDay(hours, hour_s, self.seed, dawn_s=hour_s)
+        day = LiveDay(hours, hour_s, self.seed, warmup_s=hour_s)
         run = PlannedRun(
             self.machine,
             self._drawn(day, [hours[-1], *hours]),
@@ -80,7 +83,7 @@ class Rehearsal:
             _STEP_POLICY,
             settings=self.settings,
             window_s=self.sizes.window_s,
-            limits_told=True,
+            limits_known=True,
         )
         tally = run.go()
         changes = [asdict(change) for change in run.changes]

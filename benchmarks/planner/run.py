@@ -1,4 +1,4 @@
-"""A simulated cluster through a day: with a split that stays, or with the planner's own class at work."""
+"""Runs a simulated cluster through a day, with a constant split or with the planner."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.planner.hours import Day, Tally
 from benchmarks.simulation.stage import make_cluster
-from cluster.supervision.modes import Sharing, assign
+from cluster.supervision.modes import Topology, assign
 from costs.answer_length import AnswerLengths
 from costs.step_cost import StepCost
 from planner.decision import Decision, Direction, Limits, Split, State
 from planner.demand import Promise
+from planner.load_ratio import WorkerFacts
 from planner.observation import Kept, Observation, Offered
 from planner.policy import plan
-from planner.strain import WorkerFacts
 from router.observability.verdict import Outcome as Kind
 from router.observability.verdict import Verdict
 from simulation.cluster import VirtualCluster
@@ -28,15 +28,15 @@ from wire.mode import Mode
 from wire.tracing.spans import Phase
 
 NETWORK = Network(chunks_per_s=None)
-"""So many workers have several routers, whose budget of chunks is not what is looked at here."""
+"""No limit on chunks: so many workers would have several routers."""
 _QUEUE = 100_000
 SAME_LIMIT = 4096
-"""Of all answers, as far as the planner is told: no limit says that one is going to be long."""
+"""The limit of all answers as reported to the planner, so that no limit reveals a length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What the planner did."""
+    """A change by the planner."""
 
     at_s: float
     split: str
@@ -47,14 +47,14 @@ class Change:
 
 @dataclass(slots=True)
 class Run:
-    """One day."""
+    """A run through one day with a constant split."""
 
     machine: Hardware
     day: Day
     split: Split
     step_policy: str
     settings: Mapping[str, object] = field(default_factory=dict, kw_only=True)
-    """Other fields of `ClusterConfig`."""
+    """Further fields of `ClusterConfig`."""
     tally: Tally = field(init=False)
     cluster: VirtualCluster = field(init=False)
 
@@ -74,14 +74,15 @@ class Run:
             for number in range(count)
         ]
         self.cluster = VirtualCluster(specs, replace(pair.config, max_queued_requests=_QUEUE), NETWORK)
-        self.cluster.router.on_end = self._heard
+        self.cluster.router.on_end = self._on_end
 
     @property
     def idle_step_s(self) -> float:
+        """Seconds of an idle worker's decode step."""
         return self.machine.idle_step_s
 
     def go(self) -> Tally:
-        """Goodput of each hour; answers may end as late as they like, but those that never do are missed."""
+        """Runs the day; returns the goodput of each hour. Late answers count, missing ones are missed."""
         for request in self.day.requests(self.machine.model.max_context):
             self.cluster.clock.at(request.due_s + NETWORK.ingress_s, lambda asked=request: self._arrive(asked))  # type: ignore[misc]
         self.cluster.clock.run(self.day.end_s + self.day.seconds)
@@ -91,7 +92,7 @@ class Run:
         self.tally.due[self.day.hour_of(asked.due_s)] += 1
         self.cluster.router.arrive(asked)
 
-    def _heard(self, outcome: Outcome) -> None:
+    def _on_end(self, outcome: Outcome) -> None:
         self._end(outcome)
 
     def _end(self, outcome: Outcome) -> Verdict:
@@ -102,12 +103,12 @@ class Run:
 
 @dataclass(slots=True)
 class PlannedRun(Run):
-    """The planner looks every `window_s` seconds, and what it decides is done."""
+    """A run in which the planner decides every `window_s` seconds, and its decisions are applied."""
 
     window_s: float = 10.0
     limits: Limits = field(default_factory=Limits)
-    limits_told: bool = False
-    """Whether requests say how long their answers are going to be."""
+    limits_known: bool = False
+    """True if requests report their answers' lengths."""
     changes: list[Change] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     _state: State = field(default_factory=State)
@@ -117,12 +118,13 @@ class PlannedRun(Run):
     _verdicts: list[Verdict] = field(default_factory=list)
 
     def go(self) -> Tally:
+        """Runs the day with the planner."""
         self.cluster.clock.after(self.window_s, self._look)
         return Run.go(self)
 
     def _arrive(self, asked: LoadRequest) -> None:
         self._offered.append(asked)
-        self._expected += asked.new_tokens if self.limits_told else self._lengths.mean(SAME_LIMIT)
+        self._expected += asked.new_tokens if self.limits_known else self._lengths.mean(SAME_LIMIT)
         Run._arrive(self, asked)
 
     def _end(self, outcome: Outcome) -> Verdict:
@@ -142,10 +144,10 @@ class PlannedRun(Run):
             self.cluster.clock.after(self.window_s, self._look)
 
     def _apply(self, decision: Decision) -> None:
-        """As the controller would: whoever has a role that is needed keeps it."""
+        """Applies a decision like the controller: workers in a needed role keep it."""
         workers = {each.peer.worker_id: each for each in self.cluster.workers.values()}
         roles = {worker_id: each.assignment.wanted for worker_id, each in workers.items()}
-        assignments = assign(Sharing(Mode.DISAGGREGATED, decision.split.prefill), roles)
+        assignments = assign(Topology(Mode.DISAGGREGATED, decision.split.prefill), roles)
         flipped = [
             worker_id for worker_id, assignment in assignments.items() if assignment.role is not roles[worker_id]
         ]
@@ -189,7 +191,7 @@ class PlannedRun(Run):
         info = next(iter(self.cluster.workers.values())).info
         tokens = self.machine.pages * self.machine.page_tokens
         sizes = info.max_batch_requests, info.max_step_tokens, info.model.max_context
-        return WorkerFacts(self.machine.told, tokens, *sizes)
+        return WorkerFacts(self.machine.reported, tokens, *sizes)
 
 
 def _mean(values: list[int]) -> float:

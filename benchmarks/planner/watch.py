@@ -1,4 +1,4 @@
-"""Who prefills in a real cluster, and when that changed."""
+"""Records the role changes in a real cluster."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ _LOOK_S = 0.5
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """Asks the controller twice a second; `changes` has what changed, `at_s` seconds after `start`."""
+    """Asks the controller twice a second; `changes` has the changes, `at_s` in seconds after `start`."""
 
     def __init__(self, listeners: Endpoints, say: Callable[[str], None]) -> None:
         self.changes: list[dict[str, Any]] = []
@@ -29,7 +29,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
     def start(self, moment: float) -> None:
-        """What happens counts from this moment of `time.monotonic`; before it was said, from the watch's own start."""
+        """Sets the time of `time.monotonic` from which changes count; the default is the watch's own start."""
         self._began = moment
 
     def __enter__(self) -> "Watch":
@@ -51,11 +51,11 @@ class Watch(AbstractContextManager["Watch"]):
             before = now
 
     async def _split(self) -> Split:
-        roles = Counter(info.told for info in await self._controller.workers())
+        roles = Counter(info.assigned_role for info in await self._controller.workers())
         return Split(roles[Role.PREFILL], roles[Role.DECODE])
 
     def _note(self, now: Split, more: int) -> None:
-        at_s, way = time.monotonic() - self._began, Direction.TO_PREFILL if more > 0 else Direction.TO_DECODE
-        change = {"at_s": round(at_s, 1), "split": now.text, "flips": abs(more), "direction": way.value}
+        at_s, direction = time.monotonic() - self._began, Direction.TO_PREFILL if more > 0 else Direction.TO_DECODE
+        change = {"at_s": round(at_s, 1), "split": now.text, "flips": abs(more), "direction": direction.value}
         self._say(f"{at_s:8.1f} s of the day: {now.text}")
         self.changes.append(change)

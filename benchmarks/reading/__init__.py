@@ -1,1 +1,1 @@
-"""How much has to be read before one step, one hand-over or the choice of a worker can be changed."""
+"""Measures the amount of code to read before a step, a hand-over or placement can be changed."""

@@ -1,5 +1,7 @@
-"""Prints how much has to be read: files and lines of a decode step, a prefill step, a hand-over and placement, the
-tuned constants of placement, the largest flat folders, and the share of docstrings that begin as fragments.
+"""Prints the amount of code to read, by path through the code.
+
+The figures are files and lines of a decode step, a prefill step, a hand-over and placement, the tuned constants of
+placement, the largest flat folders, and the share of docstrings that begin as fragments.
 
     python -m benchmarks.reading [--tree PATH] [--json] [--files]
 """
@@ -18,18 +20,18 @@ TRACE = Path(__file__).with_name("trace.py")
 TIMEOUT_S = 600
 PLACEMENT = "placement and admission"
 LARGEST = 8
-"""How many of the largest folders are named."""
+"""The number of largest folders to name."""
 
 
 def trace(tree: Path) -> dict[str, list[str]]:
-    """The files that run in each of the traced paths of a tree; SystemExit in words if that tree cannot run."""
+    """Returns the files that run in each traced path of a tree. SystemExit with a message if the tree cannot run."""
     environment = os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", str(TRACE)]
     done = subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     if done.returncode:
-        raise SystemExit(f"{tree} could not be traced; its last words: {done.stderr.strip()[-2000:]}")
+        raise SystemExit(f"{tree} could not be traced: {done.stderr.strip()[-2000:]}")
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 

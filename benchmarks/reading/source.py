@@ -5,24 +5,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-FRAGMENTS = ("Of", "What", "How", "Whether", "Who", "Where", "When", "As", "By")
-"""The first words of docstrings that are no sentences."""
+FRAGMENTS = (
+    "Of", "What", "How", "Whether", "Who", "Where", "When", "As", "By",
+    "From", "Behind", "These", "It", "To", "That", "Which",
+)  # fmt: skip
+"""First words of docstrings that are no sentences."""
 _OUTSIDE = {".venv", ".git", "generated", "node_modules", "build", "__pycache__"}
 
 
 def python_files(tree: Path) -> list[Path]:
-    """The tree's own Python files; generated ones and environments do not count."""
+    """Returns the tree's own Python files, without generated ones and environments."""
     found = (path for path in tree.rglob("*.py") if not _OUTSIDE.intersection(path.relative_to(tree).parts))
     return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(tree).parts))
 
 
 def lines(path: Path) -> int:
-    """The number of lines of a file."""
+    """Returns the number of lines of a file."""
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def number_constants(path: Path) -> list[str]:
-    """The names of module-level constants of a file that are numbers, or computed from numbers alone."""
+    """Returns the names of a file's module-level constants that are numbers, or computed from numbers alone."""
     found: list[str] = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign):
@@ -40,12 +43,12 @@ def number_constants(path: Path) -> list[str]:
 
 
 def flat_folders(files: Iterable[Path], tree: Path) -> Counter[str]:
-    """The number of Python files directly in each folder."""
+    """Returns the number of Python files directly in each folder."""
     return Counter(path.parent.relative_to(tree).as_posix() for path in files)
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """The docstrings of a file: of the module, of classes, functions and attributes."""
+    """Yields the docstrings of a file: of the module, of classes, functions and attributes."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         body = getattr(node, "body", None)
         for child in body if isinstance(body, list) else ():
@@ -56,7 +59,7 @@ def docstrings(path: Path) -> Iterator[str]:
 
 
 def is_fragment(docstring: str) -> bool:
-    """Whether a docstring begins with one of the words of `FRAGMENTS`."""
+    """Returns True if a docstring begins with one of the words of `FRAGMENTS`."""
     return docstring.split(maxsplit=1)[0].rstrip(",:;.") in FRAGMENTS
 
 

@@ -1,8 +1,8 @@
 """Records which of a tree's files run in one decode step, one prefill step, one hand-over, and in placement.
 
 This file is run as a script, in a process of its own, with the tree as working directory and PYTHONPATH; it prints a
-JSON object of paths by name. It relies on what older trees have as well: `tests/worker_pair.py`, two workers in one
-process, here over the real engine with a tiny model on the CPU, and `tests/unit/simulation/stages.py`.
+JSON object of paths by name. It relies on modules that older trees have as well: `tests/worker_pair.py`, two workers in
+one process, here over the real engine with a tiny model on the CPU, and `tests/unit/simulation/stages.py`.
 
 A file counts if one of its functions is called, or an object of one of its dataclasses is made. Tests, `telemetry/` and
 the kernels below `engine/kernels/` do not count.
@@ -26,7 +26,7 @@ SKIPPED = ("tests/", "telemetry/", "benchmarks/", "engine/kernels/", "simulation
 LOOP_FILE, LOOP_STEP = "worker/loop.py", "_step"
 HANDOVER_ROOTS = ("prefill_worker/handoff.py", "decode_worker/admission.py", "worker/servicer.py")
 PLACEMENT_ROOTS = ("router/placement", "router/binder.py")
-"""The placement of a request, where older and newer trees keep it."""
+"""Files that place requests; router/binder.py exists in older trees only."""
 STEP_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 32, 200, 48
 STEADY_TOKENS, OBSERVED_TOKENS = 4, 36
 """Tokens of the answers before decode steps are recorded, and when recording ends."""
@@ -45,7 +45,7 @@ class Recorder:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Observe the calls of this thread and of all threads that are started meanwhile."""
+        """Observes the calls of this thread, and of all threads started within the context."""
         threading.setprofile(self._observe)
         sys.setprofile(self._observe)
         try:
@@ -56,7 +56,7 @@ class Recorder:
 
     @contextmanager
     def recording_steps(self, name: str) -> Iterator[None]:
-        """Record every step of a step loop that begins and ends meanwhile."""
+        """Records every step of a step loop that begins and ends within the context."""
         self.steps[name], self._step_name = [], name
         try:
             yield
@@ -65,7 +65,7 @@ class Recorder:
 
     @contextmanager
     def recording_below(self, name: str, roots: tuple[str, ...]) -> Iterator[None]:
-        """Record what is called below functions of files that begin with one of `roots`."""
+        """Records the calls below functions of files whose paths begin with one of `roots`."""
         self.below[name], self._roots[name] = set(), roots
         try:
             yield
@@ -73,7 +73,7 @@ class Recorder:
             del self._roots[name]
 
     def typical_step(self, name: str) -> list[str]:
-        """The files of the step that was recorded most often."""
+        """Returns the files of the step that was recorded most often."""
         return sorted(Counter(self.steps[name]).most_common(1)[0][0])
 
     def _observe(self, frame: FrameType, event: str, _: object) -> None:
@@ -119,14 +119,14 @@ class Recorder:
 
 
 def _file_of_class(frame: FrameType) -> str:
-    """The file that declares the class whose generated constructor is called."""
+    """Returns the file that declares the class whose generated constructor is called."""
     made = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
     module = sys.modules.get(type(made).__module__) if made is not None else None
     return _relative(getattr(module, "__file__", None) or "")
 
 
 def _relative(path: str) -> str:
-    """The path inside the tree; empty for files outside of it and for those that do not count."""
+    """Returns the path inside the tree; empty for files outside of it and for those that do not count."""
     file = Path(path)
     if not path or not file.is_relative_to(TREE):
         return ""
@@ -135,7 +135,7 @@ def _relative(path: str) -> str:
 
 
 def engine_factory(folder: Path) -> Callable[[int], Any]:
-    """What makes the engines of a worker pair: the real one with a tiny model on the CPU."""
+    """Returns a factory of a worker pair's engines: the real engine with a tiny model on the CPU."""
     from engine.model_runner import ModelRunner
     from tests.factories import tiny_engine_config, write_tiny_model
     from worker.process import layout_of
@@ -151,12 +151,12 @@ def engine_factory(folder: Path) -> Callable[[int], Any]:
 
 
 def prompt(first: int) -> list[int]:
-    """A prompt that begins with this token; the tiny model's vocabulary has more than a hundred."""
+    """Returns a prompt that begins with this token; the tiny model's vocabulary has more than a hundred."""
     return [first + number % 100 for number in range(PROMPT_TOKENS)]
 
 
 async def trace_workers(recorder: Recorder, folder: Path) -> None:
-    """Record steps and hand-overs of a pair of workers; the first request only compiles and connects."""
+    """Records steps and hand-overs of a pair of workers; the first request only compiles and connects."""
     from wire.messages import SamplingParams
 
     pairs: Any = importlib.import_module("tests.worker_pair")
@@ -177,7 +177,7 @@ async def trace_workers(recorder: Recorder, folder: Path) -> None:
 
 
 def trace_placement(recorder: Recorder) -> None:
-    """Record the placement of a few requests on two simulated workers."""
+    """Records the placement of a few requests on two simulated workers."""
     from wire.messages import Role
 
     stages: Any = importlib.import_module("tests.unit.simulation.stages")
@@ -187,7 +187,7 @@ def trace_placement(recorder: Recorder) -> None:
 
 
 def main() -> None:
-    """Trace the tree in the working directory and print the files by name."""
+    """Traces the tree in the working directory, and prints the files by name."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder, recorder.installed():
         asyncio.run(trace_workers(recorder, Path(folder)))

@@ -1,1 +1,1 @@
-"""The strategy table under a virtual clock: the product's policies over devices that only take time."""
+"""The strategy table under a virtual clock: the product's policies on modelled devices."""

@@ -1,9 +1,9 @@
-"""The strategy table under a virtual clock: `python -m benchmarks.simulation --shape llama-3-8b --workers 2`.
+"""Simulates the strategy table under a virtual clock: `python -m benchmarks.simulation --shape llama-3-8b --workers 2`.
 
-The rows, workloads, rates, cells and reports of `benchmarks.strategies`; only devices and networks are made of time. By
-default the cost of a step is the roofline's of an H200; `--costs FILE` takes fitted ones. `--against FILE` lays what
-was measured beside it: loads at the same rates, seconds and seed, and knees where both went that far; with `--fitted`
-each row's steps take what its workers had learned when that load was measured. The last line is one JSON object.
+Rows, workloads, rates, cells and reports are those of `benchmarks.strategies`; only devices and networks are modelled.
+By default the cost of a step is the roofline's of an H200; `--costs FILE` takes fitted ones. `--against FILE` compares
+with a measured table: loads at the same rates, seconds and seed, and knees where both have them; with `--fitted` each
+row's steps take the cost that its workers had fitted during that load. The last line is one JSON object.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from simulation.network import Network
 from wire.errors import InvalidArgument, TandemError
 
 Fitted = Mapping[tuple[str, str, float], CostParameters]
-"""What steps cost by workload, row and rate."""
+"""Step costs by workload, row and rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Simulates rows of the table; goes to other processes."""
+    """Simulates rows of the table; it can be sent to other processes."""
 
     stage: Stage
     cells: Sequence[SloCell]
@@ -45,7 +45,7 @@ class Simulated:
     fitted: Fitted = field(default_factory=dict)
 
     def loads(self, row: Strategy, offer: Offer) -> list[Load]:
-        """Of one row under one workload, by rising rate: those asked for, or up to the knee; as far as a trace goes."""
+        """Returns a row's loads under a workload by rising rate: the given ones, or up to the knee or trace's end."""
         loads: list[Load] = []
         while (rate := self._next_rate(offer, loads)) is not None:
             try:
@@ -63,7 +63,7 @@ class Simulated:
         return sweep.next_rate(offer.first_rate * self.arguments.workers, [goodput_of(load) for load in loads])
 
     def _load(self, row: Strategy, offer: Offer, rate: float) -> Load:
-        """With a load for each cell if its requests name classes, as in `benchmarks.strategies`."""
+        """Runs a load; one for each cell if its requests name classes, as in `benchmarks.strategies`."""
         named = asks(row, self.arguments.ask)
         classes = [slo for slo in DEFAULT_CLASSES if slo.has_targets] if named else [BEST_EFFORT]
         workload = offer.source.at(rate, self.arguments.seconds, self.arguments.seed)
@@ -80,7 +80,7 @@ class Simulated:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", default="llama-3-8b", help="of the model")
     parser.add_argument("--workers", type=int, default=2, help="of every row")
@@ -98,7 +98,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--network", type=Path, default=None, help="JSON with the fields of Network")
     parser.add_argument("--processes", type=int, default=1, help="rows that are simulated at a time")
     parser.add_argument("--against", type=Path, default=None, help="a table of benchmarks.strategies")
-    parser.add_argument("--fitted", action="store_true", help="steps take what the workers of that table had learned")
+    parser.add_argument(
+        "--fitted", action="store_true", help="steps take the costs that the workers of that table had fitted"
+    )
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     parsed = parser.parse_args(arguments)
     if parsed.fitted and parsed.against is None:
@@ -107,7 +109,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def fitted_of(measured: Any) -> Fitted:
-    """Of a table of `benchmarks.strategies`. InvalidArgument if it has none: tables before 2026-11-22 13:00."""
+    """Returns the costs in a table of `benchmarks.strategies`. InvalidArgument for tables before 2026-11-22 13:00."""
     found = {
         (workload, row, load["rate"]): CostParameters(**load["costs"])
         for workload, rows in measured.get("loads", {}).items()
@@ -116,12 +118,12 @@ def fitted_of(measured: Any) -> Fitted:
         if load.get("costs") is not None
     }
     if not found:
-        raise InvalidArgument("--fitted", "that table does not say what its workers had learned; measure it again")
+        raise InvalidArgument("--fitted", "that table does not have its workers' fitted costs; measure it again")
     return found
 
 
 def read_object(file: Path, option: str) -> Any:
-    """A JSON object. InvalidArgument names the option."""
+    """Reads a JSON object. InvalidArgument names the option."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -132,7 +134,7 @@ def read_object(file: Path, option: str) -> Any:
 
 
 def read_network(file: Path) -> Network:
-    """By the names of its fields."""
+    """Reads a network by the names of its fields."""
     content = read_object(file, "--network")
     known = [each.name for each in fields(Network)]
     if strange := sorted(content.keys() - set(known)):
@@ -141,7 +143,7 @@ def read_network(file: Path) -> Network:
 
 
 def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, object]:
-    """All tables, printed, and what they are made of; with `--fitted` by the costs of a table that was measured."""
+    """Simulates and prints all tables; with `--fitted` by the costs of a measured table."""
     if arguments.processes < 1:
         raise InvalidArgument("--processes", f"{arguments.processes} is less than 1")
     machine = hardware(arguments.shape, arguments.costs, arguments.kv_gib, arguments.misjudged)
@@ -149,10 +151,10 @@ def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, 
     rows = chosen(strategies(arguments.workers), arguments.only)
     found = chosen_offers(offers(arguments.trace, 1.0, 1.0), arguments.workloads)
     stage = Stage(machine, network, arguments.drain_seconds)
-    told = fitted_of(measured_table) if arguments.fitted else {}
-    # The strict cell is in steps: of the table whose costs these are.
-    step_s = (told and measured_table.get("unloaded_step_s")) or stage.unloaded_step()
-    simulated = Simulated(stage, standard_cells(step_s), arguments, told)
+    costs = fitted_of(measured_table) if arguments.fitted else {}
+    # The strict cell is in idle steps of the table that the costs come from.
+    step_s = (costs and measured_table.get("unloaded_step_s")) or stage.unloaded_step()
+    simulated = Simulated(stage, standard_cells(step_s), arguments, costs)
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}
     with ProcessPoolExecutor(arguments.processes) as pool:
@@ -185,7 +187,7 @@ def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate, show, compare; JSON last. What was simulated is kept and shown also where nothing compares."""
+    """Simulates, prints and compares; JSON last. The result is saved and printed even if nothing is comparable."""
     parsed = parse_arguments(arguments)
     incomparable = ""
     try:

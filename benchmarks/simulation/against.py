@@ -1,4 +1,4 @@
-"""A simulated table beside a measured one: each figure as a ratio, and whether it is near enough."""
+"""Compares a simulated table with a measured one: each figure as a ratio, marked if it is far from 1."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from benchmarks.strategies.part import knees
 from wire.errors import InvalidArgument
 
 NEAR = 0.15
-"""How far a simulated figure may be from the measured one, as a part of it."""
+"""Largest relative difference that counts as near."""
 _LATENCIES = (
     ("ttft", "ttft_ms", "p50"),
     ("ttft", "ttft_ms", "p99"),
@@ -17,14 +17,15 @@ _LATENCIES = (
 )
 
 Compared = Mapping[str, Mapping[str, Mapping[str, float | None]]]
-"""Simulated ÷ measured, by workload, row and figure; None where nothing was measured."""
+"""Simulated / measured by workload, row and figure; None where nothing was measured."""
 _Figure = tuple[str, float, float]
-"""Its name, simulated, measured."""
+"""A figure's name, simulated and measured value."""
 
 
 def compare(simulated: Any, measured: Any) -> Compared:
-    """Of all that both results have: loads with the same arrivals, and goodput at the knees that both saw. A figure
-    that neither has any of says nothing of either, and is left out; InvalidArgument if no other is left.
+    """Compares all that both results have: loads with the same arrivals, and goodput at knees that both reached.
+
+    Figures that are 0 in both are left out; InvalidArgument if no other is left.
     """
     found: dict[str, dict[str, dict[str, float | None]]] = {}
     for workload in simulated["loads"].keys() & measured["tables"].keys():
@@ -45,7 +46,7 @@ def _ratios(figures: Iterable[_Figure]) -> dict[str, float | None]:
 
 
 def _what(measured: Any) -> str:
-    """What a run beside it has to be asked for."""
+    """Returns the options that a comparable run needs."""
     rows = [
         f"{workload} {row} at {', '.join(format(load['rate'], '.10g') for load in loads)}/s"
         for workload in measured["tables"]
@@ -55,7 +56,7 @@ def _what(measured: Any) -> str:
 
 
 def _measured_loads(measured: Any, workload: str) -> Mapping[str, Sequence[Any]]:
-    """Results before 2026-11-22 08:00 have but the columns of one rate."""
+    """Returns the loads of a workload; results before 2026-11-22 08:00 have the columns of one rate only."""
     if "loads" in measured:
         loads: Mapping[str, Sequence[Any]] = measured["loads"][workload]
         return loads
@@ -93,7 +94,7 @@ def _ratio(ours: float, theirs: float) -> float | None:
 
 
 def as_lines(compared: Compared) -> Iterator[str]:
-    """For a person: what is too far off is marked."""
+    """Yields a line for each figure, with a mark on those too far off."""
     near = total = 0
     for workload, rows in compared.items():
         for row, figures in rows.items():

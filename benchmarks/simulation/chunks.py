@@ -1,4 +1,7 @@
-"""When tokens leave the router, where many answers share a budget of chunks a second (`router/requests/stream.py`)."""
+"""Simulates when tokens leave the router, whose answers share a budget of chunks per second.
+
+The router's code is in `router/requests/stream.py`.
+"""
 
 from collections.abc import Sequence
 
@@ -8,13 +11,13 @@ from router.requests.chunk_budget import ChunkBudget
 
 
 class Chunks:
-    """First and last tokens never wait; the others go as the router's budget lets them."""
+    """Delays tokens by the router's budget; first and last tokens never wait."""
 
     def __init__(self, chunks_per_s: float, delay_max_s: float) -> None:
         self._budget = ChunkBudget(chunks_per_s, delay_max_s)
 
     def sent(self, answers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-        """The moments at which tokens come to the router, by answer → those at which they leave it."""
+        """Returns the times at which tokens leave the router, for the times at which they reach it, by answer."""
         flushes = self._flushes([np.asarray(each[1:-1]) for each in answers])
         return [self._delayed(each, flushes) for each in answers]
 

@@ -1,7 +1,8 @@
-"""How fast a large cluster is simulated: `python -m benchmarks.simulation.scale --workers 1000 --requests 1000000`.
+"""Measures the simulator on a large cluster; see the command below.
 
-Prompts and answers are lognormal, half of the workers compute prompts. The last line is one JSON object; times are of
-the CPU.
+`python -m benchmarks.simulation.scale --workers 1000 --requests 1000000`
+
+Prompts and answers are lognormal, half of the workers prefill. The last line is one JSON object; times are CPU time.
 """
 
 import argparse
@@ -28,11 +29,11 @@ from simulation.request import LoadRequest
 _SIGMA = 0.8
 _QUEUE = 1_000_000
 _YOUNG = 50_000
-"""New objects between two looks for rings of garbage, of which a simulation makes few and keeps many others."""
+"""New objects between two garbage collections; a simulation makes few cycles and keeps many objects."""
 
 
 def large_cluster(machine: Hardware, workers: int) -> VirtualCluster:
-    """As many pairs of a prefill and a decode worker as there are."""
+    """Returns a cluster of pairs of a prefill and a decode worker."""
     pair = make_cluster(machine, {"mode": "disaggregated", "prefill": 1, "decode": 1}, Network())
     specs = [
         replace(each, config=replace(each.config, worker_id=f"{each.config.role.value}-{number}"))
@@ -43,7 +44,7 @@ def large_cluster(machine: Hardware, workers: int) -> VirtualCluster:
 
 
 def requests(machine: Hardware, arguments: argparse.Namespace) -> Iterator[LoadRequest]:
-    """One after the other, never all at once."""
+    """Yields the requests one by one, so that they are never all in memory."""
     dice, due_s = random.Random(arguments.seed), 0.0
     longest = machine.model.max_context // 2
     for number in range(arguments.requests):
@@ -57,6 +58,7 @@ def requests(machine: Hardware, arguments: argparse.Namespace) -> Iterator[LoadR
 
 
 def main() -> None:
+    """Simulates the cluster, and prints JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--workers", type=at_least(2), default=1000)
     parser.add_argument("--requests", type=at_least(1), default=1_000_000)

@@ -1,4 +1,4 @@
-"""A simulated cluster with the settings of a measured one, and loads in the same words."""
+"""A simulated cluster with a measured one's settings, and loads with the same reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from simulation.hardware import Hardware
 from simulation.network import Network
 from simulation.prompt import VirtualPrompt, page_names
 from simulation.request import LoadRequest, Outcome
-from simulation.search.network_jitter import Way
+from simulation.search.network_jitter import DeliveryDelay
 from simulation.spec import WorkerSpec
 from wire.mode import Mode
 from wire.policy_name import PolicyName
@@ -38,7 +38,7 @@ def make_cluster(
     classes: Sequence[SloClass] = (),
     jumps: bool = True,
 ) -> VirtualCluster:
-    """The cluster that `tandem up` would make of these settings."""
+    """Returns the cluster that `tandem up` would start with these settings."""
     asked = ClusterConfig(Path(machine.name), device="cuda", **settings)  # type: ignore[arg-type]
     specs = [
         WorkerSpec(
@@ -65,7 +65,7 @@ def make_cluster(
 
 
 def make_requests(workload: Workload, page_tokens: int, slo: SloClass) -> list[LoadRequest]:
-    """The requests of a load, all of one class; pages have equal names where their tokens would be equal."""
+    """Returns the requests of a load, all of one class; pages with equal tokens have equal names."""
     requests = []
     for number, arrival in enumerate(workload.arrivals):
         segments = [(block.key, 0, block.tokens) for block in arrival.prompt]
@@ -76,7 +76,7 @@ def make_requests(workload: Workload, page_tokens: int, slo: SloClass) -> list[L
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where loads are simulated; answers may take `drain_s` seconds after the last request was due."""
+    """The setting of simulated loads; answers may take `drain_s` seconds after the last due time."""
 
     machine: Hardware
     network: Network
@@ -85,7 +85,7 @@ class Stage:
     def simulate(
         self, settings: Mapping[str, object], workload: Workload, cells: Sequence[SloCell], slo: SloClass = BEST_EFFORT
     ) -> tuple[LoadReport, VirtualCluster]:
-        """A load through a fresh cluster → the report a measured one gets, and the cluster as it was left."""
+        """Runs a load through a new cluster; returns the report of a measured load, and the cluster."""
         fitted = workload.fitted(self.machine.model.max_context)
         cluster = make_cluster(
             self.machine, settings, self.network, classes=() if slo.name in _DEFAULT_NAMES else (slo,)
@@ -97,7 +97,7 @@ class Stage:
         return make_report(fitted, found, cells, 1.0), cluster
 
     def unloaded_step(self) -> float:
-        """Seconds of a decode step when there is nothing else to do: the mean gap of a lone answer behind its first."""
+        """Returns seconds of an idle cluster's decode step: the mean gap of a lone answer after its first token."""
         settings = {"mode": "disaggregated", "prefill": 1, "decode": 1}
         lone = Workload("lone", 1.0, 1.0, 0, (Arrival(0.0, (Block(0, LONE_PROMPT),), LONE_TOKENS),))
         report, _ = self.simulate(settings, lone, ())
@@ -109,7 +109,7 @@ _DEFAULT_NAMES = {each.name for each in ClusterConfig(Path("any")).slo_classes}
 
 
 def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> list[Sequence[float]]:
-    """When the router sends each answer's tokens: those that may wait share its budget of chunks."""
+    """Returns when the router sends each answer's tokens; those that may wait share its budget of chunks."""
     moments: list[Sequence[float]] = [outcome.token_s(network.event_s) for outcome in outcomes]
     if network.chunks_per_s is not None:
         longest_s = network.chunk_delay_max_s
@@ -121,7 +121,7 @@ def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> 
 
 
 def _keeps_pace(outcome: Outcome, idle_step_s: float, longest_s: float) -> bool:
-    """As the router asks, by steps as they were predicted."""
+    """Returns True if the router sends this answer's tokens at once, by predicted steps."""
     slo, prediction = outcome.asked.slo, outcome.prediction
     if prediction is None or not slo.has_gap_target:
         return False
@@ -135,11 +135,12 @@ def records(
     give_up_s: float,
     idle_step_s: float,
 ) -> list[RequestRecord]:
-    """As clients would have written them down; who has no answer by `give_up_s` has none. Targets in steps are of
-    `idle_step_s`.
+    """Returns the records that clients would have made; an answer not complete by `give_up_s` has none.
+
+    Targets in steps are multiples of `idle_step_s`.
     """
-    way = Way(network)
-    moments = [way.late(each).tolist() for each in _sent(outcomes, network, idle_step_s)]
+    delay = DeliveryDelay(network)
+    moments = [delay.late(each).tolist() for each in _sent(outcomes, network, idle_step_s)]
     ended = {id(outcome.asked): (outcome, token_s) for outcome, token_s in zip(outcomes, moments, strict=True)}
     found = []
     for index, asked in enumerate(requests):

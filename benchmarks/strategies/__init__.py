@@ -1,1 +1,1 @@
-"""Every way to share GPUs between prefill and decode, under the same loads."""
+"""Compares all divisions of GPUs between prefill and decode under the same loads."""

@@ -1,13 +1,14 @@
-"""Colocated, chunked, disaggregated or adaptive, on the same GPUs under the same arrivals:
-`python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers 2`.
+"""Compares colocated, chunked, disaggregated and adaptive serving on the same GPUs under the same arrivals.
 
-One cluster is started and switched from row to row, which starts nothing anew. Each workload is a sweep of rates up to
-the knee, or `--rates`; every row is measured at a rate before any at the next. Every load is kept in `--parts` as soon
-as it is measured: a run that ends after `--minutes` goes on where it was when it is started again. When all is
-measured, the table, a picture for each workload and, as the last line, one JSON object.
+Run `python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers 2`.
 
-What is best depends on what is asked for, so the adaptive row has a load for each cell, whose requests name the cell's
-class. The other rows would do the same.
+One cluster is started and switched from row to row without restarts. Each workload is a sweep of rates up to the knee,
+or `--rates`; every row is measured at a rate before any at the next. Every load is saved in `--parts` as soon as it is
+measured: a run that ends after `--minutes` continues when it is started again. At the end the command prints the table,
+draws a picture for each workload, and prints one JSON object as the last line.
+
+The best placement depends on the class, so the adaptive row has a load for each cell, whose requests name the cell's
+class. The other rows would do the same for any class.
 """
 
 import argparse
@@ -40,23 +41,23 @@ from benchmarks.strategies.workloads import Offer, chosen_offers, offers
 from cli.observe.top import scrape
 from cluster.launcher import Endpoints
 from planner.reading import fitted
-from telemetry.scrape import Scrape, Stretch
+from telemetry.scrape import Scrape, ScrapeInterval
 from wire.errors import InvalidArgument, TandemError
 
 _PARTS_BITS = 16
-"""More than rows times loads times classes."""
+"""Bits for the number of a load: more than rows times loads times classes."""
 _CLASSES_MAX = 4
 CELLS = len(standard_cells(1.0))
-"""Of the table."""
+"""The number of the table's cells."""
 _OF_ALL_LOADS = ("device", "workers", "set", "seconds", "drain_seconds", "seed", "length_scale", "slowdown", "ask")
-"""What loads of one table have in common."""
+"""Options that all loads of one table must share."""
 _SPARE_S = 5.0
-"""Before the time is over, in which no load begins."""
+"""Seconds before the end of the time in which no load begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One load: of a workload, at a rate in requests a second, in a row; kept in `part`."""
+    """One load: a workload at a rate in requests per second in a row; saved in `part`."""
 
     row: Strategy
     offer: Offer
@@ -66,7 +67,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is measured, where it is reached, and the table's cells on it."""
+    """The running cluster's listeners, target and cells."""
 
     listeners: Endpoints
     target: Target
@@ -74,7 +75,7 @@ class Cluster:
 
 
 class Run:
-    """One start of the command: measures what is missing for as long as there is time."""
+    """One start of the command: measures missing loads until the time is over."""
 
     def __init__(self, arguments: argparse.Namespace, model: ServedModel) -> None:
         self._arguments = arguments
@@ -90,10 +91,11 @@ class Run:
         self.offers = chosen_offers(every_offer, arguments.workloads)
 
     def part(self, row: Strategy, offer: Offer) -> Part:
+        """Returns the file of a row and workload."""
         return Part(row.name, offer.name, self._arguments.parts / f"{offer.name}--{row.name}.json")
 
     def missing(self) -> Iterator[Turn]:
-        """What still has to be measured, a load at a time: each workload at a rate in every row before the next."""
+        """Yields the missing loads: each workload at a rate in every row before the next rate."""
         for number in range(len(self._rates) or STEPS_MAX):
             for offer in self.offers:
                 for row in self.rows:
@@ -103,7 +105,7 @@ class Run:
                         yield Turn(row, offer, rate, part)
 
     def _rate(self, offer: Offer, part: Part, number: int) -> float | None:
-        """Rate number `number` of a part, None if it was measured or is none."""
+        """Returns rate number `number` of a part; None if it was measured or does not exist."""
         if self._rates:
             rate = self._rates[number]
             return None if any(load["rate"] == rate for load in part.loads()) else rate
@@ -113,7 +115,7 @@ class Run:
         return next_rate if next_rate is None or not number or self._goes_to(offer, next_rate) else None
 
     def _goes_to(self, offer: Offer, rate: float) -> bool:
-        """Whether there is such a load: a trace ends somewhere, and with it the sweep."""
+        """Returns False if the trace is too short for this rate, which ends the sweep."""
         try:
             self._workload(offer, rate)
         except InvalidArgument:
@@ -127,11 +129,11 @@ class Run:
         return offer.source.at(rate, self._arguments.seconds, self._arguments.seed)
 
     def measure(self) -> bool:
-        """Whether everything is measured."""
+        """Measures missing loads; returns True if none is missing any more."""
         known = list(self.missing())
         if not known:
             return True
-        # What cannot be sent is said before minutes go into a start.
+        # Errors of the options are reported before the start, which can take minutes.
         self._load_settings()
         _ = self.unloaded_step_s
         for turn in known:
@@ -159,18 +161,20 @@ class Run:
         turn.part.add(load, {"curve_levels": list(LEVELS), **target.as_result(), **facts})
 
     def _load_of_class(self, turn: Turn, at: Cluster, place: int, slo_class: str) -> Load:
-        """Class number `place` of a turn's."""
+        """Runs the load of class number `place`."""
         workload = self._workload(turn.offer, turn.rate)
         settings = self._load_settings(slo_class)
         print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
         fresh = replace(workload, seed=self._token_seed(turn, len(turn.part.loads()), place))
         before = scraped(at.listeners)
         load = show(run_load(at.target, fresh, at.cells, settings)).as_result()
-        return load | {"steps": steps_of(Stretch(before, scraped(at.listeners)))}
+        return load | {"steps": steps_of(ScrapeInterval(before, scraped(at.listeners)))}
 
     def _token_seed(self, turn: Turn, number: int, place: int) -> int:
-        """Of load number `number` of a part, class number `place`: all parts share one cluster, and must not find each
-        other's prompts in its prefix caches. Arrivals and lengths are the same for all rows.
+        """Returns the token seed of load `number` of a part, class number `place`.
+
+        All parts share one cluster, so each needs its own tokens to avoid prefix cache hits. Arrivals and lengths are
+        the same for all rows.
         """
         seed: int = self._arguments.seed
         of_workload = crc32(turn.offer.name.encode()) << _PARTS_BITS
@@ -179,7 +183,10 @@ class Run:
 
     @property
     def unloaded_step_s(self) -> float | None:
-        """What the strict cell is told by; None before the first start. InvalidArgument if the file is damaged."""
+        """The step that defines the strict cell; None before the first start.
+
+        InvalidArgument if the file is damaged.
+        """
         if not self._step_file.exists():
             return None
         step_s = read_kept(self._step_file)
@@ -188,7 +195,7 @@ class Run:
         return step_s
 
     def _unloaded_step(self, target: Target) -> float:
-        """In seconds, measured once in all starts: the strict cell is the same for every row."""
+        """Returns the step in seconds, measured once for all starts: the strict cell is the same for every row."""
         if (known := self.unloaded_step_s) is not None:
             return known
         step_s = warm_up(target)
@@ -202,20 +209,21 @@ class Run:
 
 
 def scraped(listeners: Endpoints) -> Scrape:
-    """What the cluster's metrics are now."""
+    """Returns the cluster's present metrics."""
     return asyncio.run(scrape(listeners.metrics, listeners.metrics_key))
 
 
 def fitted_costs(listeners: Endpoints) -> dict[str, float] | None:
-    """What steps have cost so far, as this cluster's workers have learned it: `CostParameters` by name; None if prompts
-    or answers were not measured. What `benchmarks.simulation --fitted` goes by.
+    """Returns the cost parameters that workers have fitted, by name, for `benchmarks.simulation --fitted`.
+
+    None if prompts or answers were not measured.
     """
     found = fitted(scraped(listeners))
     return None if found is None else asdict(found)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=(__doc__ or "").split("\n")[0])
     add_model_options(parser)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -245,7 +253,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
-    """Tables of all workloads, printed, and the loads that they are made of."""
+    """Returns the tables of all workloads and their loads; prints the tables."""
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}
     dtype: object = None
@@ -272,7 +280,7 @@ def _draw(found: Mapping[str, object], folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and show the tables; JSON last. Ends with 3 if something is left for another start."""
+    """Measures, and prints the tables; JSON last. The exit status is 3 if loads are missing."""
     parsed = parse_arguments(arguments)
     try:
         model = choose_model(parsed.model, parsed.shape)

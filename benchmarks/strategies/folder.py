@@ -1,4 +1,4 @@
-"""The folder of a strategy run's parts: loads of one cluster and one kind of load alone."""
+"""The folder of a strategy run's parts, which holds loads of one cluster and one kind of load only."""
 
 import json
 from collections.abc import Mapping
@@ -11,9 +11,7 @@ _RUN = "run.json"
 
 
 def claim(folder: Path, run: Mapping[str, object]) -> None:
-    """Make the folder this run's, if it is nobody's. InvalidArgument if it has loads of a run that differs: their
-    figures would stand in this one's table.
-    """
+    """Claims the folder for this run. InvalidArgument if it has loads of a different run."""
     ours = {name: str(value) for name, value in run.items()}
     file = folder / _RUN
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +27,7 @@ def claim(folder: Path, run: Mapping[str, object]) -> None:
 
 
 def read_kept(file: Path) -> Any:
-    """The JSON that a start has kept in the folder. InvalidArgument if it is not whole."""
+    """Reads a JSON file of the folder. InvalidArgument if it is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
@@ -37,9 +35,9 @@ def read_kept(file: Path) -> Any:
 
 
 def damaged(file: Path) -> InvalidArgument:
-    """What a person can do about a file that nobody can go on from."""
+    """Returns the error for a damaged file, with the remedy."""
     if file.name == _RUN:
         return InvalidArgument(
-            "--parts", f"{file} is damaged, and nothing else says whose loads these are; name another folder"
+            "--parts", f"{file} is damaged, so the run that these loads belong to is unknown; name another folder"
         )
     return InvalidArgument("--parts", f"{file} is damaged; delete it, and what it had is measured again")

@@ -1,4 +1,4 @@
-"""The parts of a strategy run: one file for each row and workload, so that a run that was cut short goes on."""
+"""The parts of a strategy run: one file for each row and workload, so that an interrupted run can continue."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,26 +11,26 @@ from benchmarks.strategies.folder import damaged, read_kept
 
 Load = dict[str, Any]
 _ASKED = ("ttft_ms", "gap_ms", "tokens_per_s", "errors", "served_by", "steps")
-"""What is kept of the load of each class."""
+"""Figures that are kept of each class's load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The loads of one row under one workload, by rising rate, in a file of its own."""
+    """The loads of one row under one workload by rising rate, in one file."""
 
     strategy: str
     workload: str
     file: Path
 
     def loads(self) -> list[Load]:
-        """What was measured so far, as `LoadReport.as_result` gives it. InvalidArgument if the file is damaged."""
+        """Returns the loads measured so far, as of `LoadReport.as_result`. InvalidArgument if the file is damaged."""
         if not self.file.exists():
             return []
         loads: list[Load] = self._read()["loads"]
         return loads
 
     def add(self, load: Load, facts: dict[str, object]) -> None:
-        """Keep one more load. The file is whole at any moment."""
+        """Saves one more load, atomically."""
         loads = [*self.loads(), load]
         text = json.dumps({"strategy": self.strategy, "workload": self.workload, "loads": loads, **facts}, indent=1)
         fresh = self.file.with_suffix(".new")
@@ -38,14 +38,14 @@ class Part:
         fresh.replace(self.file)
 
     def next_rate(self, first: float) -> float | None:
-        """The rate to measure next, None = the knees of all cells lie behind: see `sweep.next_rate`.
+        """Returns the rate to measure next, as `sweep.next_rate`; None = the knees of all cells are passed.
 
-        The same for every row, so that rates can be compared.
+        It is the same for every row, so that rates can be compared.
         """
         return sweep.next_rate(first, [goodput_of(load) for load in self.loads()])
 
     def fact(self, name: str) -> object:
-        """What every load of the part has in common, e.g. its `dtype`; FileNotFoundError before the first."""
+        """Returns a fact that all loads of the part share, e.g. its `dtype`; FileNotFoundError before the first."""
         return self._read()[name]
 
     def _read(self) -> Load:
@@ -60,8 +60,10 @@ class Part:
 
 
 def joined(loads: Mapping[str, Load]) -> Load:
-    """One load of those with the same arrivals under each class: a cell's goodput is what the load that asked for it
-    had, it is valid if all of them are, all else is the middle class's.
+    """Joins loads with the same arrivals under each class.
+
+    A cell's goodput is that of the load with its class; the result is valid if all loads are; everything else is the
+    middle class's.
     """
     if len(loads) == 1:
         return next(iter(loads.values()))
@@ -73,10 +75,10 @@ def joined(loads: Mapping[str, Load]) -> Load:
 
 
 def knees(loads: Sequence[Load]) -> dict[str, float]:
-    """For each cell the highest goodput of a load that kept its share, in requests a second; 0 if none did."""
+    """Returns for each cell the highest goodput with the required share, in requests per second; 0 without any."""
     return sweep.knees_of([goodput_of(load) for load in loads])
 
 
 def goodput_of(load: Load) -> sweep.Goodput:
-    """Share of the requests that met it, and how many a second did, for each cell."""
+    """Returns for each cell the share of requests that met it, and their number per second."""
     return {cell: (score["share"], score["per_s"]) for cell, score in load["goodput"].items()}

@@ -1,4 +1,4 @@
-"""The rows of the strategy table: settings of a cluster of so many equal workers."""
+"""The rows of the strategy table: settings of a cluster of equal workers."""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +9,13 @@ SHARED = "shared"
 ADAPTIVE = "adaptive"
 DISAGGREGATED = "disaggregated"
 ALL, NONE = "all", "none"
-"""Rows that have a load for each cell, whose requests name its class; else `ADAPTIVE`."""
+"""Choices of rows with a load for each cell, whose requests name its class; the default is `ADAPTIVE`."""
 _BUDGETS = (512, 2048)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A row; rows of one `kind` compete for a place in the table, and the best of them has it."""
+    """A row; of the rows of one `kind` the best one is in the table."""
 
     name: str
     kind: str
@@ -23,7 +23,7 @@ class Strategy:
 
 
 def strategies(workers: int) -> tuple[Strategy, ...]:
-    """All rows of a cluster of so many workers, one on each GPU; one alone cannot be disaggregated."""
+    """Returns all rows for this number of workers, one on each GPU; one alone cannot be disaggregated."""
     if workers < 1:
         raise InvalidArgument("--workers", f"{workers} is less than 1")
     colocated = {"mode": "colocated", "workers": workers}
@@ -48,7 +48,7 @@ def _chunked(budget: int) -> dict[str, object]:
 
 
 def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
-    """Those of `names`, comma-separated, all if it is empty; a kind stands for all its rows."""
+    """Returns the rows of `names`, comma-separated, all if it is empty; a kind stands for all its rows."""
     if not names:
         return every
     wanted = names.split(",")
@@ -59,5 +59,5 @@ def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
 
 
 def asks(row: Strategy, asked: str) -> bool:
-    """Whether this row is among those that have a load for each cell; `asked` is ADAPTIVE, ALL or NONE."""
+    """Returns True if this row has a load for each cell; `asked` is ADAPTIVE, ALL or NONE."""
     return asked in {ALL, row.kind}

@@ -1,16 +1,18 @@
-"""How a load's engine steps went: how long they were, and how far from what the workers predicted."""
+"""Statistics of a load's engine steps: durations, and durations / predictions."""
 
 from telemetry import families as f
 from telemetry.family import Family
-from telemetry.scrape import Stretch
+from telemetry.scrape import ScrapeInterval
 
 _PHASES = ("decode", "mixed", "prefill")
 _PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
-def steps_of(load: Stretch) -> dict[str, dict[str, object]]:
-    """Of all workers between two scrapes, ready for JSON: by what was in a step, how many there were, and quantiles of
-    their milliseconds and of what they took ÷ what was predicted, both as exact as the histograms' buckets.
+def steps_of(load: ScrapeInterval) -> dict[str, dict[str, object]]:
+    """Returns statistics of all workers' steps between two scrapes, by kind of step.
+
+    They are the number of steps, and quantiles of milliseconds and of observed / predicted time, as exact as the
+    histograms' buckets.
     """
     found: dict[str, dict[str, object]] = {}
     for phase in _PHASES:
@@ -26,6 +28,6 @@ def steps_of(load: Stretch) -> dict[str, dict[str, object]]:
     return found
 
 
-def _rounded(load: Stretch, times: float, family: Family, part: float, phase: str) -> float | None:
+def _rounded(load: ScrapeInterval, times: float, family: Family, part: float, phase: str) -> float | None:
     value = load.quantile(family, part, phase=phase)
     return None if value is None else round(value * times, 3)

@@ -1,4 +1,4 @@
-"""From one row to the next in a running cluster: nothing is started anew, roles and policies change."""
+"""Switches a running cluster from one row to the next by changing roles and policies, without restarts."""
 
 import asyncio
 import time
@@ -16,11 +16,11 @@ BY_SWITCH = "a switch of the running cluster's mode"
 _FOLLOW_S = 10.0
 _LOOK_S = 0.02
 _ROWS_OWN = frozenset({"mode", "workers", "prefill", "decode", "step_policy", "step_budget"})
-"""Fields of `ClusterConfig` that rows differ in."""
+"""Fields of `ClusterConfig` in which rows differ."""
 
 
 def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dict[str, object]:
-    """Of the one cluster that is switched through all rows. InvalidArgument for what is the rows' own."""
+    """Returns the settings of the one cluster for all rows. InvalidArgument for fields that differ between rows."""
     for name in extra:
         if name in _ROWS_OWN:
             raise InvalidArgument("--set", f"{name} is what the rows differ in; choose them with --only")
@@ -28,7 +28,7 @@ def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dic
 
 
 class Switch:
-    """Of one cluster, which nobody else uses."""
+    """Switches one cluster that has no other clients."""
 
     def __init__(self, listeners: Endpoints, target: Target, drain_s: float) -> None:
         self._controller = ControllerClient(listeners.controller, listeners.token)
@@ -39,8 +39,9 @@ class Switch:
         self._touched: set[str] = set()
 
     def to(self, row: Strategy) -> float:
-        """The cluster is what `row` says, idle, and has served such requests → how long the switch took, in seconds;
-        0 if nothing was to be done. DeadlineExceeded if the router does not follow.
+        """Switches the cluster to `row`, idle and warmed up; returns the seconds of the switch, 0 without a change.
+
+        DeadlineExceeded if the router does not follow.
         """
         if row == self._row:
             return 0.0

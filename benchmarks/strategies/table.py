@@ -1,4 +1,4 @@
-"""The strategy table of one workload, and what it has to show."""
+"""The strategy table of one workload, with its relations and notes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from wire.errors import InvalidArgument
 
 _COLOCATED_SIGN = "colocated"
 _NOT_ALIKE = "_not_swept_alike"
-"""Behind the name of a relation: cells that it cannot be told in."""
+"""Suffix of a relation's name for the list of cells in which it cannot be determined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class Row:
 
     @property
     def rates(self) -> list[float]:
-        """Rising."""
+        """Rates of the loads, ascending."""
         return [float(load["rate"]) for load in self.loads]
 
     def has_knee(self, cell: str) -> bool:
-        """Whether the cell was lost at the highest rate; else its goodput is only the highest so far."""
+        """Returns True if the cell was missed at the highest rate; else its goodput is only a lower bound."""
         return bool(self.loads[-1]["goodput"][cell]["share"] < GOODPUT_SHARE)
 
 
 def make_rows(measured: Mapping[Strategy, Sequence[Load]]) -> list[Row]:
-    """One row of each kind that was measured: of several splits the one with the largest goodput over all cells."""
+    """Returns one row of each measured kind: of several splits the one with the largest goodput over all cells."""
     best: dict[str, Row] = {}
     for strategy, loads in measured.items():
         if loads:
@@ -45,27 +45,28 @@ def make_rows(measured: Mapping[Strategy, Sequence[Load]]) -> list[Row]:
 
 
 def swept_alike(rows: Sequence[Row], cell: str) -> bool:
-    """Whether the rows' goodput in the cell can be compared: all were measured at the same rates, but for those beyond
-    the knee of a row that ended there.
+    """Returns True if the rows' goodput in the cell can be compared.
+
+    All must be measured at the same rates, except for those beyond the knee of a row that ended there.
     """
     longest = max((row.rates for row in rows), key=len)
     return all(row.rates == longest or (row.rates == longest[: len(row.rates)] and row.has_knee(cell)) for row in rows)
 
 
 def common_load(rows: Sequence[Row]) -> float | None:
-    """The highest rate that every row was measured at; None = there is none yet."""
+    """Returns the highest rate at which every row was measured; None without one."""
     return max(set.intersection(*(set(row.rates) for row in rows)), default=None)
 
 
 def at_rate(row: Row, rate: float) -> Load:
-    """The row's load at a rate that it has."""
+    """Returns the row's load at a measured rate."""
     return next(load for load in row.loads if load["rate"] == rate)
 
 
 def figures(rows: Sequence[Row]) -> dict[str, object]:
-    """Ready for JSON: the columns of each row at the common rate, goodput by cell and whether it is a knee, and the
-    relations that count.
-    InvalidArgument without such a rate.
+    """Returns each row's figures at the common rate, goodput by cell, knees and relations, for JSON.
+
+    InvalidArgument without a common rate.
     """
     rate = common_load(rows)
     if rate is None:
@@ -87,7 +88,7 @@ def figures(rows: Sequence[Row]) -> dict[str, object]:
 
 
 def invalid_loads(rows: Sequence[Row]) -> list[str]:
-    """Those whose clients sent late: their latencies are the clients' as well."""
+    """Returns the loads whose clients sent late, so that latencies include the clients'."""
     return [
         f"{row.strategy.name} at {load['rate']:g}/s"
         for row in rows
@@ -97,7 +98,7 @@ def invalid_loads(rows: Sequence[Row]) -> list[str]:
 
 
 def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
-    """Disaggregated against shared, and adaptive against the best of the others, wherever both were measured."""
+    """Returns disaggregated / shared, and adaptive / the best of the others, where both were measured."""
     by_kind = {row.strategy.kind: row for row in rows}
     found: dict[str, object] = {}
     apart, shared, adaptive = (by_kind.get(kind) for kind in (DISAGGREGATED, SHARED, ADAPTIVE))
@@ -115,7 +116,7 @@ def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
 
 
 def _over_best(name: str, ours: Row, others: Sequence[Row]) -> dict[str, object]:
-    """By cell, but for those that not all rows were swept alike in, which are named."""
+    """Returns ratios by cell, and the names of cells in which the rows were not swept alike."""
     alike = {cell: swept_alike([ours, *others], cell) for cell in ours.goodput}
     ratios = {
         cell: _ratio(goodput, max(row.goodput[cell] for row in others))
@@ -126,12 +127,12 @@ def _over_best(name: str, ours: Row, others: Sequence[Row]) -> dict[str, object]
 
 
 def _ratio(ours: float, theirs: float) -> float | None:
-    """None where there is nothing to compare with."""
+    """Returns the ratio; None without a reference."""
     return round(ours / theirs, 4) if theirs else None
 
 
 def as_text(figures_of_workload: Mapping[str, object]) -> str:
-    """For a terminal and for docs: a Markdown table."""
+    """Returns a Markdown table."""
     rows = figures_of_workload["rows"]
     assert isinstance(rows, dict)
     cells = list(next(iter(rows.values()))["goodput_per_s"])
@@ -156,9 +157,9 @@ def _goodput_text(row: Mapping[str, Any], cell: str) -> str:
 
 
 def _notes(figures_of_workload: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[str]:
-    """What a reader has to know before comparing rows."""
+    """Yields notes that a comparison of rows requires."""
     if not all(all(row["knee"].values()) for row in rows.values()):
-        yield "≥: met at the highest rate that the row was measured at, so no knee but the highest so far."
+        yield "≥: met at the highest rate that the row was measured at, so a lower bound of the knee."
     if len({tuple(row["rates"]) for row in rows.values()}) > 1:
         ends = ", ".join(f"{name} {len(row['rates'])} up to {row['rates'][-1]:g}/s" for name, row in rows.items())
         yield f"Rates of each row: {ends}."

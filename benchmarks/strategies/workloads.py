@@ -1,4 +1,4 @@
-"""The loads of the strategy table, each with the rate that its sweep begins at, in requests a second and worker."""
+"""The loads of the strategy table, each with the first rate of its sweep, in requests per second and worker."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from benchmarks.load.workload import Source
 from wire.errors import InvalidArgument
 
 _SIGMA = 0.8
-"""Of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
+"""Standard deviation of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
 _TRACE_RATE = 0.5
 _TRACE_RATES = {"mooncake-conversation": 0.125}
 """First rates of traces: prompts of up to a whole context keep a worker busy for half a second."""
@@ -19,7 +19,7 @@ _TRACE_RATES = {"mooncake-conversation": 0.125}
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A workload by name; the first rate is low enough that every strategy keeps up."""
+    """A named workload; at the first rate every strategy meets its targets."""
 
     name: str
     source: Source
@@ -27,7 +27,7 @@ class Offer:
 
 
 def chosen_offers(every: Sequence[Offer], names: str) -> list[Offer]:
-    """Those of `names`, comma-separated, all if it is empty."""
+    """Returns the workloads of `names`, comma-separated, all if it is empty."""
     wanted = names.split(",") if names else [offer.name for offer in every]
     for name in wanted:
         if name not in {offer.name for offer in every}:
@@ -37,8 +37,9 @@ def chosen_offers(every: Sequence[Offer], names: str) -> list[Offer]:
 
 
 def offers(traces: Sequence[Path], scale: float, slowdown: float) -> list[Offer]:
-    """The two synthetic ones and each trace; lengths times `scale`, rates divided by `slowdown` (1 for one H200 and an
-    8B shape).
+    """Returns the two synthetic workloads and each trace, with lengths times `scale` and rates divided by `slowdown`.
+
+    Both are 1 for one H200 and an 8B shape.
     """
     for option, value in (("--length-scale", scale), ("--slowdown", slowdown)):
         if not 0 < value < math.inf:

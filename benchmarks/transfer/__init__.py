@@ -1,1 +1,1 @@
-"""Measurements of pages and hand-overs between two workers."""
+"""Measurements of KV pages and hand-overs between two workers."""

@@ -1,4 +1,4 @@
-"""What lies between the end of a prompt's last chunk and its first decode step, in named parts that add up to it."""
+"""Divides the time from a prompt's last chunk to its first decode step into named parts."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,19 +17,21 @@ _HANDOVER = {
     "checked_to_joined": Edge.DECODE_ADMITTED,
     "joined_to_first_step": Edge.DECODE_STARTED,
 }
-"""What a hand-over is made of from PREFILL_FINISHED on, in its order: each part ends with that edge. All other pages
-have landed when the notice is posted. Two processes of one host see them by the same clock."""
+"""The parts of a hand-over after PREFILL_FINISHED, in order: each part ends with that edge.
+
+All other pages have arrived when the notice is posted. Two processes of one host use the same clock.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request as its client saw it: arrival of each chunk in seconds, and the cluster's own timeline."""
+    """One request at its client: arrival of each chunk in seconds, and the cluster's timeline."""
 
     moments: tuple[float, ...]
     timeline: Timeline
 
     def ms(self, start: Edge, end: Edge) -> float:
-        """Milliseconds between two edges that both were seen."""
+        """Returns milliseconds between two edges; RuntimeError if one is missing."""
         seconds = self.timeline.seconds(start, end)
         if seconds is None:
             raise RuntimeError(f"a request without {start.name} or {end.name}")
@@ -37,16 +39,17 @@ class Answer:
 
     @property
     def gaps_ms(self) -> list[float]:
+        """Gaps between chunks in milliseconds."""
         return [(b - a) * _TO_MS for a, b in zip(self.moments, self.moments[1:], strict=False)]
 
 
 def handovers_ms(answers: Sequence[Answer]) -> list[float]:
-    """From the end of the last chunk to the request's first decode step."""
+    """Returns the time from the end of the last chunk to the request's first decode step, in ms."""
     return [answer.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for answer in answers]
 
 
 def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
-    """The mean of each part in milliseconds: together, the mean hand-over."""
+    """Returns the mean of each part in milliseconds; their sum is the mean hand-over."""
     begins = [Edge.PREFILL_FINISHED, *_HANDOVER.values()]
     return {
         name: round(statistics.mean(answer.ms(begin, end) for answer in answers), 4)

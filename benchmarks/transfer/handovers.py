@@ -1,7 +1,7 @@
-"""Hand-overs in a real cluster of one prefill and one decode worker, as a client sees them.
+"""Measures hand-overs in a real cluster of one prefill and one decode worker, at the client.
 
-How long after a prompt's last chunk its first decode step begins, how much of that a client could feel, and what
-transfers cost those who compute meanwhile.
+The figures are the time from a prompt's last chunk to its first decode step, the share of it that delays the answer,
+and the slowdown of steps during transfers.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Figures = dict[str, object]
 
 
 class Client:
-    """Requests with arbitrary token ids, every prompt different."""
+    """Sends requests with fixed token ids, different for every prompt."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_client_channel(address)
@@ -35,7 +35,7 @@ class Client:
         self._asked = 0
 
     async def ask(self, prompt: int, new_tokens: int) -> Answer:
-        """One greedy answer of exactly `new_tokens` tokens."""
+        """Returns one greedy answer of exactly `new_tokens` tokens."""
         self._asked += 1
         ids = [1000 + (17 * self._asked + 131 * i) % 20000 for i in range(prompt)]
         options = inference_pb2.GenerationOptions(max_tokens=new_tokens, temperature=0, ignore_eos=True)
@@ -51,11 +51,12 @@ class Client:
         return Answer(tuple(moments), timeline)
 
     async def close(self) -> None:
+        """Closes the connection."""
         await self._channel.close()
 
 
 async def handovers(client: Client, settings: Settings) -> Figures:
-    """One prompt at a time: what lies between its last chunk and its first decode step."""
+    """Measures one prompt at a time: the parts between its last chunk and its first decode step."""
     await client.ask(settings.prompt, _ANSWER)
     answers = [await client.ask(settings.prompt, _ANSWER) for _ in range(settings.rounds)]
     handover = handovers_ms(answers)
@@ -82,10 +83,10 @@ async def handovers(client: Client, settings: Settings) -> Figures:
 
 
 async def prefills(client: Client, settings: Settings) -> Figures:
-    """Prompts that are handed over and prompts that are not, in turns: what transfers cost the prefill worker.
+    """Measures the slowdown of prefill by transfers, with transferred and local prompts in turns.
 
-    No request of more than one token stays with its prefill worker: 1 token is no transfer, 2 are the least with one.
-    Which comes first changes from round to round, so that both follow each other, and a pause, equally often.
+    A request of 1 token has no transfer; 2 tokens are the fewest with one. The order alternates from round to round, so
+    that both follow each other, and a pause, equally often.
     """
     took: dict[int, list[float]] = {1: [], 2: []}
     for number in range(2 * settings.rounds):
@@ -101,9 +102,9 @@ async def prefills(client: Client, settings: Settings) -> Figures:
 
 
 async def interference(client: Client, settings: Settings) -> Figures:
-    """The gaps of streams that decode, in quiet and while prompts arrive next to them one after the other.
+    """Measures the ITL of decoding streams without load, and while prompts arrive one after the other.
 
-    Few streams: a router makes chunks of several tokens where many streams send more than it can.
+    There are few streams: with many, a router sends several tokens per chunk.
     """
 
     async def streams() -> list[Answer]:
@@ -112,28 +113,28 @@ async def interference(client: Client, settings: Settings) -> Figures:
 
     quiet = await streams()
     background = asyncio.ensure_future(streams())
-    windows, beside = [], []
+    windows, prompts = [], []
     while not background.done():
         started = time.time()
-        # Two tokens: the transfer happens, and the request is gone after one step.
-        beside.append(await client.ask(settings.prompt, 2))
+        # Two tokens: the KV is transferred, and the request ends after one step.
+        prompts.append(await client.ask(settings.prompt, 2))
         windows.append((started, time.time()))
     busy = await background
     inside = [gap for a in busy for gap in _gaps_within(a, windows)]
     alone = [gap for a in quiet for gap in a.gaps_ms[1:]]
-    met = [gaps_meeting_transfers_ms(a, beside) for a in busy]
+    met = [gaps_meeting_transfers_ms(a, prompts) for a in busy]
     slowed = [gap for gaps in met for gap in gaps]
     return {
         "decode_step_quiet_ms": _median(alone),
         "decode_step_with_transfers_ms": _median(inside),
         "decode_step_with_over_without_transfers": round(statistics.median(inside) / statistics.median(alone), 4),
-        # A prompt's transfer is a hundredth of its time: only the rarest steps can meet it.
+        # A prompt's transfer is a hundredth of its time, so few steps coincide with one.
         "decode_step_p99_with_over_without_transfers": round(_p99(inside) / _p99(alone), 4),
         "decode_steps_meeting_transfers": max(len(gaps) for gaps in met),
         "decode_step_meeting_transfers_over_quiet": (
             round(statistics.median(slowed) / statistics.median(alone), 4) if slowed else None
         ),
-        f"handover_beside_decode_ms_{settings.prompt_name}": _median(handovers_ms(beside)),
+        f"handover_beside_decode_ms_{settings.prompt_name}": _median(handovers_ms(prompts)),
         "prompts_transferred_meanwhile": len(windows),
     }
 
@@ -143,13 +144,13 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def _gaps_within(answer: Answer, windows: list[tuple[float, float]]) -> list[float]:
-    """Of the gaps that end while another prompt is on its way."""
+    """Returns the gaps that end while another prompt is in progress."""
     ends = zip(answer.moments[1:], answer.gaps_ms, strict=True)
     return [gap for moment, gap in ends if any(start <= moment <= end for start, end in windows)]
 
 
 async def through_the_cluster(address: str, settings: Settings) -> Figures:
-    """All measurements over one connection."""
+    """Runs all measurements over one connection."""
     client = Client(address)
     try:
         found = await handovers(client, settings) | await prefills(client, settings)

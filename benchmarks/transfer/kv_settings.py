@@ -1,14 +1,14 @@
-"""How much is handed over where `benchmarks.kv_transfer` measures, on each kind of device."""
+"""Sizes of `benchmarks.kv_transfer` on each kind of device."""
 
 from dataclasses import dataclass
 
-ROOM = 16
-"""Tokens of a model's context that prompts leave to their answers."""
+ANSWER_RESERVE = 16
+"""Tokens of a model's context reserved for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What depends on the device. Prompt, chunk and answers are in tokens; `streams` decode in the background."""
+    """Sizes that depend on the device, in tokens; `streams` decode in the background."""
 
     page_tokens: int
     prompt: int
@@ -18,17 +18,24 @@ class Settings:
     rounds: int
     dtype: str
     transfers: tuple[int, ...]
-    """Tokens of transfers whose bandwidth is measured, beside one page and a chunk."""
+    """Tokens of transfers whose bandwidth is measured, in addition to one page and a chunk."""
 
     @property
     def prompt_name(self) -> int:
-        """The prompt's length in names of figures: where it leaves room to the answer, that counts as well."""
-        return self.prompt if self.prompt % self.page_tokens == 0 else self.prompt + ROOM
+        """The prompt's length in names of figures, including the answer's reserve."""
+        return self.prompt if self.prompt % self.page_tokens == 0 else self.prompt + ANSWER_RESERVE
 
 
 SETTINGS = {
     "cuda": Settings(
-        128, 8192 - ROOM, 2048, streams=8, stream_tokens=600, rounds=12, dtype="bfloat16", transfers=(2048, 4096, 8192)
+        128,
+        8192 - ANSWER_RESERVE,
+        2048,
+        streams=8,
+        stream_tokens=600,
+        rounds=12,
+        dtype="bfloat16",
+        transfers=(2048, 4096, 8192),
     ),
     "cpu": Settings(16, 1536, 512, streams=2, stream_tokens=60, rounds=4, dtype="float32", transfers=(2048,)),
 }

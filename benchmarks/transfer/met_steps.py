@@ -1,4 +1,4 @@
-"""Which decode steps met a transfer, as clients of streams see them: gaps between tokens beside prompts' timelines."""
+"""Finds decode steps that coincide with a transfer: gaps between tokens against prompts' timelines."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from wire.tracing.timeline import Edge
 _NANOS = 1e9
 
 
-def gaps_meeting_transfers_ms(stream: Answer, beside: Sequence[Answer]) -> list[float]:
-    """Gaps of `stream` in which pages of one of `beside` were surely moving, but for those its step joined.
+def gaps_meeting_transfers_ms(stream: Answer, prompts: Sequence[Answer]) -> list[float]:
+    """Returns the gaps of `stream` during which pages of one of `prompts` moved, without steps that a request joined.
 
-    Surely: a prompt's timeline says when its first write began, and when its last ones, those of the last chunk, began
-    and ended; writes between these are not known by their moments. Arrivals are later than the steps they tell of by
-    the way to the client, a fraction of a step. Moments and timelines are by the same clock, of one host.
+    Only certain overlaps count: a prompt's timeline has the start of its first write, and start and end of the last
+    chunk's writes; the times of the writes between are unknown. Tokens arrive later than their steps by a fraction of a
+    step. Arrivals and timelines use the clock of one host.
     """
-    moving = [span for answer in beside for span in _moving(answer)]
-    joined = {_nearest(stream.moments, answer.moments[-1]) for answer in beside}
+    moving = [span for answer in prompts for span in _moving(answer)]
+    joined = {_nearest(stream.moments, answer.moments[-1]) for answer in prompts}
     return [
         gap
         for n, gap in enumerate(stream.gaps_ms[1:], start=2)
@@ -25,7 +25,7 @@ def gaps_meeting_transfers_ms(stream: Answer, beside: Sequence[Answer]) -> list[
 
 
 def _moving(answer: Answer) -> list[tuple[float, float]]:
-    """Seconds since 1970 between which pages moved: the moment of the first write, and the last chunk's writes."""
+    """Returns the Unix times between which pages moved: the first write's start, and the last chunk's writes."""
     edges = (Edge.TRANSFER_STARTED, Edge.LAST_PAGES_POSTED, Edge.TRANSFER_FINISHED)
     nanos = [answer.timeline.at(edge) for edge in edges]
     first, posted, finished = (None if each is None else each / _NANOS for each in nanos)
@@ -35,5 +35,5 @@ def _moving(answer: Answer) -> list[tuple[float, float]]:
 
 
 def _nearest(moments: Sequence[float], moment: float) -> int:
-    """Tokens of one step arrive together: which of `moments` comes closest."""
+    """Returns the index of the time closest to `moment`, since tokens of one step arrive together."""
     return min(range(len(moments)), key=lambda n: abs(moments[n] - moment))

@@ -1,4 +1,4 @@
-"""Two page pools in two processes and the wire between them, without engines: how fast pages move at best."""
+"""Measures the peak bandwidth between two page pools in two processes, without engines."""
 
 import asyncio
 import random
@@ -22,18 +22,18 @@ from wire.messages import PeerDescription, PeerRef
 from worker.process import layout_of
 
 IN_FLIGHT = 4
-"""Writes on their way at a time where a steady stream is timed: a prefill worker has several requests to hand over."""
+"""Concurrent writes of a steady stream: a prefill worker hands over several requests at a time."""
 _DEADLINE_S = 60.0
 _POOL_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
 _WARM = 4
 _ROUNDS, _ROUNDS_S = 24, 0.3
-"""Fewest writes that are timed, and for how long there are more: pages of microseconds need many."""
+"""Minimum number of timed writes, and minimum seconds: short writes need many."""
 _CEILING_ROUNDS, _CEILING_ROUND_S = 5, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Whose pages, of how many tokens each, in which dtype, on which devices the two pools lie."""
+    """The pools' model, tokens per page, dtype and devices."""
 
     model: Path
     page_tokens: int
@@ -50,7 +50,7 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Of writes of one size, in bytes a second: one after the other, and as a stream of `IN_FLIGHT`."""
+    """Bandwidth of writes of one size in bytes per second: one after the other, and `IN_FLIGHT` at a time."""
 
     pages: int
     alone: float
@@ -58,7 +58,7 @@ class Bandwidth:
 
 
 class PoolSide:
-    """To be made an actor: one pool, one transport."""
+    """One pool with its transport, to be run as an actor."""
 
     def __init__(self, plan: PoolPlan, name: str, device: str) -> None:
         here = torch.device(device)
@@ -73,16 +73,16 @@ class PoolSide:
         self._transport = open_transport("nixl", layout, me, lambda _notice: None, trusted_network=plan.trusted_network)
 
     def describe(self) -> PeerDescription:
-        """How the other side reaches this pool."""
+        """Returns the address at which the other side reaches this pool."""
         return self._transport.describe()
 
     def introduce(self, peer: PeerDescription) -> None:
-        """Learn of the other side, which listens closely from now on."""
+        """Adds the other side, and polls for its writes from now on."""
         self._transport.add_peer(peer)
         self._transport.expect(1)
 
     def bandwidth(self, peer: PeerRef, sizes: Sequence[int]) -> list[Bandwidth]:
-        """Of writes of so many pages each, onto pages that lie in another order there, as in a pool long in use."""
+        """Measures writes of these numbers of pages onto shuffled pages, as in a pool that has been in use."""
         found = []
         for pages in sizes:
             self._stream(peer, pages, 1, writes=_WARM, seconds=0)
@@ -92,21 +92,21 @@ class PoolSide:
         return found
 
     def wire(self) -> str:
-        """The transport in use, with its wire if this is the sender."""
+        """Returns the name of the transport, with the UCX transport at the sender."""
         return self._transport.transport_name()
 
     def open_ports(self) -> tuple[str, ...]:
-        """Where UCX listens here."""
+        """Returns the TCP ports on which UCX listens."""
         return self._transport.open_ports()
 
     def close(self) -> None:
-        """Leave the wire."""
+        """Closes the transport."""
         self._transport.close()
 
     def _stream(
         self, peer: PeerRef, pages: int, in_flight: int, writes: int = _ROUNDS, seconds: float = _ROUNDS_S
     ) -> float:
-        """Bytes a second of at least `writes` writes in at least `seconds`, never more than `in_flight` at a time."""
+        """Returns bytes per second of at least `writes` writes in at least `seconds`, at most `in_flight` at a time."""
         chosen = random.Random(pages)
         waiting: list[Future[WriteDone]] = []
         done, started = 0, time.perf_counter()
@@ -122,7 +122,7 @@ class PoolSide:
 
 
 async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Bandwidth], str, tuple[str, ...]]:
-    """Each size's bandwidth from one process to another, the wire it took, and the TCP ports that UCX opened there."""
+    """Returns each size's bandwidth between two processes, the transport, and the TCP ports that UCX opened."""
     node = RayNode()
     node.start({}, processes=2)
     try:
@@ -141,14 +141,14 @@ async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Band
 
 
 def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
-    """Bytes a second of plain copies from one device to the other, by this process alone: the best round of any size.
+    """Returns bytes per second of plain copies between the devices in this process: the best round of any size.
 
-    Copies are as large as writes of `sizes` pages, between places of buffers twice as large as the largest.
+    Copies are as large as writes of `sizes` pages, within buffers twice as large as the largest.
     """
     page = page_bytes(load_model_config(plan.model), plan.page_tokens, plan.dtype)
-    room = (2 * max(sizes), page)
-    source = torch.ones(room, dtype=torch.uint8, device=plan.sender)
-    target = torch.ones(room, dtype=torch.uint8, device=plan.receiver)
+    shape = (2 * max(sizes), page)
+    source = torch.ones(shape, dtype=torch.uint8, device=plan.sender)
+    target = torch.ones(shape, dtype=torch.uint8, device=plan.receiver)
     best = 0.0
     for pages in sizes:
         _copies(plan, source, target, pages)
@@ -160,7 +160,7 @@ def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
 
 
 def _copies(plan: PoolPlan, source: Tensor, target: Tensor, pages: int) -> float:
-    """Bytes a second of a round of copies of `pages` pages in a row, each to and from another place."""
+    """Returns bytes per second of a round of copies of `pages` contiguous pages, at random positions."""
     chosen = random.Random(pages)
     done, started = 0, time.perf_counter()
     while not done or time.perf_counter() - started < _CEILING_ROUND_S:

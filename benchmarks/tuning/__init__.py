@@ -1,1 +1,1 @@
-"""Searches for the tiles of kernels."""
+"""Searches for the best tiles of kernels."""

@@ -1,4 +1,4 @@
-"""The weight-streaming products of a model, and the tiles worth measuring for each."""
+"""The weight-streaming products of a model, and candidate tiles for each."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ STORE, GATE_UP, ADD = (int(op.value) for op in (triton_linear.STORE, triton_line
 _SHARED_MEMORY = 227 << 10
 _MULTIPROCESSORS = 132
 _SUMS_PER_WARP = 4096
-"""float32 sums that a warp's registers hold beside everything else: 128 a thread."""
+"""float32 sums that a warp's registers can hold in addition to everything else: 128 per thread."""
 
 _SKINNY_TILES = {
     16: ((16, 256, 4, 4), (32, 128, 4, 4), (64, 128, 4, 4), (64, 256, 3, 4)),
@@ -22,12 +22,12 @@ _SKINNY_TILES = {
     64: ((64, 128, 3, 4), (128, 64, 4, 4), (128, 64, 4, 8), (256, 64, 4, 8)),
     128: ((64, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8)),
 }
-"""By tokens: (rows, columns, stages, warps) worth trying."""
+"""Candidates by tokens: (rows, columns, stages, warps)."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """One weight [n, k] of a model and what is done with it."""
+    """One weight [n, k] of a model and the operation that it is used in."""
 
     name: str
     n: int
@@ -37,14 +37,17 @@ class Product:
 
     @property
     def paired(self) -> bool:
+        """True if its rows are pairs of gate and up."""
         return self.op == GATE_UP
 
     @property
     def outputs(self) -> int:
+        """Number of output columns."""
         return self.n // 2 if self.paired else self.n
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of the weight in bfloat16."""
         return 2 * self.n * self.k
 
 
@@ -58,12 +61,12 @@ class Model:
 
     @property
     def largest(self) -> int:
-        """Numbers of its largest weight."""
+        """Number of elements of its largest weight."""
         return max(product.n * product.k for product in self.products)
 
 
 def model_of(name: str, shape: ModelConfig) -> Model:
-    """The products of a shape, the output layer last."""
+    """Returns the products of a shape, the output layer last."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     products = (
         Product("qkv", shape.qkv_size, hidden, STORE, normed=True),
@@ -76,7 +79,7 @@ def model_of(name: str, shape: ModelConfig) -> Model:
 
 
 def candidates(product: Product, tokens: int, early: Sequence[int]) -> list[Tile]:
-    """A short list worth measuring for a step of `tokens`; `early`: bytes of each row called into L2 ahead."""
+    """Returns a short list of tiles for a step of `tokens`; `early`: bytes of each row prefetched into L2."""
     if tokens == 1:
         return list(_gemv_candidates(product))
     return [tile for ahead in early for tile in _skinny_candidates(product, tokens, ahead)]
@@ -110,7 +113,7 @@ def _skinny_candidates(product: Product, tokens: int, early: int) -> Iterable[Sk
 
 
 def _useful_splits(tiles: int, steps: int) -> list[int]:
-    """The two smallest powers of two that give most multiprocessors a program, each with two steps or more."""
+    """Returns the two smallest powers of two that give most multiprocessors a program, each with two steps or more."""
     fitting = [s for s in (1, 2, 4, 8) if steps >= 2 * s and (s == 1 or tiles * s <= 6 * _MULTIPROCESSORS)]
     full = [s for s in fitting if tiles * s >= 0.9 * _MULTIPROCESSORS]
     return full[:2] or fitting[-1:]

@@ -1,4 +1,4 @@
-"""Processes that compile the tiles of the weight-streaming products side by side."""
+"""Compiles tiles of the weight-streaming products in parallel processes."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from engine.kernels.linear.triton_linear_tiles import Tile
 
 @dataclass(frozen=True)
 class Job:
-    """One variant of a kernel: to compile, then to measure."""
+    """One variant of a kernel to compile and measure."""
 
     product: Product
     tokens: int
@@ -25,7 +25,7 @@ class Job:
 
 
 def _compile_all(jobs: Sequence[Job]) -> list[str | None]:
-    """In a process of its own: runs each job once on unwritten memory, which leaves it in Triton's cache on disk."""
+    """Runs each job once on uninitialized memory, which fills Triton's disk cache; in a process of its own."""
     largest = max((job.product.n * job.product.k for job in jobs), default=0)
     memory = torch.empty(largest, dtype=torch.bfloat16, device="cuda")
     failures: list[str | None] = []
@@ -41,7 +41,7 @@ def _compile_all(jobs: Sequence[Job]) -> list[str | None]:
 
 
 class Compilers:
-    """Processes that compile side by side; `working` holds every job that compiled and ran."""
+    """Parallel compiler processes; `working` holds every job that compiled and ran."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -49,7 +49,7 @@ class Compilers:
         self.working: set[Job] = set()
 
     def compile(self, jobs: Iterable[Job]) -> None:
-        """Compiles the jobs and prints the ones that fail."""
+        """Compiles the jobs and prints those that fail."""
         started, distinct = time.perf_counter(), list(dict.fromkeys(jobs))
         shares = [distinct[i :: self._workers] for i in range(self._workers)]
         for share, failures in zip(shares, self._processes.map(_compile_all, shares), strict=True):

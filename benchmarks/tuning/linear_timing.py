@@ -1,4 +1,4 @@
-"""Seconds of one weight-streaming product, and of all products of a decode step. All of them are bfloat16."""
+"""Times one weight-streaming product, and all products of a decode step, in bfloat16."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from engine.kernels.linear import triton_linear
 from engine.kernels.linear.triton_linear_tiles import Tile
 
 _ROTATED_BYTES = 256 << 20
-"""Weights one timed graph goes through at least: five times L2."""
+"""Minimum size of the weights that a timed graph uses: five times L2."""
 _EPS = 1e-5
 
 Found = dict[tuple[Product, int], Tile]
@@ -27,14 +27,14 @@ class Weights:
         self.memory: Tensor = torch.empty(numbers, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
     def of(self, product: Product, count: int) -> list[Tensor]:
-        """`count` views, far from each other as long as the memory lasts."""
+        """Returns `count` views, without overlap as long as the memory lasts."""
         numbers = product.n * product.k
         places = max(1, len(self.memory) // numbers)
         starts = [(i % places) * numbers for i in range(count)]
         return [self.memory[start : start + numbers].view(product.n, product.k) for start in starts]
 
     def chain(self, products: Sequence[Product]) -> list[Tensor]:
-        """A weight for each, one behind the other as long as the memory lasts."""
+        """Returns a weight for each product, contiguous as long as the memory lasts."""
         offset, found = 0, []
         for product in products:
             numbers = product.n * product.k
@@ -46,7 +46,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one product reads and writes beside its weight."""
+    """A product's input, norm weight and output."""
 
     x: Tensor
     norm: Tensor | None
@@ -54,6 +54,8 @@ class Inputs:
 
 
 def make_inputs(product: Product, tokens: int, normed: bool) -> Inputs:
+    """Returns random inputs of a product for `tokens` tokens."""
+
     def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, dtype=torch.bfloat16, device="cuda")
 
@@ -62,13 +64,14 @@ def make_inputs(product: Product, tokens: int, normed: bool) -> Inputs:
 
 
 def launch(product: Product, inputs: Inputs, weight: Tensor, tile: Tile | None, pdl: bool) -> None:
+    """Launches the product's kernel with this tile."""
     triton_linear.launch(inputs.x, inputs.norm, _EPS, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
 
 
 def product_seconds(
     product: Product, tokens: int, tile: Tile | None, weights: Weights, *, normed: bool, pdl: bool
 ) -> float:
-    """Seconds of one product by `tile`, or by cuBLAS (the bare product) where it is None."""
+    """Returns seconds of one product by `tile`, or by cuBLAS (the plain product) where it is None."""
     count = max(4, math.ceil(_ROTATED_BYTES / product.weight_bytes))
     inputs = make_inputs(product, tokens, normed)
     wide = torch.empty(tokens, product.n, dtype=torch.bfloat16, device="cuda")
@@ -77,13 +80,16 @@ def product_seconds(
 
 
 def fastest(product: Product, tokens: int, tiles: Sequence[Tile], weights: Weights, *, pdl: bool) -> Tile:
-    """Of `tiles`, with the norm where the product has one."""
+    """Returns the fastest of `tiles`, with the norm where the product has one."""
     seconds = {tile: product_seconds(product, tokens, tile, weights, normed=product.normed, pdl=pdl) for tile in tiles}
     return min(seconds, key=lambda tile: seconds[tile])
 
 
 def chain_seconds(model: Model, tokens: int, found: Found | None, weights: Weights, *, pdl: bool) -> float:
-    """One decode step's products in one graph, each reading what the one before wrote; without `found` cuBLAS."""
+    """Returns seconds of a decode step's products in one graph, each reading the one before's output.
+
+    Without `found` cuBLAS computes them.
+    """
     widest = max(max(p.n, p.k) for p in model.products)
     memory = [torch.randn(tokens * widest, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     norm = torch.ones(widest, dtype=torch.bfloat16, device="cuda")

@@ -1,8 +1,8 @@
-"""Find the plans of decode attention on this GPU: `python -m benchmarks.tuning.tune_attention [--quick] [--save]`.
+"""Tunes decode attention on this GPU: `python -m benchmarks.tuning.tune_attention [--quick] [--save]`.
 
-Every plan of a short list runs at every size in a CUDA graph whose calls walk through more cache than L2 holds: rows of
-one length, of lognormal lengths, as conversations have them, and one long row among short ones. Figures are bytes of
-keys and values over time, as shares of the copy bandwidth measured in the same run. The last line is one JSON object.
+Every plan of a short list runs at every size in a CUDA graph whose calls read more cache than L2 holds: rows of equal
+length, of lognormal lengths as in conversations, and one long row among short ones. Figures are KV bytes over time as
+shares of the copy bandwidth measured in the same run. The last line is one JSON object.
 """
 
 import argparse
@@ -22,14 +22,15 @@ from engine.models.shapes import shape_config, shape_names
 
 MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")
 EQUAL = ((1, 1024), (1, 32768), (8, 1024), (12, 2048), (32, 1024), (64, 2048), (128, 1024), (128, 4096), (256, 1024))
-"""Rows and context of each."""
+"""Number of rows, and the context of each."""
 UNEVEN = ((4, 2048), (12, 2048), (24, 2048), (33, 2048), (44, 2048), (128, 2048), (256, 1024))
-"""Rows and their mean context."""
+"""Number of rows, and their mean context."""
 LONG = ((12, 32768, 1024), (128, 32768, 1024))
-"""Rows, the context of one, and of each other."""
+"""Number of rows, the context of one, and of each other."""
 
 
 def main() -> None:
+    """Measures all sizes, and prints JSON last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=shape_names(), default=list(MODELS), help="whose heads")
     parser.add_argument("--rows", nargs="+", type=int, default=[], help="sizes of so many rows alone")
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def sizes_of(models: Sequence[str]) -> list[Size]:
-    """Every workload with the heads of each model; models of the same heads count once."""
+    """Returns every workload with the heads of each model; models with equal heads count once."""
     configs = [shape_config(name) for name in models]
     heads = dict.fromkeys((config.heads, config.kv_heads, config.head_dim) for config in configs)
     shapes = [AttentionShape(*each, each[-1] ** -0.5) for each in heads]
@@ -64,7 +65,7 @@ def sizes_of(models: Sequence[str]) -> list[Size]:
 
 
 def tune(sizes: Sequence[Size], copy: float, quick: bool) -> dict[str, object]:
-    """Measures and prints every size → for JSON. `copy`: the copy bandwidth in byte/s."""
+    """Measures and prints every size; returns the results for JSON. `copy`: the copy bandwidth in byte/s."""
     if not quick:
         in_parallel(sizes)
     return {size.name: _tune_one(size, copy, quick) for size in sizes}

@@ -1,10 +1,9 @@
-"""Times the product of gate and up with SiLU fused, tile by tile, against cuBLAS and SiLU.
+"""Times the fused gate/up product with SiLU, tile by tile, against cuBLAS and SiLU.
 
     python -m benchmarks.tuning.tune_gated
 
-All take turns on a chip that was heated first: one that rests while the next kernel compiles runs above the clock that
-its power limit allows for long. The choice it led to stands in engine/kernels/linear/gated_product.py. The last line
-is JSON.
+All take turns on a chip that was heated first: a kernel measured after a pause, such as a compilation, would run above
+the clock that the power limit sustains. The choice is in engine/kernels/linear/gated_product.py. The last line is JSON.
 """
 
 import argparse
@@ -25,13 +24,13 @@ SHAPES = {"llama-3-8b": (4096, 14336), "llama-3.2-1b": (2048, 8192), "qwen3-0.6b
 """Hidden and intermediate size."""
 TOKENS = (512, 1024, 2048, 4096, 8192)
 TILES = ((256, 192, False), (256, 160, False), (128, 256, False), (256, 128, False), (128, 160, True), (128, 192, True))
-"""Rows, columns, and whether two warp groups take turns on tiles of their own."""
+"""Rows, columns, and whether two warp groups alternate on tiles of their own."""
 CLUSTERS = ((2, 1), (1, 2))
 _WEIGHTS = 2
 
 
 def main() -> None:
-    """Print every contest's best tiles and, last, all of it as JSON."""
+    """Prints every contest's best tiles, and all of it as JSON last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Which tiles stream weights fastest on this GPU, against cuBLAS and the copy bandwidth measured in the same run.
+"""Finds the tiles that stream weights fastest on this GPU, against cuBLAS and the copy bandwidth of the same run.
 
     python -m benchmarks.tuning.tune_linear [--models llama-3-8b qwen3-8b] [--tokens 1 16 32 64 128] [--early 512]
         [--save]
@@ -31,7 +31,7 @@ _LEAST_NUMBERS = 1 << 29
 
 
 def tune(models: Sequence[Model], token_counts: Sequence[int], early: Sequence[int], workers: int) -> dict[str, object]:
-    """Measures and prints everything; → the JSON result."""
+    """Measures and prints everything; returns the result for JSON."""
     pdl = overlaps_launches()
     every = [(model, product, tokens) for model in models for product in model.products for tokens in token_counts]
     sizes = list(dict.fromkeys((product, tokens) for _, product, tokens in every))
@@ -57,7 +57,7 @@ def tune(models: Sequence[Model], token_counts: Sequence[int], early: Sequence[i
 
 
 def _print_plan(found: Found, faster: Mapping[tuple[Product, int], bool]) -> None:
-    """Prints what to paste into triton_linear_tiles.py; `faster`: than cuBLAS."""
+    """Prints the lines for triton_linear_tiles.py; `faster`: True for products faster than cuBLAS."""
     tuned: dict[tuple[int, int, bool], dict[int, Tile]] = {}
     streamed: dict[tuple[int, int], int] = {}
     for (p, tokens), tile in found.items():
@@ -75,15 +75,15 @@ def _print_plan(found: Found, faster: Mapping[tuple[Product, int], bool]) -> Non
 
 
 class _Table:
-    """Prints what was measured line by line, and returns it for JSON."""
+    """Prints measurements line by line, and returns them for JSON."""
 
     def __init__(self, weights: Weights, copy: float) -> None:
-        """`copy`: the copy bandwidth in bytes a second."""
+        """Sets the copy bandwidth, `copy`, in bytes per second."""
         self._weights = weights
         self._copy = copy
 
     def row(self, model: Model, product: Product, tokens: int, tile: Tile) -> dict[str, Any]:
-        """One product by its tile, with and without the norm, beside cuBLAS."""
+        """Measures one product by its tile, with and without the norm, and by cuBLAS."""
         pdl = overlaps_launches()
         us = product_seconds(product, tokens, tile, self._weights, normed=product.normed, pdl=pdl) * 1e6
         plain_us = product_seconds(product, tokens, tile, self._weights, normed=False, pdl=pdl) * 1e6
@@ -99,7 +99,7 @@ class _Table:
         return facts | {"us": us, "plain_us": plain_us, "cublas_us": cublas_us, "of_copy": rate / self._copy}
 
     def chain_row(self, model: Model, tokens: int, found: Found) -> dict[str, object]:
-        """All products of a decode step, one reading what the one before wrote."""
+        """Measures all products of a decode step, each reading the one before's output."""
         *layer, head = model.products
         total = sum(p.weight_bytes for p in layer) * model.layers + head.weight_bytes
         seconds = {"serial": chain_seconds(model, tokens, found, self._weights, pdl=False)}
@@ -114,7 +114,7 @@ class _Table:
 
 
 def main() -> None:
-    """Parses the arguments, tunes, prints."""
+    """Parses the arguments, tunes and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=shape_names(), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 32, 64, 128], help="1 to 128")

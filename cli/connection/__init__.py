@@ -1,1 +1,1 @@
-"""How commands find a cluster and prove who they are: addresses, state files, secrets, their options."""
+"""Connection of commands to a cluster: addresses, state files, secrets, and their options."""

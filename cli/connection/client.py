@@ -1,4 +1,4 @@
-"""The router's client, as the commands need it."""
+"""The router's client for the commands."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ MAX_TOKENS_MAX = 2**31 - 1
 SEED_MAX = 2**64 - 1
 TEMPERATURE_MAX = 100.0
 TRANSPORT_FAILURES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNKNOWN)
-"""What gRPC itself reports, in words of its own, of a peer that is not there, does not answer or goes away."""
+"""Status codes that gRPC itself reports for a peer that is unreachable, does not respond or disconnects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What a command lets its user choose, greedy unless told otherwise; None leaves it to the router."""
+    """Sampling parameters of a command, greedy by default; None = the router's default."""
 
     max_tokens: int | None = None
     temperature: float = 0.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """InvalidArgument names the option and its limits, which are the router's."""
+        """Validates the parameters; InvalidArgument names the option and its limits, which are the router's."""
         if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS_MAX:
             raise InvalidArgument("--max-tokens", f"{self.max_tokens} is not between 1 and {MAX_TOKENS_MAX}")
         if not 0 <= self.temperature <= TEMPERATURE_MAX:
@@ -39,13 +39,13 @@ class Sampling:
             raise InvalidArgument("--seed", f"{self.seed} is not between 0 and {SEED_MAX}")
 
     def options(self) -> inference_pb2.GenerationOptions:
-        """The same on the wire."""
+        """Returns the parameters as a wire message."""
         return inference_pb2.GenerationOptions(max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer; tokens are counts."""
+    """A complete answer; token fields are counts."""
 
     text: str
     finish_reason: FinishReason | None
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """What a router says of itself, its load and its workers."""
+    """A router's report of itself, its load and its workers."""
 
     info: inference_pb2.GetServerInfoResponse
     loads: inference_pb2.GetLoadsResponse
@@ -67,27 +67,27 @@ class RouterClient:
     """Calls to one router. Every failure is a typed error that names the router."""
 
     def __init__(self, address: str, api_key: str = "") -> None:
-        """InvalidArgument for a key that no call could carry; an empty one is none."""
+        """Creates a client; InvalidArgument for a key that no call could carry, an empty one is none."""
         if api_key:
             check_key("--api-key", api_key)
         self._address = address
         self._api_key = api_key
 
     async def complete(self, text: str, sampling: Sampling, on_text: Callable[[str], None]) -> Answer:
-        """Continue `text`; `on_text` gets each piece as it comes."""
+        """Continues `text`; `on_text` is called with each piece as it comes."""
         request = inference_pb2.GenerateRequest(text=text, options=sampling.options())
         return await self._stream("Generate", request, on_text)
 
     async def chat(
         self, messages: Sequence[tuple[str, str]], sampling: Sampling, on_text: Callable[[str], None]
     ) -> Answer:
-        """Answer a conversation of (role, content) pairs; `on_text` gets each piece as it comes."""
+        """Answers a conversation of (role, content) pairs; `on_text` is called with each piece as it comes."""
         conversation = [inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
         request = inference_pb2.ChatRequest(messages=conversation, options=sampling.options())
         return await self._stream("Chat", request, on_text)
 
     async def view(self, timeout_s: float = 5.0) -> ServerView:
-        """The router's own account. Unavailable if it does not answer in time."""
+        """Returns the router's report. Unavailable if it does not respond in time."""
         async with open_client_channel(self._address, self._api_key) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             try:
@@ -123,14 +123,14 @@ class RouterClient:
         )
 
     def _typed(self, error: grpc.aio.AioRpcError, *, begun: bool = False) -> TandemError:
-        """The router's own words where it had any, a plain sentence instead of the transport's."""
+        """Returns the router's own error where it sent one, and otherwise a sentence in place of the transport's."""
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             wrong = "does not accept this API key" if self._api_key else "asks for an API key"
             return Unauthenticated(
                 f"the router at {self._address} {wrong}; give --api-key or --api-key-file (TANDEM_API_KEY)"
             )
-        own_words = any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ())
-        if own_words or error.code() not in TRANSPORT_FAILURES:
+        own_error = any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ())
+        if own_error or error.code() not in TRANSPORT_FAILURES:
             return error_of(error, f"the router at {self._address}")
         if begun:
             return Unavailable(f"lost the router at {self._address} before the answer's end; is `tandem up` running?")

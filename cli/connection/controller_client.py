@@ -1,4 +1,4 @@
-"""The controller's client, as the commands and benchmarks that change a running cluster need it."""
+"""The controller's client for commands and benchmarks that change a running cluster."""
 
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -12,13 +12,13 @@ from wire.messages import Absence, WorkerInfo
 from wire.rpc import ERROR_CODE, error_of, is_refused_peer, open_channel
 
 GRACE_S = 30.0
-"""How long workers may finish what they have, if nothing else was asked for, in seconds."""
+"""Default seconds that workers have to finish their requests."""
 WAIT_S = 180.0
-"""How long to wait for new workers, if nothing else was asked for, in seconds."""
-_BESIDES_GRACE_S = 240.0
-"""What a change may take beside: opening, transfers that settle, a worker that is started again."""
+"""Default wait for new workers, in seconds."""
+_CHANGE_MARGIN_S = 240.0
+"""Extra seconds that a change may take: opening, transfers that settle, a worker that restarts."""
 _LOOK_S = 10.0
-"""How long the list of workers may take."""
+"""Timeout for the list of workers, in seconds."""
 
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ class ControllerClient:
         itl_target_s: float = 0.0,
         grace_s: float = GRACE_S,
     ) -> tuple[tuple[WorkerInfo, ...], float]:
-        """See `SetModeRequest`. The workers as they are then, and how long it took, in seconds."""
+        """Changes the mode; returns the workers as they are then and the duration in seconds. See `SetModeRequest`."""
         request = cluster_pb2.SetModeRequest(
             mode=mode,
             prefill=prefill,
@@ -53,7 +53,7 @@ class ControllerClient:
         )
         async with open_channel(self._address, self._token) as channel:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            reply = await self._typed(stub.SetMode(request, timeout=grace_s + _BESIDES_GRACE_S))
+            reply = await self._typed(stub.SetMode(request, timeout=grace_s + _CHANGE_MARGIN_S))
         return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
 
     async def resize(
@@ -65,17 +65,17 @@ class ControllerClient:
         grace_s: float = GRACE_S,
         wait_s: float = WAIT_S,
     ) -> tuple[tuple[WorkerInfo, ...], float]:
-        """See `ResizeRequest`. The workers as they are then, and how long it took, in seconds."""
+        """Changes the number of workers; returns them and the duration in seconds. See `ResizeRequest`."""
         request = cluster_pb2.ResizeRequest(
             prefill=prefill, decode=decode, workers=workers, grace_s=grace_s, wait_s=wait_s
         )
         async with open_channel(self._address, self._token) as channel:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            reply = await self._typed(stub.Resize(request, timeout=grace_s + wait_s + _BESIDES_GRACE_S))
+            reply = await self._typed(stub.Resize(request, timeout=grace_s + wait_s + _CHANGE_MARGIN_S))
         return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """All that serve now."""
+        """Returns all serving workers."""
         async with open_channel(self._address, self._token) as channel:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
             call = stub.Watch(cluster_pb2.WatchRequest(), timeout=_LOOK_S)
@@ -84,7 +84,7 @@ class ControllerClient:
         return convert.membership_from_proto(membership).workers
 
     async def absent(self) -> tuple[Absence, ...]:
-        """Who was asked for and does not serve now."""
+        """Returns the workers that were requested but do not serve now."""
         async with open_channel(self._address, self._token) as channel:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
             reply = await self._typed(stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
@@ -99,13 +99,13 @@ class ControllerClient:
         force: bool = False,
         node_leaves: bool = False,
     ) -> float:
-        """See `DrainWorkerRequest`. How long it took, in seconds."""
+        """Drains a worker; returns the duration in seconds. See `DrainWorkerRequest`."""
         request = cluster_pb2.DrainWorkerRequest(
             worker_id=worker_id, grace_s=grace_s, restart=restart, force=force, node_leaves=node_leaves
         )
         async with open_channel(self._address, self._token) as channel:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            reply = await self._typed(stub.DrainWorker(request, timeout=grace_s + _BESIDES_GRACE_S))
+            reply = await self._typed(stub.DrainWorker(request, timeout=grace_s + _CHANGE_MARGIN_S))
         return float(reply.seconds)
 
     async def _typed(self, call: Awaitable[Result]) -> Result:
@@ -115,7 +115,7 @@ class ControllerClient:
             raise self._error(error) from None
 
     def _error(self, error: grpc.aio.AioRpcError) -> TandemError:
-        """The controller's own words where it had any, a plain sentence instead of the transport's."""
+        """Returns the controller's own error, or a sentence in place of the transport's text where it sent none."""
         if any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ()):
             return error_of(error, "the controller")
         if is_refused_peer(error):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
-    """Where `tandem up` has all keys from the environment, as in its pod, other commands show the first."""
+    """Returns one API key: of several keys in the environment, as in the pod of `tandem up`, the first."""
     source = context.get_parameter_source(parameter.name or "")
     return (key.split() or [""])[0] if source is not None and source.name == "ENVIRONMENT" else key
 
@@ -25,19 +25,21 @@ Address = Annotated[
 ApiKey = Annotated[
     str,
     typer.Option(
-        "--api-key", envvar="TANDEM_API_KEY", callback=_one_of_several, help="Key for a router that asks for one."
+        "--api-key", envvar="TANDEM_API_KEY", callback=_one_of_several, help="API key for a router that requires one."
     ),
 ]
 ApiKeyFile = Annotated[
     str,
-    typer.Option("--api-key-file", envvar="TANDEM_API_KEY_FILE", help="File whose first key is shown, in its place."),
+    typer.Option("--api-key-file", envvar="TANDEM_API_KEY_FILE", help="File whose first key is used instead."),
 ]
 Temperature = Annotated[
     float, typer.Option("--temperature", help="0 = greedy, always the most likely token; higher = more varied.")
 ]
 Metrics = Annotated[
     str,
-    typer.Option("--metrics", envvar="TANDEM_METRICS", help="host:port of the metrics; default: the running ones."),
+    typer.Option(
+        "--metrics", envvar="TANDEM_METRICS", help="host:port of the metrics; default: the running cluster's."
+    ),
 ]
 MetricsKey = Annotated[
     str,
@@ -46,15 +48,15 @@ MetricsKey = Annotated[
     ),
 ]
 MetricsKeyFile = Annotated[
-    str, typer.Option("--metrics-key-file", envvar="TANDEM_METRICS_KEY_FILE", help="File with that key, in its place.")
+    str, typer.Option("--metrics-key-file", envvar="TANDEM_METRICS_KEY_FILE", help="File with that key, used instead.")
 ]
 Grace = Annotated[
-    float, typer.Option("--grace", help="Seconds to finish what runs; what is left then goes on at other workers.")
+    float, typer.Option("--grace", help="Seconds to finish running requests; the rest then continue on other workers.")
 ]
 
 
 def checked_grace(grace: float) -> float:
-    """`grace`. InvalidArgument if it is no time to wait."""
+    """Returns `grace`; InvalidArgument if it is negative or not a number."""
     from wire.errors import InvalidArgument
 
     if not grace >= 0:
@@ -64,15 +66,15 @@ def checked_grace(grace: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How an answer is drawn."""
+    """Options of sampling."""
 
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.")] = None
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Maximum tokens to generate.")] = None
     temperature: Temperature = 0.0
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling above temperature 0 reproducible.")] = None
 
     @property
     def sampling(self) -> Sampling:
-        """InvalidArgument names the option and its limits."""
+        """The sampling parameters; InvalidArgument names the option and its limits."""
         from cli.connection.client import Sampling
 
         return Sampling(self.max_tokens, self.temperature, self.seed)
@@ -80,14 +82,14 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """Which router is asked, and with which key."""
+    """The router that a command calls, and the API key for it."""
 
     address: Address = ""
     api_key: ApiKey = field(default="", repr=False)
     api_key_file: ApiKeyFile = ""
 
     def client(self) -> RouterClient:
-        """Of the router asked for, else of the newest running cluster's. Unavailable if none runs."""
+        """Returns a client of the given router or of the newest running cluster's. Unavailable if none runs."""
         from cli.connection.client import RouterClient
 
         return RouterClient(address_or_newest(self.address), shown_key(self.api_key, self.api_key_file))
@@ -95,7 +97,7 @@ class RouterOptions:
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """Which cluster's controller is asked, and with which secret."""
+    """The controller that a command calls, and the cluster's secret for it."""
 
     controller_address: Annotated[
         str,
@@ -108,16 +110,16 @@ class ControllerOptions:
     token: Annotated[
         str,
         typer.Option(
-            "--token", envvar="TANDEM_CLUSTER_TOKEN", help="The cluster's secret; default: the running one's."
+            "--token", envvar="TANDEM_CLUSTER_TOKEN", help="The cluster's secret; default: the running cluster's."
         ),
     ] = field(default="", repr=False)
     token_file: Annotated[
         str,
-        typer.Option("--token-file", envvar="TANDEM_CLUSTER_TOKEN_FILE", help="File with that secret, in its place."),
+        typer.Option("--token-file", envvar="TANDEM_CLUSTER_TOKEN_FILE", help="File with that secret, used instead."),
     ] = ""
 
     def client(self) -> ControllerClient:
-        """Of the controller asked for, else of the newest running cluster's. Unavailable if none runs."""
+        """Returns a client of the given controller or of the newest running cluster's. Unavailable if none runs."""
         from cli.connection.controller_client import ControllerClient
         from cli.connection.secret_files import one_key
         from cli.connection.state import newest
@@ -130,21 +132,21 @@ class ControllerOptions:
 
 
 def address_or_newest(address: str) -> str:
-    """The address asked for, else that of the newest running cluster. Unavailable if none runs."""
+    """Returns the given address or that of the newest running cluster. Unavailable if none runs."""
     from cli.connection.state import newest
 
     return address or newest().grpc
 
 
 def shown_key(api_key: str, api_key_file: str) -> str:
-    """What is shown to a router. InvalidArgument for a file without keys."""
+    """Returns the key to present to a router. InvalidArgument for a file without keys."""
     from cli.connection.secret_files import first_key
 
     return first_key("--api-key-file", api_key, api_key_file)
 
 
 def metrics_server(address: str, key: str, key_file: str = "") -> tuple[str, str]:
-    """Where the metrics are, and what opens them. Unavailable if neither is given and no cluster runs."""
+    """Returns the metrics address and the key that opens it. Unavailable if neither is given and no cluster runs."""
     from cli.connection.secret_files import one_key
     from cli.connection.state import newest
 
@@ -156,7 +158,7 @@ def metrics_server(address: str, key: str, key_file: str = "") -> tuple[str, str
 
 
 def checked_prompt(name: str, text: str) -> str:
-    """`text`. InvalidArgument if there is nothing in it to answer."""
+    """Returns `text`; InvalidArgument if it is blank."""
     from wire.errors import InvalidArgument
 
     if not text.strip():

@@ -1,4 +1,4 @@
-"""Secrets from files: other users of the host see those of a command line in the list of processes."""
+"""Secrets from files: those of a command line are visible to other users of the host in the process list."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ log = logging.getLogger(__name__)
 
 
 def keys_in(option: str, file: str) -> tuple[str, ...]:
-    """The keys in `file`, separated by line ends or blanks; from a `#` on, a line is a comment.
+    """Returns the keys in `file`, separated by line ends or blanks; the rest of a line after `#` is a comment.
 
     InvalidArgument that names `option` for a file that cannot be read, or has none. A file that every user of this host
     may read is used, with a warning.
     """
     from wire.errors import InvalidArgument
+    from wire.security.credentials import check_key
 
     path = Path(file)
     try:
@@ -29,11 +30,13 @@ def keys_in(option: str, file: str) -> tuple[str, ...]:
     keys = tuple(key for line in lines for key in line.partition("#")[0].split())
     if not keys:
         raise InvalidArgument(option, f"{file} has no secret in it")
+    for key in keys:
+        check_key(option, key)
     return keys
 
 
 def one_key(option: str, given: str, file: str) -> str:
-    """`given`, else the only key in `file`, else "". InvalidArgument as `keys_in`, and if there are several."""
+    """Returns `given`, or the only key in `file`, or "". InvalidArgument as `keys_in`, and for several keys."""
     from wire.errors import InvalidArgument
 
     if given or not file:
@@ -45,5 +48,5 @@ def one_key(option: str, given: str, file: str) -> str:
 
 
 def first_key(option: str, given: str, file: str) -> str:
-    """`given`, else the first key in `file`, else "": any of a router's keys opens it."""
+    """Returns `given`, or the first key in `file`, or "": any of a router's keys opens it."""
     return given if given or not file else keys_in(option, file)[0]

@@ -1,4 +1,4 @@
-"""What `tandem up` leaves for the other commands to find: one small file for each running cluster."""
+"""State files of `tandem up`, by which other commands find it: one small file per running cluster."""
 
 import json
 import os
@@ -16,7 +16,7 @@ FOLDER_VARIABLE = "TANDEM_STATE_DIR"
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A `tandem up` of this user. `started` is its process's start, seconds since the Unix epoch."""
+    """A `tandem up` of this user. `started` is the start of its process, in seconds since the Unix epoch."""
 
     pid: int
     started: float
@@ -25,20 +25,20 @@ class RunningCluster:
     model: str
     controller: str = ""
     token: str = ""
-    """Lets its holder call the controller."""
+    """The cluster's secret, which authorizes calls to the controller."""
     metrics: str = ""
-    """Where the whole cluster's metrics are, host:port."""
+    """Address of the cluster-wide metrics, host:port."""
     stop_grace_s: float = 0.0
-    """How long what runs may go on when it is stopped."""
+    """Seconds that running requests may continue when the cluster is stopped."""
 
     @property
     def metrics_key(self) -> str:
-        """Opens all metrics and traces."""
+        """The key that opens all metrics and traces."""
         return metrics_key_of(self.token)
 
     @property
     def alive(self) -> bool:
-        """Whether that very process still runs; a process id alone may have been given away again."""
+        """True if that process still runs; a process id alone may have been reused."""
         try:
             process = psutil.Process(self.pid)
             return bool(abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE)
@@ -47,7 +47,10 @@ class RunningCluster:
 
 
 def folder() -> Path:
-    """Where the files lie: TANDEM_STATE_DIR, else tandem/ in the user's runtime folder, else in the cache folder."""
+    """Returns the folder of the state files.
+
+    It is TANDEM_STATE_DIR, or tandem/ in the user's runtime folder, or a folder in the user's cache.
+    """
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
@@ -65,7 +68,7 @@ def announce(
     metrics: str = "",
     stop_grace_s: float = 0.0,
 ) -> Path:
-    """Write this process's file, readable by this user alone; the caller removes it."""
+    """Writes this process's state file, readable by this user alone; the caller removes it."""
     pid = os.getpid()
     started = psutil.Process(pid).create_time()
     state = RunningCluster(pid, started, grpc, http, model, controller, token, metrics, stop_grace_s)
@@ -79,7 +82,7 @@ def announce(
 
 
 def running() -> list[RunningCluster]:
-    """Every cluster of this user that runs, newest first. Files of dead ones are removed on the way."""
+    """Returns every running cluster of this user, newest first, and removes the files of dead ones."""
     found = []
     for path in folder().glob("up-*.json"):
         try:
@@ -94,7 +97,7 @@ def running() -> list[RunningCluster]:
 
 
 def newest() -> RunningCluster:
-    """The cluster that commands talk to. Unavailable if none runs."""
+    """Returns the newest running cluster, which commands use by default. Unavailable if none runs."""
     clusters = running()
     if not clusters:
         raise Unavailable("no cluster is running; start one with `tandem up`")

@@ -1,1 +1,1 @@
-"""`tandem doctor`: whether this host can serve, and what to change if not."""
+"""`tandem doctor`: checks if this host can serve, and says what to change if it cannot."""

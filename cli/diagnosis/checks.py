@@ -1,4 +1,4 @@
-"""What `tandem doctor` looks at: each check is one line, ok, warn or fail, with what to do about it."""
+"""The checks of `tandem doctor`: each is one line with ok, warn or fail, and advice."""
 
 import importlib
 import importlib.util
@@ -37,7 +37,7 @@ ROOMS = (
 
 
 class Level(StrEnum):
-    """How a check went."""
+    """The result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -46,7 +46,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: what was looked at, how it is, what was found and, unless all is well, what to do."""
+    """One line: the subject, the level, the finding and, unless the level is ok, the advice."""
 
     name: str
     level: Level
@@ -58,7 +58,7 @@ _SECRET_OPTIONS = ("--token", "--api-key", "--metrics-key")
 
 
 def check_python(running: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
-    """3.11 or newer."""
+    """Checks that Python is 3.11 or newer."""
     found = ".".join(str(part) for part in running)
     if running[:2] < PYTHON_MIN:
         return Check("Python", Level.FAIL, found, "install Python 3.11 or newer and run `make clean run`")
@@ -66,7 +66,7 @@ def check_python(running: tuple[int, ...] = tuple(sys.version_info[:3])) -> Chec
 
 
 def check_cores(cores: int | None = None) -> Check:
-    """Two or more, so that prefill and decode can run at once."""
+    """Checks for two or more cores, so that prefill and decode can run at once."""
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     if cores < 2:
         return Check(
@@ -76,7 +76,7 @@ def check_cores(cores: int | None = None) -> Check:
 
 
 def check_shared_memory(free_bytes: int | None = None) -> Check:
-    """Room in /dev/shm for Ray's object store and for transfers within the host."""
+    """Checks the free space in /dev/shm for Ray's object store and for transfers within the host."""
     if free_bytes is None:
         if not SHM.is_dir():
             return Check("/dev/shm", Level.FAIL, "missing", "mount a tmpfs there; in a container give it --shm-size=1g")
@@ -88,9 +88,9 @@ def check_shared_memory(free_bytes: int | None = None) -> Check:
 
 
 def check_import_names(owners: Mapping[str, Sequence[str]] | None = None) -> Check:
-    """No other installed distribution has a package or module of the same name as one of Tandem's.
+    """Checks that no other distribution has a package or module of the same name as one of Tandem's.
 
-    Whichever Python finds first is imported, and of two wheels in one folder the later one overwrites files of the
+    Python imports whichever it finds first, and of two wheels in one folder the later one overwrites files of the
     other. `owners` maps each import name to its distributions, `packages_distributions()` by default.
     """
     owners = packages_distributions() if owners is None else owners
@@ -103,7 +103,7 @@ def check_import_names(owners: Mapping[str, Sequence[str]] | None = None) -> Che
 
 
 def check_ray() -> Check:
-    """Installed."""
+    """Checks that Ray is installed."""
     try:
         return Check("Ray", Level.OK, version("ray"))
     except PackageNotFoundError:
@@ -111,7 +111,7 @@ def check_ray() -> Check:
 
 
 def check_torch() -> Check:
-    """Importable."""
+    """Checks that PyTorch can be imported."""
     try:
         return Check("PyTorch", Level.OK, importlib.import_module("torch").__version__)
     except ImportError as error:
@@ -119,7 +119,7 @@ def check_torch() -> Check:
 
 
 def check_gpu() -> Check:
-    """The GPUs torch can use; none is fine, then the CPU serves."""
+    """Checks the GPUs that PyTorch can use; none is fine, the CPU serves then."""
     try:
         import torch
     except ImportError:
@@ -136,7 +136,7 @@ def check_gpu() -> Check:
 
 
 def check_transfer() -> list[Check]:
-    """NIXL with its UCX plug-in, and the RDMA devices it could use."""
+    """Checks NIXL with its UCX plug-in, and the RDMA devices it could use."""
     from kv_transfer.backends import available_backends
 
     report = available_backends()
@@ -154,7 +154,7 @@ def check_transfer() -> list[Check]:
 
 
 def check_port(option: str, host: str, port: int, ours: dict[int, int]) -> Check:
-    """Free, or held by a `tandem up` of this user (`ours`: port to process id)."""
+    """Checks that a port is free or used by a `tandem up` of this user (`ours`: port to process id)."""
     name = f"port {port}"
     if port in ours:
         return Check(name, Level.OK, f"in use by the running cluster (process {ours[port]})")
@@ -164,19 +164,19 @@ def check_port(option: str, host: str, port: int, ours: dict[int, int]) -> Check
 
 
 def check_listeners(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Check]:
-    """The router's address and, if it can listen there, its ports."""
+    """Checks the router's address and, if it can listen there, its ports."""
     if (problem := host_problem(host)) is not None:
         return [Check(f"host {host!r}", Level.FAIL, problem, "give --host an address of this machine, like 127.0.0.1")]
     return [check_port("--grpc-port", host, grpc_port, ours), check_port("--http-port", host, http_port, ours)]
 
 
 def host_problem(host: str) -> str | None:
-    """Why this machine cannot listen at `host`, None if it can."""
+    """Returns the reason why this machine cannot listen at `host`, None if it can."""
     return port_problem(host, 0) if host else "it is empty"
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Why nothing can listen there, None if something can. Port 0 is always fine."""
+    """Returns the reason why this port cannot be opened, None if it can. Port 0 is always fine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -188,8 +188,9 @@ def port_problem(host: str, port: int) -> str | None:
 
 
 def check_command_lines(running: Iterable[tuple[int, list[str]]] | None = None) -> list[Check]:
-    """That no `tandem` on this host (`running`: process ids and command lines) was given a secret by an option, which
-    every user of the host can read.
+    """Checks that no `tandem` on this host was given a secret by an option, which every user of the host can read.
+
+    `running`: process ids and command lines, those of this host by default.
     """
     showing = [
         Check(
@@ -205,7 +206,7 @@ def check_command_lines(running: Iterable[tuple[int, list[str]]] | None = None) 
 
 
 def _secrets_in(command: list[str]) -> list[str]:
-    """Options of `command` that show a secret, if it runs Tandem."""
+    """Returns the options of `command` that show a secret, if it runs Tandem."""
     if not any(Path(word).name == "tandem" or word == "cli.main" for word in command[:4]):
         return []
     given = {word.partition("=")[0] for word in command}
@@ -219,7 +220,7 @@ def _command_lines() -> list[tuple[int, list[str]]]:
 
 
 def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Callable[[], list[Check]]]:
-    """Every check, in the order they are shown; each is run when it is called."""
+    """Returns every check, in the order of the output; each runs when it is called."""
     return [
         lambda: [check_python(), check_import_names(), check_cores(), check_shared_memory(), check_ray()],
         lambda: [check_torch(), check_gpu()],
@@ -231,7 +232,7 @@ def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) 
 
 
 def check_default_model() -> Check:
-    """The small model that `tandem up` serves when it is given none."""
+    """Checks for the small model that `tandem up` serves by default."""
     from cli.models.default_model import find_default_model
     from wire.errors import ModelError
 

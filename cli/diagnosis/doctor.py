@@ -1,4 +1,4 @@
-"""`tandem doctor`: is this machine ready, and if not, what to do."""
+"""`tandem doctor`: checks if this machine is ready, and says what to do if it is not."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,12 +14,14 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @plain_errors
 def doctor(
-    host: Annotated[str, typer.Option("--host", help="Address the router would listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="Address that the router would listen on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option("--grpc-port", help="Port to look at.")] = 50051,
     http_port: Annotated[int, typer.Option("--http-port", help="Port to look at.")] = 8000,
 ) -> None:
-    """Check Python, import names, PyTorch, GPUs, Ray, NIXL, RDMA, ports, /dev/shm and cores; fails if a start would.
-    Says which ports of running workers let others write into their memory.
+    """Check this machine; fails if `tandem up` would.
+
+    Checks Python, import names, PyTorch, GPUs, Ray, NIXL, RDMA, ports, /dev/shm and cores, and names the ports of
+    running workers by which others can write into their memory.
     """
     from rich.console import Console
 
@@ -43,7 +45,7 @@ def doctor(
 
 
 def line(check: "Check") -> str:
-    """A check as one line with rich's colours."""
+    """Returns a check as one line with rich's colours."""
     from rich.markup import escape
 
     colour = COLOURS[check.level.value]

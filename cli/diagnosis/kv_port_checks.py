@@ -1,6 +1,6 @@
-"""What `tandem doctor` says of TCP ports by which UCX moves KV pages: whether one is open, and to whom.
+"""Checks of the TCP ports by which UCX moves KV pages: the open ones, and the hosts that can reach them.
 
-Whoever reaches one can write into its worker's memory (docs/security.md).
+A client that reaches such a port can write into its worker's memory (docs/security.md).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 
 def check_ucx_environment(environment: Mapping[str, str] = os.environ) -> Check:
-    """That workers started here would open no port; what `tandem up` would refuse fails."""
+    """Checks that workers started here would open no port; fails where `tandem up` would refuse to start."""
     from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
     try:
@@ -33,7 +33,7 @@ def check_ucx_environment(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_running_clusters(running: "Iterable[RunningCluster]") -> list[Check]:
-    """A line for each worker of this user's clusters that has such a port."""
+    """Returns a check for each worker of this user's clusters that has such a port."""
     checks = []
     for cluster in running:
         if not cluster.controller:
@@ -48,14 +48,14 @@ def check_running_clusters(running: "Iterable[RunningCluster]") -> list[Check]:
 
 
 def check_workers(workers: "Iterable[WorkerInfo]") -> list[Check]:
-    """A line for each worker with an open port, or one for all if none has any."""
+    """Returns a check for each worker with an open port, or one for all if none has any."""
     workers = tuple(workers)
     opened = [
         Check(
             f"{NAME} of {worker.peer.worker_id}",
             Level.WARN,
             f"UCX listens at {port}: {_reached_by(port)} can write into this worker's memory",
-            "let nobody but workers reach it (a firewall, the chart's NetworkPolicy), or on one host start without"
+            "restrict it to workers (a firewall, the chart's NetworkPolicy), or on one host start without"
             " --trusted-network",
         )
         for worker in workers
@@ -68,4 +68,4 @@ def _reached_by(port: str) -> str:
     host = port.rpartition(":")[0]
     if is_loopback(host):
         return "every user of this host"
-    return "whoever reaches its host" if host in _EVERYWHERE else f"whoever reaches {host}"
+    return "every client that reaches its host" if host in _EVERYWHERE else f"every client that reaches {host}"

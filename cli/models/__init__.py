@@ -1,1 +1,1 @@
-"""Where the default model lies, and random weights in the shape of a known one."""
+"""Models that commands choose by themselves: the default model, and random weights in the shape of a known one."""

@@ -1,4 +1,4 @@
-"""The small model that is served when no other is asked for."""
+"""The small model that is served by default."""
 
 import importlib.util
 import os
@@ -12,9 +12,9 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def find_default_model() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, from TANDEM_SMOLLM2_GGUF or from its package, which is never imported.
+    """Returns the GGUF file of SmolLM2-135M-Instruct.
 
-    ModelError if it is in neither place.
+    It is TANDEM_SMOLLM2_GGUF or a file of its package, which is not imported. ModelError if neither exists.
     """
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)

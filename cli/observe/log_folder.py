@@ -1,4 +1,4 @@
-"""Where the processes of a `tandem up` write their logs: one folder a run, kept after its end."""
+"""The log folders of `tandem up`: one per run, kept after its end."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ KEPT_RUNS = 10
 
 
 def log_root() -> Path:
-    """Where the folders of all runs lie; their names are in the order of their beginnings."""
+    """Returns the folder of all runs' log folders, whose names sort by start time."""
     return user_cache("logs")
 
 
 def new_log_folder() -> Path:
-    """A fresh folder for this run, readable by this user alone; of earlier runs the last few stay."""
+    """Creates a log folder for this run, readable by this user alone; the last few earlier ones are kept."""
     root = log_root()
     folder = root / f"{time.strftime('%Y-%m-%dT%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True, mode=0o700)

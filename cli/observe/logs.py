@@ -1,4 +1,4 @@
-"""`tandem logs`: what the processes of this host log."""
+"""`tandem logs`: prints the logs of this host's processes."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ LOOK_S = 0.5
 @plain_errors
 def logs(
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what comes, also of clusters that start later.")
+        bool, typer.Option("--follow", "-f", help="Follow new lines, also of clusters that start later.")
     ] = False,
 ) -> None:
     """Print the logs of all processes of the newest start on this host: router, controller, workers."""

@@ -1,4 +1,4 @@
-"""`tandem status`: what runs, and how busy it is."""
+"""`tandem status`: the processes of a cluster and their load."""
 
 import re
 from datetime import datetime
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from wire.generated.tandem.v1.inference_pb2 import WorkerStatus
 
 WIDE = 200
-"""Columns where nobody folds lines: pipes and files."""
+"""Columns of output that is not folded: pipes and files."""
 
 
 @plain_errors
@@ -37,7 +37,10 @@ def status(address: Address = "", api_key: ApiKey = "", api_key_file: ApiKeyFile
 
 
 def absences(address: str) -> list[str]:
-    """A line for each worker that does not serve, which only the controller knows: none for a router by its address."""
+    """Returns a line for each worker that does not serve; none for a router given by address.
+
+    Only the controller knows these workers.
+    """
     import asyncio
 
     from cli.connection.controller_client import ControllerClient
@@ -52,12 +55,12 @@ def absences(address: str) -> list[str]:
     try:
         absent = asyncio.run(ControllerClient(running.controller, running.token).absent())
     except TandemError as error:
-        return [f"who else was asked for is not known: {error.message}"]
+        return [f"workers that do not serve are not known: {error.message}"]
     return [f"{each.worker_id} does not serve: {each.reason}" for each in absent]
 
 
 def summary(address: str, view: "ServerView") -> str:
-    """The router in one line."""
+    """Returns the router's summary line."""
     return (
         f"router {address} serves {view.model.model} ({view.model.dtype}, context {view.model.max_context}), "
         f"{view.info.mode}, {view.loads.running} running, {view.loads.waiting} waiting, Tandem {view.info.version}"
@@ -65,7 +68,7 @@ def summary(address: str, view: "ServerView") -> str:
 
 
 def worker_table(view: "ServerView") -> "Table":
-    """One row for each worker the router sees."""
+    """Returns a table with one row for each worker the router knows."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -87,9 +90,7 @@ def worker_table(view: "ServerView") -> "Table":
 
 
 def remarks(view: "ServerView") -> list[str]:
-    """A line for each thing somebody should look at: workers that take nothing new, and what is slower than it could
-    be.
-    """
+    """Returns a line for each problem: workers that take no new requests, and slow transports."""
     lines = []
     for worker in sorted(view.info.workers, key=_role_and_id):
         lines += [f"{worker.worker_id} is not ready: {worker.not_ready}"] if worker.not_ready else []
@@ -99,7 +100,7 @@ def remarks(view: "ServerView") -> list[str]:
 
 def _state(worker: "WorkerStatus") -> str:
     if not worker.connected:
-        return "away"
+        return "unreachable"
     if worker.draining:
         return "draining"
     if worker.closing:
@@ -108,12 +109,12 @@ def _state(worker: "WorkerStatus") -> str:
 
 
 def _role_and_id(worker: "WorkerStatus") -> tuple[str, list[str | int]]:
-    """Workers of a role together, 10 behind 9."""
+    """Returns a sort key: by role, then by id with 10 after 9."""
     return worker.role, [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", worker.worker_id)]
 
 
 def _time_of(unix_nanos: int) -> str:
-    """In local time."""
+    """Returns the local time."""
     if unix_nanos == 0:
         return "-"
     return datetime.fromtimestamp(unix_nanos / 1e9).strftime("%Y-%m-%d %H:%M:%S")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from telemetry.scrape import Scrape
 
 _FIRST_S = 1.0
-"""What the first picture is about, in seconds."""
+"""Seconds that the first picture covers."""
 
 
 @plain_errors
@@ -22,8 +22,8 @@ def top(
     metrics: Metrics = "",
     metrics_key: MetricsKey = "",
     metrics_key_file: MetricsKeyFile = "",
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two pictures.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Refresh interval in seconds.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
 ) -> None:
     """Show rates, latencies, goodput, batches, KV pages and transfers of the running cluster."""
     import asyncio
@@ -43,24 +43,24 @@ async def _watch(address: str, key: str, interval: float, *, once: bool) -> None
 
     from cli.observe.status import WIDE
     from cli.observe.top_view import picture
-    from telemetry.scrape import Stretch
+    from telemetry.scrape import ScrapeInterval
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     before = await scrape(address, key)
     await asyncio.sleep(_FIRST_S)
     now = await scrape(address, key)
     if once:
-        console.print(picture(Stretch(before, now)))
+        console.print(picture(ScrapeInterval(before, now)))
         return
-    with Live(picture(Stretch(before, now)), console=console, screen=True, auto_refresh=False) as live:
+    with Live(picture(ScrapeInterval(before, now)), console=console, screen=True, auto_refresh=False) as live:
         while True:
             await asyncio.sleep(interval)
             before, now = now, await scrape(address, key)
-            live.update(picture(Stretch(before, now)), refresh=True)
+            live.update(picture(ScrapeInterval(before, now)), refresh=True)
 
 
 async def scrape(address: str, key: str) -> Scrape:
-    """The whole cluster, now."""
+    """Returns a scrape of the whole cluster."""
     import time
 
     from telemetry.metrics_server import METRICS_PATH, fetch

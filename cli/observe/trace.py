@@ -1,4 +1,4 @@
-"""`tandem trace`: one request's timeline, or the slow ones that the router remembers."""
+"""`tandem trace`: one request's timeline, or the recent and slow requests that the router remembers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 @plain_errors
 def trace(
     request_id: Annotated[
-        str, typer.Argument(help="Id of the request or of its trace; without one the newest requests are listed.")
+        str, typer.Argument(help="Id of the request or of its trace; default: list the newest requests.")
     ] = "",
     *,
-    slow: Annotated[bool, typer.Option("--slow", help="List the slowest requests that are remembered.")] = False,
+    slow: Annotated[bool, typer.Option("--slow", help="List the slowest remembered requests.")] = False,
     router: Annotated[
         str,
-        typer.Option("--router", envvar="TANDEM_HTTP", help="The router's HTTP host:port; default: the running."),
+        typer.Option(
+            "--router", envvar="TANDEM_HTTP", help="The router's HTTP host:port; default: the running cluster's."
+        ),
     ] = "",
     metrics_key: MetricsKey = "",
     metrics_key_file: MetricsKeyFile = "",
 ) -> None:
-    """Draw where a request's time went."""
+    """Show the phases of a request and their durations."""
     import asyncio
     import sys
 

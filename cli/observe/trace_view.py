@@ -1,4 +1,4 @@
-"""A request's timeline for the terminal: a bar for each phase on one axis of time, and lists of requests."""
+"""The timeline of a request for the terminal, a bar per phase on one time axis, and lists of requests."""
 
 from datetime import datetime
 
@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wire.tracing.request_trace import RequestTrace
-from wire.tracing.spans import Phase, last_try, seconds_by_phase, spans_of
+from wire.tracing.spans import Phase, last_attempt, seconds_by_phase, spans_of
 from wire.tracing.timeline import Edge
 
 _BAR_COLUMNS = 60
@@ -23,7 +23,7 @@ _NONE = "-"
 
 
 def drawn(trace: RequestTrace) -> RenderableType:
-    """One request: who it was, its phases, and what moved."""
+    """Returns one request: its identity, its phases, and its transfer."""
     table = Table(box=None, pad_edge=False)
     for column in ("phase", "at ms", "took ms", "worker", ""):
         table.add_column(column, justify="right" if column.endswith("ms") else "left", no_wrap=True)
@@ -38,7 +38,7 @@ def drawn(trace: RequestTrace) -> RenderableType:
 
 
 def listed(traces: list[RequestTrace]) -> Table:
-    """One line for each, in their order."""
+    """Returns a table with one line per request, in their order."""
     table = Table(box=None, pad_edge=False)
     left = ("request", "arrived", "class", "outcome")
     for column in (*left, "total ms", "first token ms", *Phase, "prompt", "answer"):
@@ -74,7 +74,7 @@ def _head(trace: RequestTrace) -> Text:
 
 def _notes(trace: RequestTrace) -> list[Text]:
     lines = [f"first token after {_ms(trace.ttft_s)} ms" if trace.ttft_s is not None else "no token left the router"]
-    timeline = last_try(trace.timeline)
+    timeline = last_attempt(trace.timeline)
     moved = timeline.transfer
     if moved is not None:
         ahead = timeline.seconds(Edge.TRANSFER_STARTED, Edge.PREFILL_FINISHED)

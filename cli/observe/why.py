@@ -1,4 +1,4 @@
-"""`tandem why`: what keeps each worker from doing more, from every process's metrics."""
+"""`tandem why`: each worker's bottleneck, from every process's metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cli.plain_errors import plain_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from telemetry.scrape import Scrape, Stretch
+    from telemetry.scrape import Scrape, ScrapeInterval
 
 
 @plain_errors
@@ -21,7 +21,7 @@ def why(
     metrics: Metrics = "",
     metrics_key: MetricsKey = "",
     metrics_key_file: MetricsKeyFile = "",
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to look.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure.")] = 5.0,
 ) -> None:
     """Name each worker's bottleneck under the present load, and the change that would help most."""
     import asyncio
@@ -31,21 +31,21 @@ def why(
 
     from cli.observe.status import WIDE
     from cli.observe.top import scrape
-    from telemetry.scrape import Stretch
+    from telemetry.scrape import ScrapeInterval
 
     address, key = metrics_server(metrics, metrics_key, metrics_key_file)
 
-    async def look() -> Stretch:
+    async def look() -> ScrapeInterval:
         before = await scrape(address, key)
         await asyncio.sleep(seconds)
-        return Stretch(before, await scrape(address, key))
+        return ScrapeInterval(before, await scrape(address, key))
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     console.print(findings(asyncio.run(look())))
 
 
-def findings(stretch: Stretch) -> Table:
-    """One worker a row: its bottleneck, the figures that say so, the change."""
+def findings(interval: ScrapeInterval) -> Table:
+    """Returns a table with one worker per row: its bottleneck, the supporting figures, the change."""
     from rich.table import Table
     from rich.text import Text
 
@@ -56,23 +56,23 @@ def findings(stretch: Stretch) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("worker", "bottleneck", "because", "what would help"):
         table.add_column(column, no_wrap=column in ("worker", "bottleneck"))
-    now = stretch.now
-    heard = set(now.values(f.WORKER_READY, "worker"))
+    now = interval.now
+    reporting = set(now.values(f.WORKER_READY, "worker"))
     for name in _workers(now):
-        if name not in heard:
-            state = "silent" if now.total(f.PROCESS_UP, worker=name) else "down"
-            table.add_row(name, state, "nothing is heard of it", "`tandem status` and its log say why")
+        if name not in reporting:
+            state = "unresponsive" if now.total(f.PROCESS_UP, worker=name) else "down"
+            table.add_row(name, state, "it reports no metrics", "`tandem status` and its log say why")
             continue
         if not now.total(f.WORKER_READY, worker=name):
-            table.add_row(name, "not ready", "it takes nothing new", "`tandem status` and its log say why")
+            table.add_row(name, "not ready", "it takes no new requests", "`tandem status` and its log say why")
             continue
-        found = diagnose(figures_of(stretch, name))
+        found = diagnose(figures_of(interval, name))
         table.add_row(name, Text(found.bottleneck, style="bold"), found.because, found.change)
     return table
 
 
 def _workers(now: Scrape) -> list[str]:
-    """All that the controller keeps, and all that answer."""
+    """Returns all workers that the controller supervises, and all that report metrics."""
     from telemetry import families as f
 
     kept = [

@@ -1,1 +1,1 @@
-"""Commands that change a running cluster: mode, size, draining, its end."""
+"""Commands that change a running cluster: mode, size, drain, stop."""

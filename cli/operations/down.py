@@ -1,4 +1,4 @@
-"""`tandem down`: stop the running cluster, or end the workers that an earlier one has left; returns when it is gone."""
+"""`tandem down`: stops the running cluster, or ends orphaned workers; returns when they are gone."""
 
 import contextlib
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,7 @@ LOOK_S = 0.05
 @plain_errors
 def down(
     timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds to wait for it to end, beside its --stop-grace.")
+        float, typer.Option("--timeout", help="Seconds to wait for its end, in addition to its --stop-grace.")
     ] = 30.0,
     everything: Annotated[
         bool, typer.Option("--all", help="Stop every cluster of this user, not just the newest.")
@@ -31,7 +31,9 @@ def down(
             "from a host that belongs to it.",
         ),
     ] = "",
-    cluster_name: Annotated[str, typer.Option("--cluster-name", help="Whose workers those are.")] = "tandem",
+    cluster_name: Annotated[
+        str, typer.Option("--cluster-name", help="The --cluster-name of those workers.")
+    ] = "tandem",
 ) -> None:
     """Stop the cluster that `tandem up` started, or, with --address, end workers that have outlived theirs."""
     if address:
@@ -48,7 +50,7 @@ def _clear(address: str, name: str, *, everything: bool) -> None:
         raise InvalidArgument("--all", "is for clusters of this host; leave it out where --address is given")
     cleared = clear_ray(address, name)
     workers, places = (", ".join(names) for names in (cleared.workers, cleared.places))
-    print(f"ended {workers or 'no worker'}; gave back the places of {places or 'nobody'}")
+    print(f"ended {workers or 'no worker'}; released the resources of {places or 'no worker'}")
 
 
 def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
@@ -62,7 +64,7 @@ def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
     clusters = running()
     cleared = remove_abandoned()
     if cleared:
-        print(f"cleared up after {len(cleared)} killed cluster{'s' * (len(cleared) > 1)}")
+        print(f"cleaned up after {len(cleared)} killed cluster{'s' * (len(cleared) > 1)}")
     elif not clusters:
         print("no cluster is running; nothing to stop")
     _stop(clusters if everything else clusters[:1], timeout)
@@ -71,7 +73,10 @@ def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
 
 
 def _stop(clusters: "Sequence[RunningCluster]", timeout: float) -> None:
-    """Ctrl-C from afar: on SIGTERM workers that may outlive it would. DeadlineExceeded names those that stay."""
+    """Sends SIGINT to each cluster and waits for its end; DeadlineExceeded names those that remain.
+
+    SIGTERM is not used, because workers may outlive it.
+    """
     import signal
     import time
 
@@ -93,4 +98,4 @@ def _stop(clusters: "Sequence[RunningCluster]", timeout: float) -> None:
             print(f"stopped the cluster that served {cluster.model} (process {cluster.pid})")
     if late:
         pids = " ".join(str(pid) for pid, _ in late)
-        raise DeadlineExceeded(f"{', '.join(words for _, words in late)}; stop with `kill -9 {pids}`")
+        raise DeadlineExceeded(f"{', '.join(text for _, text in late)}; stop with `kill -9 {pids}`")

@@ -1,4 +1,4 @@
-"""`tandem drain`: let a worker, or all of a node, finish what they have and end."""
+"""`tandem drain`: drains a worker, or all workers of a node."""
 
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from cli.connection.controller_client import ControllerClient
 
 
-PATIENCE_S = 10.0
-"""How long a controller may be away that another one takes the place of, when a node is about to leave."""
+RETRY_FOR_S = 10.0
+"""Seconds that a controller may be unreachable while another takes over, when a node is about to leave."""
 AGAIN_S = 0.5
 
 Answer = TypeVar("Answer")
@@ -30,7 +30,7 @@ def drain(
         typer.Option(
             "--node",
             help="Drain all workers at this address, even the last ones, because the node is about to leave the Ray "
-            "cluster; they come back elsewhere once it has.",
+            "cluster; they start elsewhere once it has left.",
         ),
     ] = "",
     restart: Annotated[
@@ -40,7 +40,7 @@ def drain(
     grace: Grace = 30.0,
     controller: ControllerOptions,
 ) -> None:
-    """Take a worker out of the cluster: it takes nothing new, finishes what it has, ends, and stays away."""
+    """Drain a worker: it takes no new requests, finishes those it has, ends, and stays drained."""
     import asyncio
 
     from wire.errors import InvalidArgument
@@ -48,7 +48,7 @@ def drain(
     if (worker is None) == (not node):
         raise InvalidArgument("WORKER", "give the name of a worker, or --node ADDRESS for all of a node")
     if node and restart:
-        raise InvalidArgument("--restart", "is for a WORKER; those of a --node come back by themselves")
+        raise InvalidArgument("--restart", "is for a WORKER; those of a --node restart by themselves")
     client = controller.client()
     if worker is None:
         asyncio.run(_drain_node(client, node, checked_grace(grace)))
@@ -57,14 +57,14 @@ def drain(
     print(f"{worker} {'serves again' if restart else 'has drained'}, after {seconds:.1f} s")
 
 
-async def _patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Asked again for a while if nobody answers."""
+async def _with_retries(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Retries a call for a while if the controller is unavailable."""
     import asyncio
     import time
 
     from wire.errors import Unavailable
 
-    give_up = time.monotonic() + PATIENCE_S
+    give_up = time.monotonic() + RETRY_FOR_S
     while True:
         try:
             return await ask()
@@ -75,10 +75,10 @@ async def _patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
 
 
 async def _drain_node(client: "ControllerClient", node: str, grace_s: float) -> None:
-    """All at once. The first failure is raised, when the others have ended."""
+    """Drains all workers of a node at once. The first failure is raised once the others have ended."""
     import asyncio
 
-    workers = await _patiently(client.workers)
+    workers = await _with_retries(client.workers)
     names = [info.peer.worker_id for info in workers if info.address.rpartition(":")[0] == node]
     if not names:
         print(f"no worker serves at {node}; nothing to drain")

@@ -1,4 +1,4 @@
-"""`tandem mode`: let the workers of a running cluster share the work otherwise."""
+"""`tandem mode`: changes the mode of a running cluster."""
 
 from typing import Annotated
 
@@ -21,14 +21,14 @@ def mode(
         int | None, typer.Option(help="Workers that decode when disaggregated; default: the rest.")
     ] = None,
     step_policy: Annotated[
-        str, typer.Option(help="unchunked, chunked or decode-priority, as in `tandem up`; default: as it is.")
+        str, typer.Option(help="unchunked, chunked or decode-priority, as in `tandem up`; default: unchanged.")
     ] = "",
     step_budget: Annotated[
-        int | None, typer.Option(help="Most tokens of a step beside decoding requests; default: 512.")
+        int | None, typer.Option(help="Maximum tokens of a mixed step, decode rows included; default: 512.")
     ] = None,
     itl_target_ms: Annotated[
         float | None,
-        typer.Option(help="Longest time between the tokens of any answer, 0 = no limit; default: as is."),
+        typer.Option(help="Maximum inter-token latency of any request, 0 = no limit; default: unchanged."),
     ] = None,
     grace: Grace = 30.0,
     controller: ControllerOptions,

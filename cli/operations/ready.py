@@ -1,4 +1,4 @@
-"""`tandem ready`: whether a node may count among those that serve, for probes."""
+"""`tandem ready`: a readiness probe for nodes."""
 
 from typing import Annotated
 
@@ -16,9 +16,9 @@ def ready(
     node: Annotated[str, typer.Option("--node", help="The address of the node.")],
     controller: ControllerOptions,
 ) -> None:
-    """Whether a worker at this address serves, or none is on its way anywhere; exits with 1 if not.
+    """Check that a worker at this address serves, or that no worker of the cluster is starting; exits with 1 if not.
 
-    So a node that waits for its workers is not ready, one that nobody needs is.
+    So a node that waits for its workers is not ready, and a node that is not needed is.
     """
     import asyncio
 
@@ -31,6 +31,6 @@ def ready(
         return
     coming = [each for each in asyncio.run(client.absent()) if each.coming]
     if coming:
-        message = f"no worker serves at {node}, and {coming[0].worker_id} is on its way: {coming[0].reason}"
+        message = f"no worker serves at {node}, and {coming[0].worker_id} is starting: {coming[0].reason}"
         raise FailedPrecondition(message)
-    print(f"no worker serves at {node}, and none is on its way")
+    print(f"no worker serves at {node}, and none is starting")

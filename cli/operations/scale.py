@@ -1,4 +1,4 @@
-"""`tandem scale`: more or fewer workers in a running cluster."""
+"""`tandem scale`: changes the number of workers in a running cluster."""
 
 from typing import Annotated
 
@@ -13,20 +13,16 @@ from cli.plain_errors import plain_errors
 @option_groups
 def scale(
     *,
-    prefill: Annotated[
-        int | None, typer.Option(help="Workers that prefill when disaggregated; default: as many as now.")
-    ] = None,
-    decode: Annotated[
-        int | None, typer.Option(help="Workers that decode when disaggregated; default: as many as now.")
-    ] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers when disaggregated; default: unchanged.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers when disaggregated; default: unchanged.")] = None,
     workers: Annotated[int | None, typer.Option(help="Workers when colocated or adaptive.")] = None,
     grace: Grace = 30.0,
     wait: Annotated[
-        float, typer.Option(help="Seconds to wait for new workers; afterwards they come when a node has a place.")
+        float, typer.Option(help="Seconds to wait for new workers; later ones start when a node has capacity.")
     ] = 180.0,
     controller: ControllerOptions,
 ) -> None:
-    """Start more workers, or let surplus ones finish what they have and end, while requests run."""
+    """Start more workers, or drain surplus ones, while requests run."""
     import asyncio
 
     from wire.errors import InvalidArgument

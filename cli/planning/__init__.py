@@ -1,1 +1,1 @@
-"""`tandem plan`: how many workers a workload needs."""
+"""`tandem plan`: the number of workers that a workload needs."""

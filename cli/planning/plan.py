@@ -1,4 +1,4 @@
-"""`tandem plan`: how many workers of which role a load takes, from the cost model that routers and workers use."""
+"""`tandem plan`: sizes the roles of a cluster for a load, with the cost model that routers and workers use."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def plan(
     gpu: GpuOptions,
     promised: PromiseOptions,
     asked: DemandOptions,
-    workers: Annotated[int | None, typer.Option(help="Default: the fewest that leave room.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Number of workers; default: the fewest with headroom.")] = None,
     costs: CostOptions,
     simulate: Annotated[
         bool, typer.Option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
     ] = True,
     check: Annotated[
-        Path | None, typer.Option(help="Compare knees with a measured table of benchmarks.strategies, and do no more.")
+        Path | None, typer.Option(help="Only compare knees with a measured table of benchmarks.strategies.")
     ] = None,
 ) -> None:
     """Size a cluster: prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
@@ -61,7 +61,7 @@ def plan(
 
 
 def _answer(question: Question, *, simulate: bool) -> None:
-    """The split by the cost model, what would change it, and how each strategy fares."""
+    """Prints the split by the cost model, the changes that would affect it, and the results of each strategy."""
     import sys
 
     from rich.console import Console
@@ -75,7 +75,7 @@ def _answer(question: Question, *, simulate: bool) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     for line in lines(question, split):
         console.print(line, highlight=False)
-    console.print("what would change it, by the cost model:")
+    console.print("effects of changes, by the cost model:")
     for line in what_if_lines(question, split):
         console.print(line, highlight=False)
     if simulate:
@@ -85,7 +85,7 @@ def _answer(question: Question, *, simulate: bool) -> None:
 
 
 def _check(file: Path, question: Question) -> None:
-    """One row and cell a line, and how many are near."""
+    """Prints one line per row and cell, and the number of knees near the measured ones."""
     from cli.planning.plan_check import check
 
     found = []

@@ -1,4 +1,4 @@
-"""`tandem plan --check`: knees by simulation beside those of a measured strategy table."""
+"""`tandem plan --check`: compares simulated knees with those of a measured strategy table."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from wire.mode import Mode
 from wire.policy_name import PolicyName
 
 NEAR = 0.2
-"""How far a knee may be from the measured one, as a part of it."""
+"""Tolerated relative difference between a predicted and the measured knee."""
 MIXES = {"balanced": Mix(1.0, 2000, 500), "decode-heavy": Mix(1.0, 1000, 3000)}
-"""The drawn workloads of `benchmarks.strategies`."""
+"""The synthetic workloads of `benchmarks.strategies`."""
 STEPS = 2.0
 ADAPTIVE = "adaptive"
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Rates, in requests a second. The measured knee is between `kept`, 0 = none was, and `lost`, None = none was."""
+    """A predicted and a measured knee, as rates in requests per second.
+
+    The measured knee is between `kept`, the highest rate that met the targets (0 = none), and `lost`, the lowest that
+    did not (None = none).
+    """
 
     workload: str
     row: str
@@ -39,13 +43,14 @@ class Compared:
 
     @property
     def near(self) -> bool:
-        """Whether the prediction is within the measured range, widened by what it may be off."""
+        """True if the prediction is within the measured range, widened by the tolerance."""
         return (
             self.kept * (1 - NEAR) <= self.predicted <= (float("inf") if self.lost is None else self.lost * (1 + NEAR))
         )
 
     @property
     def text(self) -> str:
+        """The comparison as one line."""
         upper = "more" if self.lost is None else f"{self.lost:g}"
         mark = "" if self.near else "  <-- beyond 20 %"
         measured = f"measured {self.kept:g} to {upper}"
@@ -55,7 +60,7 @@ class Compared:
 
 
 def check(file: Path, machine: Hardware) -> Iterator[Compared]:
-    """Every row and cell of every drawn workload in it. InvalidArgument if it is no strategy table."""
+    """Yields the comparison of each cell of the synthetic workloads. InvalidArgument if it is no strategy table."""
     table = _read(file)
     workers = len(table["workers"]) if isinstance(table["workers"], list) else int(table["workers"])
     for workload, rows in _loads(table).items():
@@ -71,7 +76,7 @@ def check(file: Path, machine: Hardware) -> Iterator[Compared]:
 
 
 def bracket(loads: Sequence[Mapping[str, Any]], cell: str) -> tuple[float, float | None]:
-    """The highest rate at which the cell was kept, and the lowest above it at which it was not."""
+    """Returns the highest rate at which the cell met its targets, and the lowest above it at which it did not."""
     shares = {float(load["rate"]): load["goodput"][cell]["share"] for load in loads}
     kept = max((rate for rate, share in shares.items() if share >= KEPT), default=0.0)
     return kept, min((rate for rate, share in shares.items() if rate > kept and share < KEPT), default=None)
@@ -88,13 +93,13 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """By workload; a table of one workload has its rows alone."""
+    """Returns the rows by workload; a table of a single workload has no such level."""
     names, loads = list(table["tables"]), table["loads"]
     return {names[0]: loads} if len(names) == 1 and names[0] not in loads else {name: loads[name] for name in names}
 
 
 def _classes(table: Mapping[str, Any]) -> list[SloClass]:
-    """The cells' limits; the strict one's is in steps of the measured cluster."""
+    """Returns the service classes of the cells; the strict one's limit is in steps of the measured cluster."""
     step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
     if not step_s:
         raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
@@ -106,7 +111,7 @@ def _classes(table: Mapping[str, Any]) -> list[SloClass]:
 
 
 def _strategy(row: str, workers: int) -> Strategy | None:
-    """Of a row's name; None for those that are not known here."""
+    """Returns the strategy of a row's name; None for unknown names."""
     if row.startswith("disaggregated-"):
         prefill, decode = (int(part) for part in row.split("-")[1:])
         return Strategy(row, Mode.DISAGGREGATED, prefill, decode)

@@ -1,4 +1,4 @@
-"""What `tandem plan` may be asked, by what it is about."""
+"""Options of `tandem plan`, in groups."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _CUSTOM_GIB = 80.0
 
 @dataclass(frozen=True, slots=True)
 class ShapeOptions:
-    """The model."""
+    """Options of the model."""
 
     shape: Annotated[str, typer.Option(help="A model's shape: llama-3-8b, qwen3-32b, …")] = "llama-3-8b"
-    model: Annotated[Path | None, typer.Option(help="In place of it, a model's folder; config.json is read.")] = None
+    model: Annotated[Path | None, typer.Option(help="A model folder with config.json, used instead.")] = None
 
     @property
     def name(self) -> str:
+        """The name of the shape or of the model folder."""
         return self.shape if self.model is None else self.model.name
 
     def config(self) -> ModelConfig:
-        """InvalidArgument for an unknown shape, or a folder without one."""
+        """Returns the model's config. InvalidArgument for an unknown shape, or a folder without a config."""
         import json
 
         from engine.config.model import parse_model_config
@@ -49,10 +50,14 @@ class ShapeOptions:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """What each worker has."""
+    """Options of each worker's GPU."""
 
-    gpu: Annotated[str, typer.Option(help="Of each worker: B200, H200, H100, A100-80, A100-40, L40S or L4.")] = "H200"
-    ceilings: Annotated[str, typer.Option(help="TFLOPS:GBPS by its maker, for another GPU; with --memory-gib.")] = ""
+    gpu: Annotated[str, typer.Option(help="Each worker's GPU: B200, H200, H100, A100-80, A100-40, L40S or L4.")] = (
+        "H200"
+    )
+    ceilings: Annotated[
+        str, typer.Option(help="TFLOPS:GBPS by the data sheet, for another GPU; with --memory-gib.")
+    ] = ""
     memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
 
     def kind(self) -> DeviceKind:
@@ -71,7 +76,7 @@ class GpuOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromiseOptions:
-    """What answers are promised."""
+    """Options of the latency targets."""
 
     slo_ttft: Annotated[float, typer.Option(help="Milliseconds to the first token.")] = 1000.0
     slo_itl: Annotated[float, typer.Option(help="Milliseconds between tokens, of 99 in 100 gaps.")] = 25.0
@@ -87,12 +92,12 @@ class PromiseOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemandOptions:
-    """What clients ask for."""
+    """Options of the load."""
 
     prompt_tokens: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 2000.0
-    answer_tokens: Annotated[float, typer.Option(help="Mean tokens of an answer.")] = 500.0
-    cached: Annotated[float, typer.Option(help="Part of prompt tokens that prefix caches hold, 0 to 1.")] = 0.0
-    rate: Annotated[float, typer.Option(help="Requests a second.")] = 10.0
+    answer_tokens: Annotated[float, typer.Option(help="Mean output tokens of a request.")] = 500.0
+    cached: Annotated[float, typer.Option(help="Fraction of prompt tokens in prefix caches, 0 to 1.")] = 0.0
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 10.0
 
     def demand(self) -> Demand:
         """InvalidArgument names the option."""
@@ -109,15 +114,18 @@ class DemandOptions:
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
-    """Where the costs of a step come from."""
+    """Options of the source of step costs."""
 
     costs: Annotated[
-        Path | None, typer.Option("--from", help="JSON with fitted costs of a step, in place of the roofline's.")
+        Path | None, typer.Option("--from", help="JSON with fitted step costs, used instead of the roofline's.")
     ] = None
-    live: Annotated[bool, typer.Option("--live", help="Take the fitted costs of the running cluster.")] = False
+    live: Annotated[bool, typer.Option("--live", help="Use the fitted costs of the running cluster.")] = False
 
     def fitted(self) -> CostParameters | None:
-        """None = nobody has fitted any. FailedPrecondition for a cluster that has not yet, Unavailable for none."""
+        """Returns the given fitted costs; None = none are given.
+
+        FailedPrecondition for a cluster that has not fitted any yet, Unavailable if none runs.
+        """
         import asyncio
 
         from cli.connection.options import metrics_server
@@ -139,7 +147,7 @@ class CostOptions:
 
 
 def check_above_0(option: str, value: float) -> None:
-    """InvalidArgument for what is not, or has no end."""
+    """Checks a number; raises InvalidArgument unless it is above 0 and finite."""
     from wire.errors import InvalidArgument
 
     if not 0 < value < float("inf"):

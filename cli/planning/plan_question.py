@@ -1,4 +1,4 @@
-"""What `tandem plan` is asked, and the parts of the answer that need no simulation."""
+"""The question that `tandem plan` answers, and the parts of the answer that need no simulation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from engine.config.model import ModelConfig
 from engine.model_sizes import layer_weights
 from planner.decision import Limits, Range, Split
 from planner.demand import Demand, Promise
+from planner.load_ratio import WorkerFacts
 from planner.memory import GIB, Memory
-from planner.policy import ROOM
+from planner.policy import TARGET_RATIO
 from planner.sizing import Sizing
-from planner.strain import WorkerFacts
 from simulation.hardware import Hardware, kv_bytes, roofline
 from simulation.search.strategy import BATCH_REQUESTS
 from wire.cost_parameters import CostParameters
@@ -24,12 +24,12 @@ MEMORY_FRACTION = 0.9
 MAX_STEP_TOKENS = 2048
 WORKERS_MAX = 1024
 _ITEM_BYTES = 2
-_HELPS = "no number of workers changes that: promise more, or take a faster --gpu or a smaller model"
+_HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model on workers of one kind, each with a GPU, and what it is to serve."""
+    """A model on workers of one kind, each with a GPU, and the load and targets to serve."""
 
     name: str
     model: ModelConfig
@@ -37,16 +37,18 @@ class Question:
     demand: Demand
     promise: Promise
     workers: int | None = None
-    """None = the fewest that leave room."""
+    """Number of workers; None = the fewest with headroom."""
     cost: CostParameters | None = None
-    """As fitted; None = by the device's roofline."""
+    """Fitted step costs; None = by the device's roofline."""
 
     @property
     def costs(self) -> CostParameters:
+        """The step costs."""
         return self.cost or roofline(self.model, self.device.ceilings)
 
     @property
     def memory(self) -> Memory:
+        """The memory of one worker."""
         model = self.model
         matrices = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
         weights = model.layers * layer_weights(model) + matrices
@@ -54,21 +56,23 @@ class Question:
 
     @property
     def facts(self) -> WorkerFacts:
+        """The costs and capacity of one worker."""
         return WorkerFacts(self.costs, self.memory.kv_tokens, BATCH_REQUESTS, MAX_STEP_TOKENS, self.model.max_context)
 
     @property
     def sizing(self) -> Sizing:
+        """The sizing of this demand."""
         return Sizing(self.demand, self.promise, self.facts, self.facts)
 
     @property
     def hardware(self) -> Hardware:
-        """For the simulation."""
+        """The worker for the simulation."""
         pages = int(self.memory.kv_tokens / GPU_PAGE_TOKENS)
-        told = replace(self.costs, observed=1000)
-        return Hardware(self.model, self.name, told, told, pages)
+        fitted = replace(self.costs, observed=1000)
+        return Hardware(self.model, self.name, fitted, fitted, pages)
 
     def check(self) -> None:
-        """InvalidArgument for what no number of workers can serve."""
+        """Checks the question; raises InvalidArgument for a load that no number of workers can serve."""
         demand, memory = self.demand, self.memory
         if memory.kv_tokens < demand.kv_tokens:
             missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {memory.weight_bytes / GIB:.0f} GiB of weights"
@@ -81,7 +85,7 @@ class Question:
         costs, promise = self.costs, self.promise
         step_s = StepCost(costs).decode_step_seconds(1, round(demand.context_tokens))
         if step_s > promise.gap_s:
-            message = f"one answer alone has {step_s * 1e3:.1f} ms between its tokens"
+            message = f"a single request has {step_s * 1e3:.1f} ms between its tokens"
             raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")
         alone_s = demand.lone_prompt_seconds(costs, MAX_STEP_TOKENS)
         if alone_s > promise.ttft_s:
@@ -89,10 +93,10 @@ class Question:
             raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
 
     def split(self) -> Split:
-        """The best one of so many workers, or the smallest that leaves room. One worker does both."""
+        """Returns the best split of the given workers, or the smallest with headroom. One worker does both."""
         if self.workers is not None:
             found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
         else:
-            found = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), ROOM)
+            found = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), TARGET_RATIO)
         assert found is not None
         return found

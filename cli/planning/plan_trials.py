@@ -1,4 +1,4 @@
-"""Short loads under the virtual clock, for `tandem plan`: the knee of each strategy, and how the asked load fares."""
+"""Short simulated loads for `tandem plan`: the knee of each strategy, and its results at the requested load."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from simulation.search.knee import LoadFigures, Trial, find_knee
 from simulation.search.strategy import Strategy, strategies
 
 SIMULATED_MAX = 8
-"""Workers that are simulated at most; more of them take in proportion."""
+"""Maximum number of simulated workers; larger clusters are scaled in proportion."""
 GUESSED = 0.8
-"""Of the rate at which the model says that promises just can be kept: where the search begins."""
+"""Fraction of the modelled maximum rate at which the search begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one strategy: rates are of all workers. `knee` None = not even a small load keeps the share."""
+    """The result of one strategy. `knee` None = not even a small load meets the targets."""
 
     strategy: Strategy
     times: float
-    """As many workers are asked about as were simulated, times this."""
+    """Number of requested workers per simulated one."""
     knee: LoadFigures | None
     asked: LoadFigures
 
     @property
     def knee_rate(self) -> float:
+        """The knee of all workers, in requests per second; 0 = none."""
         return 0.0 if self.knee is None else self.knee.rate * self.times
 
 
 def trials(question: Question, split: Split) -> Iterator[Found]:
-    """One strategy after the other."""
+    """Yields the result of one strategy after the other."""
     demand, promise = question.demand, question.promise
     slo = SloClass("plan", ttft_s=promise.ttft_s, itl_s=promise.gap_s)
     workers = min(split.workers, SIMULATED_MAX)

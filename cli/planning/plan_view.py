@@ -1,4 +1,4 @@
-"""What `tandem plan` has found, for a person."""
+"""The output of `tandem plan`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FULL = 1.0
 
 
 def lines(question: Question, split: Split) -> Iterator[str]:
-    """Memory, size, and which bottleneck binds first."""
+    """Yields memory, size, and the bottleneck that binds first."""
     memory, demand, costs = question.memory, question.demand, question.costs
-    prefill, decode = question.sizing.strains(split)
+    prefill, decode = question.sizing.load_ratios(split)
     alone_s = demand.lone_prompt_seconds(costs, question.facts.chunk_tokens)
     yield (
         f"memory    weights {memory.weight_bytes / GIB:.1f} GiB, {memory.kv_bytes_per_token / 1024:.0f} KiB of KV a"
@@ -29,7 +29,7 @@ def lines(question: Question, split: Split) -> Iterator[str]:
         f"steps     {costs.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a prompt of"
         f" {demand.computed_tokens:.0f} tokens ({'as fitted' if question.cost else 'by the roofline'})"
     )
-    yield f"promise   {question.promise.text}"
+    yield f"targets   {question.promise.text}"
     (worse, first), (better, other) = sorted(
         ((prefill, "prefill"), (decode, "decode")), key=lambda each: each[0].value, reverse=True
     )
@@ -40,11 +40,11 @@ def lines(question: Question, split: Split) -> Iterator[str]:
         yield f"size      {split.workers} workers, prefill:decode {split.prefill}:{split.decode}"
         yield f"bottleneck      {first} binds first, by its {worse.text}; {other} has {better.text}"
     if worse.value > _FULL:
-        yield f"          too few for {demand.per_s:g} requests/s: {demand.per_s / worse.value:.3g} can be promised"
+        yield f"          too few for {demand.per_s:g} requests/s: targets hold up to {demand.per_s / worse.value:.3g}"
 
 
 def strategy_table(found: Iterable[Found], rate: float) -> Table:
-    """A strategy a row."""
+    """Returns a table with one strategy per row."""
     table = Table(box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     for column in ("knee /s", f"kept at {rate:g}/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "missed by"):
@@ -64,7 +64,7 @@ def strategy_table(found: Iterable[Found], rate: float) -> Table:
 
 
 def what_if_lines(question: Question, split: Split) -> Iterator[str]:
-    """What a change would bring, by the cost model alone."""
+    """Yields the effect of each change, by the cost model alone."""
     launch_s = question.device.ceilings.launch_s
     for change in changes(question.sizing, split, question.memory, launch_s):
         yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"

@@ -1,1 +1,1 @@
-"""Commands that ask a model: `tandem generate`, `tandem chat`."""
+"""Commands that send requests: `tandem generate`, `tandem chat`."""

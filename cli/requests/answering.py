@@ -1,4 +1,4 @@
-"""An answer streamed to the terminal as it comes."""
+"""Answers streamed to the terminal as they come."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ from wire.errors import InvalidArgument, TandemError
 
 
 def answer_one(client: RouterClient, prompt: str, sampling: Sampling, *, raw: bool = False) -> Answer:
-    """Print the answer to one prompt piece by piece and return it; `raw` continues the text without a template.
+    """Prints the answer to one prompt piece by piece and returns it; `raw` continues the text without a template.
 
     A model without a chat template continues the text too.
     """
@@ -27,12 +27,12 @@ async def _answer_one(client: RouterClient, prompt: str, sampling: Sampling, raw
 
 
 async def answer_chat(client: RouterClient, messages: list[tuple[str, str]], sampling: Sampling) -> Answer:
-    """Print the answer to a conversation of (role, content) pairs and return it."""
+    """Prints the answer to a conversation of (role, content) pairs and returns it."""
     return await _on_lines_of_its_own(lambda on_text: client.chat(messages, sampling, on_text))
 
 
 async def _on_lines_of_its_own(ask: Callable[[Callable[[str], None]], Awaitable[Answer]]) -> Answer:
-    """Whatever comes after an answer, an error or a Ctrl-C's echo too, begins on a new line."""
+    """Streams an answer so that any later output, an error or Ctrl-C's echo included, begins on a new line."""
     begun = False
 
     def on_text(text: str) -> None:
@@ -53,6 +53,6 @@ async def _on_lines_of_its_own(ask: Callable[[Callable[[str], None]], Awaitable[
 
 
 def show(text: str) -> None:
-    """Print a piece at once."""
+    """Prints a piece at once."""
     sys.stdout.write(text)
     sys.stdout.flush()

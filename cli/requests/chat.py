@@ -36,7 +36,7 @@ def chat(*, drawn: SamplingOptions, router: RouterOptions) -> None:
 
 
 def _turn(client: "RouterClient", sampling: "Sampling", messages: list[tuple[str, str]], line: str) -> None:
-    """One question and its answer; both are remembered only if the answer came to its end."""
+    """Sends one question and streams its answer; both are remembered only if the answer is complete."""
     import asyncio
     import sys
 
@@ -54,7 +54,7 @@ def _turn(client: "RouterClient", sampling: "Sampling", messages: list[tuple[str
 
 
 def _read() -> str | None:
-    """The next line, None at the end of the conversation."""
+    """Reads the next line; None at the end of the conversation."""
     try:
         line = input("> ").strip()
     except (EOFError, KeyboardInterrupt):

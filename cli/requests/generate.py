@@ -37,7 +37,7 @@ def generate(
 
 
 def _piped() -> str:
-    """Stdin without the newline that `echo` adds. InvalidArgument where it is a terminal, which would just wait."""
+    """Returns stdin without the newline that `echo` adds. InvalidArgument for a terminal, which would just wait."""
     import sys
 
     from wire.errors import InvalidArgument

@@ -1,17 +1,17 @@
-"""Where one request's time went, as a table for people."""
+"""The durations of one request's phases, as a table for people."""
 
 from dataclasses import dataclass
 
 from rich.table import Table
 
 from cli.connection.client import Answer
-from wire.tracing.spans import Phase, last_try, seconds_by_phase, spans_of
+from wire.tracing.spans import Phase, last_attempt, seconds_by_phase, spans_of
 from wire.tracing.timeline import Edge, Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: what, how long, and what there is to say about it."""
+    """One line: name, duration and remark."""
 
     name: str
     figure: str
@@ -19,12 +19,12 @@ class Row:
 
 
 def timeline_rows(answer: Answer) -> list[Row]:
-    """Queue, prefill, transfer, first token, hand-over, inter-token, rate and total; "-" for what did not happen.
+    """Returns queue, prefill, transfer, first token, hand-over, inter-token, rate and total; "-" for absent phases.
 
-    Phases are over all tries, the transfer is the last one's.
+    Phases cover all attempts, the transfer row the last one's.
     """
     timeline, tokens = answer.timeline, answer.completion_tokens
-    took, last = seconds_by_phase(spans_of(timeline)), last_try(timeline)
+    took, last = seconds_by_phase(spans_of(timeline)), last_attempt(timeline)
     after_first = timeline.seconds(Edge.FIRST_TOKEN, Edge.FINISHED)
     gap = after_first / (tokens - 1) if after_first is not None and tokens > 1 else None
     return [
@@ -45,7 +45,7 @@ def timeline_rows(answer: Answer) -> list[Row]:
 
 
 def timeline_table(answer: Answer) -> Table:
-    """`timeline_rows` for the terminal."""
+    """Returns `timeline_rows` as a table."""
     table = Table(title="Where the time went", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -62,7 +62,7 @@ def _transfer_s(timeline: Timeline) -> float | None:
 
 
 def _prefill_note(answer: Answer) -> str:
-    seconds = last_try(answer.timeline).seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED)
+    seconds = last_attempt(answer.timeline).seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED)
     rate = f", {answer.prompt_tokens / seconds:.0f} tokens/s" if seconds else ""
     where = f" on {answer.timeline.prefill_worker}" if answer.timeline.prefill_worker else ""
     return f"{answer.prompt_tokens} tokens{rate}{where}"
@@ -86,7 +86,7 @@ def _decode_note(timeline: Timeline) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    """Milliseconds, from ten seconds on seconds."""
+    """Returns milliseconds, or seconds from ten seconds on."""
     if seconds is None:
         return "-"
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"

@@ -1,1 +1,1 @@
-"""`tandem up`: its options, what it checks first, and what it shows while the cluster starts."""
+"""`tandem up`: its options, its checks before the start, and its output while the cluster starts."""

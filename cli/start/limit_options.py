@@ -1,4 +1,4 @@
-"""What `tandem up` may be told of limits that hold for every client, before anything is known of its request."""
+"""Options of `tandem up` for limits of every client, which apply before its request is read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """Sizes, numbers and deadlines at the ports that clients reach; see `wire.limits.listener_limits`."""
+    """Limits of sizes, counts and durations at the ports for clients; see `wire.limits.listener_limits`."""
 
     max_request_bytes: Annotated[int, typer.Option(help="Largest request, in bytes.")] = (
         DEFAULT_LIMITS.max_request_bytes
     )
-    max_messages: Annotated[int, typer.Option(help="Most messages of a conversation.")] = 4096
-    max_connections: Annotated[int, typer.Option(help="Most connections at each port, as far as files allow.")] = (
-        DEFAULT_LIMITS.max_connections
-    )
-    max_calls: Annotated[int, typer.Option(help="Most calls in progress at each port; more are refused, 429.")] = (
+    max_messages: Annotated[int, typer.Option(help="Maximum messages of a conversation.")] = 4096
+    max_connections: Annotated[
+        int, typer.Option(help="Maximum connections at each port, within the limit of open files.")
+    ] = DEFAULT_LIMITS.max_connections
+    max_calls: Annotated[int, typer.Option(help="Maximum calls in progress at each port; more are rejected, 429.")] = (
         DEFAULT_LIMITS.max_calls
     )
     header_timeout: Annotated[float, typer.Option(help="Seconds a client may take for a request's header.")] = (
@@ -39,12 +39,12 @@ class LimitOptions:
     unread_timeout: Annotated[float, typer.Option(help="Seconds that a client may leave its answer unread.")] = (
         DEFAULT_LIMITS.unread_timeout_s
     )
-    keepalive: Annotated[
-        float, typer.Option(help="Seconds between two questions to a silent client whether it is still there.")
-    ] = DEFAULT_LIMITS.keepalive_s
+    keepalive: Annotated[float, typer.Option(help="Seconds between keepalive pings to a silent client.")] = (
+        DEFAULT_LIMITS.keepalive_s
+    )
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
-        """The same cluster, with these settings. InvalidArgument names an option."""
+        """Returns the config with these settings. InvalidArgument names an option."""
         from wire.errors import InvalidArgument
         from wire.limits.listener_limits import ListenerLimits
 

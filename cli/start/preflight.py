@@ -1,4 +1,4 @@
-"""What `tandem up` can tell before anything is started: listeners, device, memory. Each refusal names its option."""
+"""Checks before `tandem up` starts anything: listeners, device, memory. Each error names its option."""
 
 import os
 
@@ -17,8 +17,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def check_listeners(config: ClusterConfig) -> None:
-    """InvalidArgument that names the option of an address that is not this machine's, or is open to everybody, or of a
-    port that is taken.
+    """Checks the listeners; InvalidArgument names the option of an unusable address or port.
+
+    An address is unusable if it is not this machine's or open to everybody, a port if it is taken.
     """
     if (problem := host_problem(config.host)) is not None:
         raise InvalidArgument(
@@ -29,7 +30,7 @@ def check_listeners(config: ClusterConfig) -> None:
     for option, host, port in (
         ("--grpc-port", config.host, config.grpc_port),
         ("--http-port", config.host, config.http_port),
-        # Of a Ray that is joined, nobody knows the controller's address yet.
+        # On a joined Ray the controller's address is not known yet.
         ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
         ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),
     ):
@@ -42,8 +43,10 @@ def check_listeners(config: ClusterConfig) -> None:
 
 
 def check_network(config: ClusterConfig) -> None:
-    """InvalidArgument if the environment, which workers on this host inherit, lets UCX listen to a network that nobody
-    called trusted."""
+    """Checks that UCX does not listen to an untrusted network; raises InvalidArgument otherwise.
+
+    Workers on this host inherit its environment, which may configure that.
+    """
     from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
     if not config.ray_address:
@@ -51,7 +54,7 @@ def check_network(config: ClusterConfig) -> None:
 
 
 def check_device(config: ClusterConfig) -> None:
-    """InvalidArgument if the workers would not find their GPU or its kernels. Of other hosts, Ray knows."""
+    """Checks the workers' GPU and its kernels; raises InvalidArgument if one is missing. Ray checks other hosts."""
     if config.on_cpu or config.ray_address:
         return
     import torch
@@ -68,8 +71,10 @@ def check_device(config: ClusterConfig) -> None:
 
 
 def check_memory(config: ClusterConfig) -> None:
-    """InvalidArgument if the workers' KV pages together are more than the host has. A GPU's memory, or
-    another host's, is its worker's to check."""
+    """Checks the workers' KV pages; raises InvalidArgument if they exceed the host's memory.
+
+    A GPU's memory, or another host's, is checked by its worker.
+    """
     if not config.on_cpu or config.worker_kv_cache_bytes is None or config.ray_address:
         return
     workers = config.worker_count
@@ -83,7 +88,10 @@ def check_memory(config: ClusterConfig) -> None:
 
 
 def check_page(config: ClusterConfig) -> None:
-    """InvalidArgument if a worker's KV cache would not hold one page of the model, whose folder is checked already."""
+    """Checks that a worker's KV cache holds at least one page of the model; raises InvalidArgument otherwise.
+
+    The model's folder is checked already.
+    """
     import torch
 
     from engine.cache.paged_cache import cache_bytes
@@ -105,8 +113,9 @@ def check_page(config: ClusterConfig) -> None:
 
 
 def check_weights(config: ClusterConfig) -> None:
-    """InvalidArgument if the workers' weights, with their KV pages, are more than the host has. The model's folder is
-    checked already; a GPU's memory, or another host's, is its worker's to check.
+    """Checks the workers' weights with their KV pages; raises InvalidArgument if they exceed the host's memory.
+
+    The model's folder is checked already; a GPU's memory, or another host's, is checked by its worker.
     """
     import torch
 
@@ -129,23 +138,23 @@ def check_weights(config: ClusterConfig) -> None:
 
 
 def _engine(config: ClusterConfig) -> EngineConfig:
-    """What decides the sizes of weights and pages."""
+    """Returns the settings that determine the sizes of weights and pages."""
     return EngineConfig(
         config.model, dtype=config.dtype, page_tokens=config.page_tokens, random_weights=config.random_weights
     )
 
 
 def warn_if_open(config: ClusterConfig) -> None:
-    """A line on stderr where strangers could use the cluster."""
+    """Prints a warning where unauthorized clients could use the cluster."""
     if not config.api_keys and not is_loopback(config.host):
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
-            "set --api-key (or TANDEM_API_KEY) so that clients must show a key[/]"
+            "set --api-key (or TANDEM_API_KEY) so that clients must present a key[/]"
         )
 
 
 def warn_of_slow_pages(config: ClusterConfig) -> None:
-    """A line on stderr where GPUs would compute prompts more slowly than with another page size."""
+    """Prints a warning where the page size makes prefill slower on GPUs."""
     if config.on_cpu or config.page_tokens is None or config.dtype == "float32":
         return
     if config.page_tokens != GPU_PAGE_TOKENS:

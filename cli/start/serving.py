@@ -1,4 +1,4 @@
-"""One `tandem up` from its first line to its last: check, prepare, start, answer, serve, stop."""
+"""The life of one `tandem up`: check, prepare, start, answer, serve, stop."""
 
 import signal
 from collections.abc import Iterator
@@ -38,17 +38,17 @@ NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers th
 
 @dataclass(frozen=True, slots=True)
 class FirstPrompt:
-    """What to answer as soon as the cluster serves, and how."""
+    """A prompt to answer as soon as the cluster serves, with its sampling."""
 
     text: str
     sampling: Sampling
 
 
 def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, *, once: bool) -> None:
-    """Start `config` with `model` (None: the small one) and serve until a signal, or `once` until `first` is answered.
+    """Starts `config` with `model` (None: the small one) and serves until a signal, with `once` until `first` is done.
 
-    Raises a TandemError that says what is wrong, KeyboardInterrupt for a signal before it serves. Whatever happens,
-    nothing of the cluster is left behind but workers that are to outlive it.
+    Raises a TandemError with the reason if it cannot serve, KeyboardInterrupt for a signal before it serves. In any
+    case, nothing of the cluster is left behind but workers that are to outlive it.
     """
     console = Console(highlight=False, soft_wrap=True)
     with _one_interrupt():
@@ -77,7 +77,7 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
 
 
 def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
-    """The running cluster; what keeps it from starting is told, and where its processes say more."""
+    """Returns the running cluster; if it fails to start, prints the folder of the logs and raises the reason."""
     try:
         return Cluster.start(config, view.cluster_progress)
     except TandemError:
@@ -86,7 +86,7 @@ def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
 
 
 def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> bool:
-    """Whether workers that may are to outlive it."""
+    """Serves, and returns True if workers that may outlive the cluster are to do so."""
     ends = cluster.endpoints
     announced = state.announce(
         ends.grpc,
@@ -101,12 +101,12 @@ def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: Fir
         if first is not None:
             _answer(console, config, ends, first)
         console.print(_endpoints(config, ends), markup=False)
-        return False if once else _serve_until_told(console, cluster)
+        return False if once else _serve_until_interrupted(console, cluster)
     finally:
         announced.unlink(missing_ok=True)
 
 
-def _serve_until_told(console: Console, cluster: Cluster) -> bool:
+def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
     console.print("Ctrl-C stops it.")
     try:
         cluster.wait()
@@ -116,7 +116,7 @@ def _serve_until_told(console: Console, cluster: Cluster) -> bool:
 
 
 def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: FirstPrompt) -> None:
-    """Stream the first answer and show where its time went."""
+    """Streams the first answer and shows its timeline."""
     console.print(f"\n{first.text}\n", style="bold", markup=False)
     client = RouterClient(ends.grpc, config.api_keys[0] if config.api_keys else "")
     answer = answer_one(client, first.text, first.sampling)
@@ -135,7 +135,7 @@ def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
 
 
 def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> ClusterConfig:
-    """The config with a checked model folder and the name clients use."""
+    """Returns the config with a checked model folder and the model name for clients."""
     path = model or find_default_model()
     with view.step(f"checking {path.name}") as progress:
         from engine.weights.gguf import prepare_model
@@ -147,14 +147,14 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         check_weights(config)
         warn_of_slow_pages(config)
         if path.is_dir():
-            Tokenizer(path)  # what a GGUF file is converted to has one
+            Tokenizer(path)  # raises if it is missing; a converted GGUF file always has one
     name = NAME if model is None else path.stem if path.is_file() else path.resolve().name
     return replace(config, model_name=name)
 
 
 @contextmanager
 def _one_interrupt() -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP is a KeyboardInterrupt, the rest are ignored: clearing up is not interrupted.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a KeyboardInterrupt and ignores the rest, to protect the cleanup.
 
     Set even where the parent ignored SIGINT, as shells do for jobs in the background.
     """
@@ -173,7 +173,7 @@ def _interrupt(number: int, _frame: object) -> NoReturn:
 
 
 def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
-    """Ctrl-C and `tandem down` mean the cluster; SIGTERM and SIGHUP come from where this process alone is to go."""
+    """Returns True for SIGTERM and SIGHUP, which stop this process alone; Ctrl-C and `tandem down` stop the cluster."""
     return interrupt.args in {(signal.SIGTERM,), (signal.SIGHUP,)}
 
 

@@ -1,4 +1,4 @@
-"""Start-up as people see it: one line a step, with a tick and its time when it is done."""
+"""The start-up on the terminal: one line per step, with a tick and its duration when it is done."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ from cluster.launcher import Progress as ClusterProgress
 
 
 class StartView:
-    """Lines of start-up on `console`, live on a terminal, plain elsewhere. Use as a context; any thread may report."""
+    """Start-up lines on `console`, live on a terminal, plain elsewhere. Use as a context; any thread may report."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -45,24 +45,24 @@ class StartView:
 
     @contextmanager
     def step(self, what: str) -> Iterator[Callable[[str, float], None]]:
-        """A step in this thread; what it yields takes a description and how much of it is done, 0 to 1."""
+        """Shows a step of this thread; yields a function that takes a description and the fraction done, 0 to 1."""
         self.report(what)
         yield lambda detail, fraction: self.report(what, detail=detail, fraction=fraction)
         self.report(what, done=True)
 
     def cluster_progress(self, event: ClusterProgress) -> None:
-        """Reports of `Cluster.start`, which repeat themselves, and after it of what dies and comes back."""
+        """Shows the repeated reports of `Cluster.start`, and afterwards processes that die and serve again."""
         if event.note:
             self._console.print(f"[yellow]{escape(event.note)}[/]")
             return
         if self._closed:
-            again = "serves again" if event.done else f"is gone ({event.detail}); starting it again"
+            again = "serves again" if event.done else f"is gone ({event.detail}); restarting it"
             self._console.print(f"[yellow]{event.name} {again}[/]")
             return
         self.report(f"starting {event.name}", done=event.done, detail=event.detail, fraction=event.fraction)
 
     def report(self, what: str, *, done: bool = False, detail: str = "", fraction: float = 0.0) -> None:
-        """How the step `what` is doing."""
+        """Updates the step `what`."""
         with self._lock:
             if what not in self._began:
                 self._began[what] = time.monotonic()
@@ -78,7 +78,7 @@ class StartView:
                 self._live.update(self._tasks[what], total=1, completed=fraction, description=f"{what}: {detail}")
 
     def _say(self, line: str) -> None:
-        """Where no line can be redrawn, each is printed as it happens."""
+        """Prints a line as it happens where no line can be redrawn."""
         if not self._console.is_terminal:
             self._console.print(line)
             sys.stdout.flush()

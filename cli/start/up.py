@@ -1,4 +1,4 @@
-"""`tandem up`: start a cluster, answer a first prompt, serve until Ctrl-C."""
+"""`tandem up`: starts a cluster, answers a first prompt and serves until Ctrl-C."""
 
 from pathlib import Path
 

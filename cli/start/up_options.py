@@ -1,4 +1,4 @@
-"""What `tandem up` may be told of the cluster around its workers: its places, planner, listeners and promises."""
+"""Options of `tandem up` for the cluster around its workers: placement, planner, listeners and service classes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ClusterOptions(Protocol):
     """A group of options that are settings of the cluster."""
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
-        """The same cluster, with these settings. InvalidArgument names an option."""
+        """Returns the config with these settings. InvalidArgument names an option."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceOptions:
-    """Where workers run, and how long they may take to get there."""
+    """Options of the workers' placement and of timeouts."""
 
     address: Annotated[
         str,
@@ -37,8 +37,8 @@ class PlaceOptions:
         bool,
         typer.Option(
             "--trusted-network",
-            help="Nobody but workers reaches workers over the network: let KV pages cross it, which workers on several "
-            "hosts need. UCX then listens at each worker, and writes into its memory for whoever connects.",
+            help="Only workers can reach workers over the network: let KV pages cross it, which workers on several "
+            "hosts need. UCX then listens at each worker, and every client that connects can write into its memory.",
         ),
     ] = False
     places_timeout: Annotated[
@@ -46,17 +46,18 @@ class PlaceOptions:
     ] = 0.0
     start_timeout: Annotated[float, typer.Option(help="Seconds that all workers may take to load and serve.")] = 180.0
     stop_grace: Annotated[
-        float, typer.Option(help="Seconds that requests in flight may go on when the cluster is stopped.")
+        float, typer.Option(help="Seconds that requests in flight may continue when the cluster is stopped.")
     ] = 0.5
     hang_deadline: Annotated[
         float,
         typer.Option(
-            help="Seconds that a process may live without a sign of life before it is killed and started again; 0 = for"
-            " ever, for debuggers that stop it."
+            help="Seconds without a sign of life after which a process is killed and restarted; 0 = never, for"
+            " debuggers that stop it."
         ),
     ] = 30.0
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings."""
         return replace(
             config,
             ray_address=self.address,
@@ -70,7 +71,7 @@ class PlaceOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
-    """Whether roles and the number of workers follow the load."""
+    """Options of the planner."""
 
     planner: Annotated[
         str,
@@ -79,7 +80,7 @@ class PlannerOptions:
             " what it would do; off."
         ),
     ] = "off"
-    planner_window: Annotated[float, typer.Option(help="Seconds between two looks of the planner.")] = 15.0
+    planner_window: Annotated[float, typer.Option(help="Seconds of the planner's observation window.")] = 15.0
     planner_workers: Annotated[
         str, typer.Option(help="MIN:MAX workers the planner may keep; default: as many as there are.")
     ] = ""
@@ -87,6 +88,7 @@ class PlannerOptions:
     planner_decode: Annotated[str, typer.Option(help="MIN:MAX of them that decode when disaggregated.")] = ""
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings. InvalidArgument names an option."""
         from cluster.planner_config import planner_config
 
         planner = planner_config(
@@ -101,13 +103,14 @@ class PlannerOptions:
 
 @dataclass(frozen=True, slots=True)
 class ListenerOptions:
-    """Where clients, operators and metrics find the cluster, and with which keys."""
+    """Options of the listeners for clients, operators and metrics, and of their keys."""
 
     host: Annotated[
         str, typer.Option(help="Address the router listens on; beyond this host it needs API keys, or --insecure.")
     ] = "127.0.0.1"
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let whoever reaches --host use the cluster without an API key.")
+        bool,
+        typer.Option("--insecure", help="Let every client that reaches --host use the cluster without an API key."),
     ] = False
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000
@@ -118,7 +121,7 @@ class ListenerOptions:
         int, typer.Option(help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.")
     ] = 0
     controller_port: Annotated[
-        int, typer.Option(help="Port at which the controller hears workers and operators; 0 = any free one.")
+        int, typer.Option(help="Port of the controller, for workers and operators; 0 = any free one.")
     ] = 0
     token: Annotated[
         str,
@@ -142,7 +145,7 @@ class ListenerOptions:
         str,
         typer.Option(
             envvar="TANDEM_OTLP_ENDPOINT",
-            help="Where OpenTelemetry spans of requests go by OTLP/gRPC, http://HOST:PORT; needs tandem[otlp].",
+            help="OTLP/gRPC endpoint for request spans, http://HOST:PORT; needs tandem[otlp].",
         ),
     ] = ""
     allowed_origins: Annotated[
@@ -157,16 +160,17 @@ class ListenerOptions:
         bool,
         typer.Option(
             "--strict-requests",
-            help="Refuse HTTP requests with fields that are not known here; else such fields are ignored, and the "
+            help="Reject HTTP requests with unknown fields; otherwise such fields are ignored, and the "
             "header X-Tandem-Ignored names them.",
         ),
     ] = False
     log_format: Annotated[str, typer.Option(help="pretty, or json: an object a line.")] = "pretty"
     log_max_mib: Annotated[
-        int, typer.Option(help="Size of a log file in MiB from which on another one is begun; the last four are kept.")
+        int, typer.Option(help="Size in MiB at which a log file is rotated; the last four are kept.")
     ] = 32
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings. InvalidArgument names an option."""
         from cli.connection.secret_files import one_key
 
         return replace(
@@ -190,40 +194,42 @@ class ListenerOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutlivingOptions:
-    """Whether workers wait for another `tandem up`; of settings that were checked before, since it needs some."""
+    """Options of workers that outlive `tandem up`; applied last, because they require other settings."""
 
     workers_outlive: Annotated[
         float,
         typer.Option(
             help="With --address: seconds that workers wait for another `tandem up` of the same --cluster-name and "
-            "--token to take them over when this one is gone, or has been told to go by SIGTERM; 0 = they end with it."
+            "--token to take them over when this one is gone, or was stopped by SIGTERM; 0 = they end with it."
         ),
     ] = 0.0
-    cluster_name: Annotated[str, typer.Option(help="Whose workers those are.")] = "tandem"
+    cluster_name: Annotated[str, typer.Option(help="The name that identifies those workers.")] = "tandem"
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings. InvalidArgument names an option."""
         return replace(config, workers_outlive_s=self.workers_outlive, cluster_name=self.cluster_name)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """What requests are promised, and who may send them."""
+    """Options of the service classes and the API keys."""
 
     slo_class: Annotated[
         list[str] | None,
         typer.Option(
             "--slo-class",
             help="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]: targets that requests may ask for by "
-            "name, beside or instead of strict, balanced, quick and best_effort, and what happens when they cannot be "
-            "held; repeatable.",
+            "name, in addition to or instead of strict, balanced, quick and best_effort, and the action when they "
+            "cannot be met; repeatable.",
         ),
     ] = None
     default_slo_class: Annotated[str, typer.Option(help="The class of requests that name none.")] = "best_effort"
     default_max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer whose client names no limit; default: the context's.")
+        int | None, typer.Option(help="Maximum output tokens of requests that set no limit; default: the context's.")
     ] = None
     api_key: Annotated[
-        list[str] | None, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key clients must show; repeatable.")
+        list[str] | None,
+        typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key that clients must present; repeatable."),
     ] = None
     api_key_file: Annotated[
         str,
@@ -233,6 +239,7 @@ class ServiceOptions:
     ] = ""
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings. InvalidArgument names an option."""
         from cli.connection.secret_files import keys_in
         from router.slo import parse_class, with_defaults
 
@@ -248,24 +255,22 @@ class ServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class FirstPromptOptions:
-    """What is answered first."""
+    """Options of a first prompt."""
 
-    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this first and show where the time went.")] = (
-        None
-    )
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of that answer.")] = 160
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this first and show its timeline.")] = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens of that answer.")] = 160
     temperature: Temperature = 0.0
     once: Annotated[bool, typer.Option("--once", help="End after that answer.")] = False
 
     @property
     def sampling(self) -> Sampling:
-        """InvalidArgument names the option and its limits."""
+        """The sampling parameters; InvalidArgument names the option and its limits."""
         from cli.connection.client import Sampling
 
         return Sampling(self.max_tokens, self.temperature)
 
     def first(self, sampling: Sampling) -> FirstPrompt | None:
-        """InvalidArgument where there is nothing to answer."""
+        """Returns the first prompt, if any. InvalidArgument for --once without a prompt."""
         from cli.start.serving import FirstPrompt
         from wire.errors import InvalidArgument
 

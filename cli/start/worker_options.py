@@ -1,4 +1,4 @@
-"""What `tandem up` may be told of workers: what each loads, does and has, and how KV gets from one to another."""
+"""Options of `tandem up` for workers: model, roles, steps, engine, KV transfer and hardware."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-"""Of --mode and --device: chosen by the hardware and by the other options (`cli/start/hardware_choice.py`)."""
+"""Value of --mode and --device: chosen by the hardware and by other options (`cli/start/hardware_choice.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What is served."""
+    """Options of the served model."""
 
     model: Annotated[
         str | None, typer.Option("--model", help="Hugging Face folder or GGUF file; default: SmolLM2-135M-Instruct.")
@@ -31,7 +31,7 @@ class ModelOptions:
     ] = None
 
     def check(self) -> None:
-        """InvalidArgument names the option."""
+        """Checks the options; InvalidArgument names one."""
         from wire.errors import InvalidArgument
 
         if self.model is not None and self.random_weights is not None:
@@ -40,7 +40,7 @@ class ModelOptions:
             raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
 
     def path(self) -> Path | None:
-        """A folder or file, which is made for random weights; None = the small model."""
+        """Returns a folder or file, created for random weights; None = the small model."""
         if self.random_weights is not None:
             from cli.models.random_model import random_model
 
@@ -48,12 +48,13 @@ class ModelOptions:
         return None if self.model is None else Path(self.model)
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings."""
         return replace(config, model=Path(self.model or ""), random_weights=self.random_weights is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleOptions:
-    """Who does what."""
+    """Options of mode and roles."""
 
     mode: Annotated[
         str,
@@ -70,7 +71,7 @@ class RoleOptions:
     ] = None
 
     def check(self) -> None:
-        """InvalidArgument for workers that the mode does not have."""
+        """Checks the options; InvalidArgument for workers that the mode does not have."""
         from wire.errors import InvalidArgument
         from wire.mode import Mode
 
@@ -85,6 +86,7 @@ class RoleOptions:
                 raise InvalidArgument(option, f"is for --mode {' or '.join(modes)}")
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings."""
         return replace(
             config,
             mode=self.mode,
@@ -96,41 +98,42 @@ class RoleOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What is in a step."""
+    """Options of the content of a step."""
 
     step_policy: Annotated[
         str,
         typer.Option(
-            help="Prompt tokens in a step beside requests that decode: unchunked = as many as fit, chunked = what"
-            " --step-budget leaves, decode-priority = the same beside answers without a target. None exceeds the"
-            " targets of answers' classes."
+            help="Prompt tokens in a mixed step: unchunked = as many as fit, chunked = what --step-budget leaves,"
+            " decode-priority = the same, but only beside requests without a target. None exceeds the targets of the"
+            " requests' classes."
         ),
     ] = PolicyName.DECODE_PRIORITY.value
     step_budget: Annotated[
-        int | None, typer.Option(help="Most tokens of such a step, decoding ones included; default: 512.")
+        int | None, typer.Option(help="Maximum tokens of a mixed step, decode rows included; default: 512.")
     ] = None
     itl_target_ms: Annotated[
         float | None,
         typer.Option(
-            help="Longest time between the tokens of any answer: batches and prompts' steps grow no further; default:"
-            " only what service classes promise."
+            help="Maximum inter-token latency of any request: batches and prefill chunks grow no further; default:"
+            " only the targets of service classes."
         ),
     ] = None
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings."""
         target_s = None if self.itl_target_ms is None else self.itl_target_ms / 1e3
         return replace(config, step_policy=self.step_policy, step_budget=self.step_budget, itl_target_s=target_s)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What each worker computes with."""
+    """Options of each worker's engine."""
 
     device: Annotated[
         str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto: cuda where PyTorch finds a usable GPU.")
     ] = AUTO
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
-    page_tokens: Annotated[int | None, typer.Option(help="Tokens a KV page; default: 16 on CPU, 128 on GPUs.")] = None
+    page_tokens: Annotated[int | None, typer.Option(help="Tokens per KV page; default: 16 on CPU, 128 on GPUs.")] = None
     kv_cache_gib: Annotated[
         float | None,
         typer.Option(help="KV page pool of each worker; default: 1 on CPU; on GPUs what is left of --memory-fraction."),
@@ -138,29 +141,30 @@ class EngineOptions:
     memory_fraction: Annotated[
         float | None,
         typer.Option(
-            help="Part of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers."
+            help="Fraction of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers."
         ),
     ] = None
-    max_step_tokens: Annotated[int, typer.Option(help="Most tokens of one step: the chunk size of prefill.")] = 2048
+    max_step_tokens: Annotated[int, typer.Option(help="Maximum tokens of one step: the chunk size of prefill.")] = 2048
     max_batch_requests: Annotated[
-        int | None, typer.Option(help="Most requests of one decode step; default: 64 on CPU, 256 on GPUs.")
+        int | None, typer.Option(help="Maximum requests of one decode step; default: 64 on CPU, 256 on GPUs.")
     ] = None
     prefix_cache: Annotated[
         bool,
         typer.Option(
             "--prefix-cache/--no-prefix-cache",
-            help="Keep KV pages, while there is room, for requests that begin alike.",
+            help="Keep KV pages, while memory allows, for requests with a common prefix.",
         ),
     ] = True
 
     def check(self) -> None:
-        """InvalidArgument for a size that does not even count in bytes."""
+        """Checks the options; InvalidArgument for a KV cache size out of range."""
         from cluster.limits import check_kv_cache_gib
 
         if self.kv_cache_gib is not None:
             check_kv_cache_gib(self.kv_cache_gib)
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings."""
         from cluster.config import GIB
 
         return replace(
@@ -178,22 +182,24 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """How KV pages get from worker to worker."""
+    """Options of KV transfers between workers."""
 
     kv_checksum_rate: Annotated[
-        float, typer.Option(help="Part of each transfer's KV pages that is checked byte for byte on arrival, 0 to 1.")
+        float,
+        typer.Option(help="Fraction of each transfer's KV pages whose checksums are verified on arrival, 0 to 1."),
     ] = 0.05
     kv_lease: Annotated[
-        float, typer.Option(help="Seconds that a decode worker keeps a place for a request of a silent router.")
+        float, typer.Option(help="Seconds that a decode worker keeps its reservation for a request of a silent router.")
     ] = 5.0
     kv_transfer_deadline: Annotated[
-        float, typer.Option(help="Seconds that a write of KV pages may take before its prompt is computed again.")
+        float, typer.Option(help="Seconds that a KV page write may take before its prompt is computed again.")
     ] = 30.0
     kv_quarantine_share: Annotated[
-        float, typer.Option(help="Part of a worker's KV pages that transfers may keep before it takes nothing new.")
+        float, typer.Option(help="Fraction of a worker's KV pages in quarantine above which it accepts no requests.")
     ] = 0.5
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """Returns the config with these settings."""
         return replace(
             config,
             kv_checksum_rate=self.kv_checksum_rate,
@@ -205,7 +211,7 @@ class TransferOptions:
 
 @dataclass(frozen=True, slots=True)
 class HardwareOptions:
-    """What each worker has of its machine."""
+    """Options of each worker's hardware."""
 
     device_ceilings: Annotated[
         str,
@@ -217,7 +223,7 @@ class HardwareOptions:
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
-        """InvalidArgument for ceilings that are no two numbers."""
+        """Returns the config with these settings. InvalidArgument for ceilings that are not two numbers."""
         from costs.roofline import parse_ceilings
 
         ceilings = parse_ceilings("--device-ceilings", self.device_ceilings) if self.device_ceilings else None

@@ -1,1 +1,1 @@
-"""Which of several controllers of one cluster supervises its workers; the others forward to it."""
+"""Leadership among several controllers of one cluster: one supervises the workers, the others forward to it."""

@@ -1,10 +1,10 @@
-"""Who keeps the workers where several controllers live: the youngest. The others say what it says.
+"""Leader election: where several controllers live, the youngest supervises the workers and the others mirror it.
 
-1. a new controller can be found by its name, and then looks for others; of two, one at least sees the other
-2. it has the one before it let go: that one ends nothing that serves
-3. it takes over what lives, and fills what is missing: it is settled
-4. whoever let go follows it, until it ends; so does who finds a younger one when it begins
-5. if nobody younger lives then, the one that followed takes over
+1. a new controller can be found by its name, and then looks for others; of two, at least one sees the other
+2. it asks the previous leader to release the workers, which ends nothing that serves
+3. it takes over the live workers and starts missing ones: it is settled
+4. the previous leader follows it until it ends; so does a controller that finds a younger one when it begins
+5. if no younger controller lives then, the follower takes over
 """
 
 import asyncio
@@ -25,20 +25,20 @@ AGAIN_S = 1.0
 
 
 class SupervisedWorkers(Protocol):
-    """What is kept."""
+    """The workers as the leader election acts on them."""
 
     async def take_over(self, handover: Handover) -> None:
-        """Keep all workers that live, and those that are missing."""
+        """Supervises all live workers, and starts missing ones."""
 
     async def let_go(self) -> Handover:
-        """Keep nothing any more; end nothing that serves."""
+        """Releases all workers; ends nothing that serves."""
 
     async def follow(self, address: str) -> None:
-        """Say what the controller at this address says, until cancelled."""
+        """Mirrors the membership of the controller at this address, until cancelled."""
 
 
 class LeaderElection:
-    """This controller's part in it. Belongs to the event loop."""
+    """One controller's participation in the election. Belongs to the event loop."""
 
     def __init__(self, number: int, controllers: Controllers, workers: SupervisedWorkers) -> None:
         self._number = number
@@ -48,74 +48,73 @@ class LeaderElection:
         self._keeps = False
         self._started = asyncio.Event()
         self._stopped = False
-        self._heeding: asyncio.Task[None] | None = None
+        self._leader_task: asyncio.Task[None] | None = None
         self.successor = ""
-        """The listener of the controller that keeps the workers instead, host:port; empty = it is here, or unknown."""
+        """The leader's listener, host:port; empty = this controller leads, or the leader is unknown."""
         self.kept_at = ""
-        """The same as it was known last; empty = here."""
+        """The last known `successor`; empty = this controller leads."""
         self._changed = asyncio.Event()
 
     @property
     def keeps(self) -> bool:
-        """Whether the workers are this controller's."""
+        """True if this controller supervises the workers."""
         return self._keeps
 
     async def begin(self) -> None:
-        """Take over from whoever kept them, or begin with none; where a younger one was faster, follow that. Returns
-        when it is clear who keeps them.
+        """Takes over from the previous leader, or starts without one; follows a younger controller that was faster.
+
+        Returns when the leader is known.
         """
         if await self._younger_or_take_over(set()) is not None:
-            self._started.set()  # there is nothing that another would have to wait for
-            self._heeding = asyncio.ensure_future(self._heed())
+            self._started.set()  # no other controller has to wait for this one
+            self._leader_task = asyncio.ensure_future(self._follow_leader())
             await self.decided()
 
     def started(self) -> None:
-        """The first start is over: another may take over from now on."""
+        """Marks the first start as complete: another controller may take over from now on."""
         self._started.set()
 
     async def settled(self) -> None:
-        """Wait until this controller keeps what it can, or says what another one says that does. Unavailable if it
-        stops.
-        """
+        """Waits until this controller leads or mirrors a settled leader. Unavailable if it stops."""
         await self.decided()
         self._check_not_stopped()
 
     async def let_go(self) -> Handover:
-        """For a younger controller, which has asked. Unavailable if this one stops, or does not keep them."""
+        """Releases the workers to a younger controller. Unavailable if this one stops or does not lead."""
         await self._started.wait()
         async with self._one_at_a_time:
             self._check_not_stopped()
             if not self._keeps:
-                raise Unavailable("this controller does not keep the workers")
-            log.info("letting go of all workers, for a younger controller")
+                raise Unavailable("this controller does not supervise the workers")
+            log.info("releasing all workers to a younger controller")
             self._keeps = False
             self._changed.clear()
             try:
                 return await self._workers.let_go()
             finally:
-                self._heeding = asyncio.ensure_future(self._heed())
+                self._leader_task = asyncio.ensure_future(self._follow_leader())
 
     async def decided(self) -> str:
-        """Wait until it is clear who keeps the workers; `successor` then."""
+        """Waits until the leader is known, and returns `successor`."""
         while not self._keeps and not self.successor and not self._stopped:
             await self._changed.wait()
         return self.successor
 
     async def alone(self) -> bool:
-        """Whether no other controller lives."""
+        """Returns True if no other controller lives."""
         return not await self._controllers.others(self._number)
 
     async def stop(self) -> None:
-        """Heed nobody any more."""
+        """Leaves the election."""
         self._stopped = True
         self._changed.set()
         self._started.set()
-        if self._heeding is not None:
-            self._heeding.cancel()
-            await asyncio.gather(self._heeding, return_exceptions=True)
+        if self._leader_task is not None:
+            self._leader_task.cancel()
+            await asyncio.gather(self._leader_task, return_exceptions=True)
 
-    async def _what_is_handed_over(self) -> Handover:
-        """By the youngest of the older ones that keeps the workers."""
+    async def _handover(self) -> Handover:
+        """Returns the handover of the youngest older controller that leads."""
         older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
         for each in reversed(older):
             try:
@@ -125,34 +124,36 @@ class LeaderElection:
         return Handover()
 
     async def _younger_or_take_over(self, over: set[int]) -> OtherController | None:
-        """The youngest; where nobody younger lives but those that are over, the workers are this controller's from now
-        on. Who comes after this look sees this one, asks it to let go, and waits here until it can.
+        """Returns the youngest younger controller; if none lives except those in `over`, takes over and returns None.
+
+        A controller that begins after this look sees this one, asks it to release the workers, and waits here until it
+        can.
         """
         async with self._one_at_a_time:
             younger = await self._youngest(over)
             if younger is not None:
                 return younger
-            await self._workers.take_over(await self._what_is_handed_over())
+            await self._workers.take_over(await self._handover())
             self.successor = self.kept_at = ""
             self._keeps = True
         self._changed.set()
         return None
 
-    async def _heed(self) -> None:
-        """Until the workers are this controller's again."""
+    async def _follow_leader(self) -> None:
+        """Follows the leader until this controller leads again."""
         over: set[int] = set()
         while not self._keeps:
             try:
-                await self._heed_the_youngest(over)
+                await self._follow_youngest(over)
             except Exception:
-                log.exception("neither followed nor took over; trying again")
+                log.exception("following the leader failed; trying again")
                 await asyncio.sleep(AGAIN_S)
 
-    async def _heed_the_youngest(self, over: set[int]) -> None:
-        """Until it ends; where there is none but those that are over, take over."""
+    async def _follow_youngest(self, over: set[int]) -> None:
+        """Follows the youngest controller until it ends; takes over if there is none except those in `over`."""
         successor = await self._younger_or_take_over(over)
         if successor is None:
-            log.warning("no younger controller lives any more; this one has taken over")
+            log.warning("no younger controller lives; this one has taken over")
             return
         async with self._following(successor):
             await successor.ended()
@@ -177,7 +178,7 @@ class LeaderElection:
             log.info("%s", error.message)
             return
         self._changed.set()
-        log.info("the controller at %s keeps the workers", self.successor)
+        log.info("the controller at %s supervises the workers", self.successor)
         await self._workers.follow(self.successor)
 
     async def _youngest(self, over: set[int]) -> OtherController | None:

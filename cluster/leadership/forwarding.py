@@ -1,4 +1,4 @@
-"""A controller whose workers another one keeps: it says what that one says, and passes on what operators ask."""
+"""The service of a controller that does not lead: it mirrors the leader's membership and forwards operators' calls."""
 
 import asyncio
 import logging
@@ -22,8 +22,9 @@ Reply = TypeVar("Reply")
 
 
 async def mirror(address: str, token: str, registry: Registry) -> None:
-    """Let `registry` say what the controller at `address` says, until cancelled; while that one is silent, what it said
-    last.
+    """Mirrors the membership of the controller at `address` into `registry`, until cancelled.
+
+    While that controller is unresponsive the last membership stays.
     """
     async with rpc.open_channel(address, token) as channel:
         stub: Any = cluster_pb2_grpc.ClusterStub(channel)
@@ -34,14 +35,14 @@ async def mirror(address: str, token: str, registry: Registry) -> None:
             except grpc.aio.AioRpcError as error:
                 log.info("the membership of the controller at %s ended: %s", address, error.details())
             except Exception:
-                log.exception("a membership could not be followed; the next one is")
+                log.exception("a membership could not be mirrored; continuing with the next one")
             await asyncio.sleep(RECONNECT_S)
 
 
 class ForwardingServicer(ClusterServicer):
-    """Answers itself as long as the workers are its controller's; else the one that keeps them does.
+    """Handles calls itself while its controller leads, and otherwise forwards them to the leader.
 
-    `elsewhere` waits until that is clear, and gives the listener of another controller, or "".
+    `elsewhere` waits until the leader is known, and returns the listener of another controller, or "" for this one.
     """
 
     def __init__(
@@ -52,22 +53,26 @@ class ForwardingServicer(ClusterServicer):
         self._elsewhere = elsewhere
 
     async def SetMode(self, request: cluster_pb2.SetModeRequest, context: _Context) -> cluster_pb2.SetModeResponse:
+        """Changes the mode here or at the leader."""
         own = super().SetMode
         return await self._answer(lambda: own(request, context), lambda stub: stub.SetMode(request))
 
     async def DrainWorker(
         self, request: cluster_pb2.DrainWorkerRequest, context: _Context
     ) -> cluster_pb2.DrainWorkerResponse:
+        """Drains a worker here or at the leader."""
         own = super().DrainWorker
         return await self._answer(lambda: own(request, context), lambda stub: stub.DrainWorker(request))
 
     async def Resize(self, request: cluster_pb2.ResizeRequest, context: _Context) -> cluster_pb2.ResizeResponse:
+        """Changes the number of workers here or at the leader."""
         own = super().Resize
         return await self._answer(lambda: own(request, context), lambda stub: stub.Resize(request))
 
     async def ListAbsent(
         self, request: cluster_pb2.ListAbsentRequest, context: _Context
     ) -> cluster_pb2.ListAbsentResponse:
+        """Lists absent workers here or at the leader."""
         own = super().ListAbsent
         return await self._answer(lambda: own(request, context), lambda stub: stub.ListAbsent(request))
 

@@ -1,7 +1,7 @@
-"""Workers that no `tandem up` keeps any more, ended by somebody who says so before their time is over.
+"""Ends orphaned workers, which no `tandem up` supervises, on request and before their timeout.
 
-No router sends them anything, so they have nothing to finish. Whoever ends them counts as a controller meanwhile: none
-that lives is overlooked, and one that begins waits until it is done.
+No router sends them requests, so they have nothing to finish. The process that ends them counts as a controller
+meanwhile: a live controller is never overlooked, and one that begins waits until it is done.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from cluster.ray_processes.ray_process import actor_class, on_this_node, plainly
 from wire.errors import FailedPrecondition, NotFound, Unavailable
 
 ANSWER_S = 5.0
-"""How long a controller may take to say where it is."""
+"""Timeout for a controller to report its listener, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """What there was and is no more, by name."""
+    """The names of the ended workers and released slots."""
 
     workers: tuple[str, ...]
     places: tuple[str, ...]
-    """Of workers, some of which were dead or had not begun."""
+    """The slots of these workers, some of which were dead or had not started."""
 
 
 class Clearing:
-    """A controller that keeps nothing; `clear_ray` makes a Ray actor of it."""
+    """A controller without workers of its own that ends orphaned ones; `clear_ray` makes a Ray actor of it."""
 
     def __init__(
         self, number: int, controllers: Controllers | None = None, left: OrphanedWorkers | None = None
@@ -41,12 +41,13 @@ class Clearing:
         self._over = asyncio.Event()
 
     async def clear(self) -> Cleared:
-        """End all workers and give their places back. FailedPrecondition if a controller lives that serves with them,
-        NotFound if there are none.
+        """Ends all orphaned workers and releases their resources.
+
+        FailedPrecondition if a live controller serves with them, NotFound if there are none.
         """
         try:
             if others := await self._controllers.others(self._number):
-                raise FailedPrecondition(await _who_lives(others))
+                raise FailedPrecondition(await _live_controllers(others))
             workers = await self._left.living()
             await asyncio.gather(*(each.end(keep_place=True) for each in workers))
             places = await self._left.clear(())
@@ -57,22 +58,23 @@ class Clearing:
         return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(places))
 
     async def let_go(self) -> Handover:
-        """For a younger controller, which finds no workers then."""
+        """Returns an empty handover to a younger controller, which then finds no workers."""
         await self._over.wait()
         return Handover()
 
     async def settled(self) -> str:
-        """For an older one, which has to wait until this one is gone."""
+        """Raises Unavailable to an older controller, which has to wait until this one is gone."""
         raise Unavailable("the workers are being ended")
 
     async def run(self) -> None:
-        """Pending as long as the process lives."""
+        """Waits as long as the process lives."""
         await asyncio.Event().wait()
 
 
 def clear_ray(address: str, name: str) -> Cleared:
-    """See `Clearing.clear`, for the cluster of this name on the Ray at this address. InvalidArgument for what is no
-    such, Unavailable if it cannot be joined.
+    """Ends the orphaned workers of the cluster of this name on the Ray at this address; see `Clearing.clear`.
+
+    InvalidArgument for an invalid address or name, Unavailable if Ray cannot be joined.
     """
     check_ray_address(address)
     check_cluster_name(name)
@@ -97,8 +99,8 @@ async def _clear() -> Cleared:
     return cleared
 
 
-async def _who_lives(others: Collection[OtherController]) -> str:
-    """In words that say what to do."""
+async def _live_controllers(others: Collection[OtherController]) -> str:
+    """Returns the listeners of live controllers, with the action that stops them."""
     listeners = await asyncio.gather(*(_listener(each) for each in others))
     where = ", ".join(f"its controller is {listener}" for listener in listeners)
     return f"`tandem up` serves with these workers, {where}; stop it there, with Ctrl-C or `tandem down`"

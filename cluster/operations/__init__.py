@@ -1,1 +1,1 @@
-"""What operators change in a running cluster: modes, numbers of workers, draining."""
+"""Operators' changes to a running cluster: modes, number of workers, draining."""

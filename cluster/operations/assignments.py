@@ -1,10 +1,10 @@
-"""What each worker is to do, and who sees to it that it does.
+"""The wanted assignment of each worker, and the loop that brings the workers to it.
 
-A worker that registers with another assignment than it is to have is told so, whenever that is: after a change, and after a
-restart that crossed one. A change of mode goes in three steps, so that at every moment somebody takes every kind of
-work: all halves that are going to be needed open; routers change their mode; what is not needed any more closes. That
-last step may take as long as answers do, and nothing else waits for it: another change, or a worker that leaves, begins
-from what is wanted.
+A worker that registers with another assignment than the wanted one is sent the wanted one at any time: after a change,
+and after a restart that crossed one. A change of mode has three steps, so that at every moment some worker accepts
+every kind of work: all halves that will be needed open; routers change their mode; halves that are no longer needed
+close. The last step may take as long as requests do, and no other change waits for it: another change, or a worker that
+leaves, starts from the wanted state.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
-from cluster.supervision.modes import ModeChange, Sharing, assign
+from cluster.supervision.modes import ModeChange, Topology, assign
 from cluster.supervision.registry import Registry
 from wire.errors import DeadlineExceeded, FailedPrecondition, TandemError
 from wire.messages import Assignment, Membership, PeerRef, Role, WorkerInfo
@@ -21,124 +21,125 @@ from wire.mode import Mode
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Before a worker that did not take its assignment is told again."""
+"""Seconds before an assignment that a worker did not take is sent again."""
 OPEN_S = 10.0
-"""Within which all workers open the halves that a new mode needs, else nothing changes."""
+"""Seconds within which all workers open the halves that a new mode needs; otherwise nothing changes."""
 SETTLE_S = 35.0
-"""After the grace, in which halves give up what they still have: a transfer may take 30 s to be over."""
+"""Seconds after the grace in which halves give up remaining requests: a transfer may take 30 s to be over."""
 
-Tell = Callable[[WorkerInfo, Assignment, float], Awaitable[None]]
-"""Tell a worker its assignment, and how many seconds halves that close have for what they have. TandemError if it fails."""
+SendAssignment = Callable[[WorkerInfo, Assignment, float], Awaitable[None]]
+"""Sends a worker its assignment; closing halves have so many seconds for their requests. TandemError if it fails."""
 
 
 class Assignments:
-    """The wanted state of all workers. `run` keeps the real one at it."""
+    """The wanted assignments of all workers. `run` brings the workers to them."""
 
-    def __init__(self, registry: Registry, sharing: Sharing, roles: Mapping[str, Role], tell: Tell) -> None:
-        """`roles`: of each worker, as it starts."""
-        self.sharing = sharing
-        """How the workers share the work now."""
+    def __init__(self, registry: Registry, topology: Topology, roles: Mapping[str, Role], send: SendAssignment) -> None:
+        """Starts with the initial role of each worker."""
+        self.topology = topology
+        """The current topology of the cluster."""
         self._registry = registry
-        self._tell = tell
-        self._wanted = {worker_id: sharing.assignment(role) for worker_id, role in roles.items()}
-        self._away: dict[str, Role] = {}
-        """Who does not serve and is not counted by `sharing`, with the part that it plays when it does."""
+        self._send = send
+        self._wanted = {worker_id: topology.assignment(role) for worker_id, role in roles.items()}
+        self._absent: dict[str, Role] = {}
+        """Workers that do not serve and are not counted by `topology`, with the role they return to."""
         self._grace_s = 0.0
-        self._told: dict[PeerRef, Assignment] = {}
-        self._telling: set[asyncio.Task[None]] = set()
+        self._sent: dict[PeerRef, Assignment] = {}
+        self._sending: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
-        registry.set_mode(sharing.mode)
+        registry.set_mode(topology.mode)
 
-    def inherit(self, sharing: Sharing, roles: Mapping[str, Role], away: Collection[str] = ()) -> None:
-        """Begin anew with workers that have these roles now, or start with them; who has one that is needed keeps it.
-        Those who are `away` do not serve until they are back.
+    def inherit(self, topology: Topology, roles: Mapping[str, Role], drained: Collection[str] = ()) -> None:
+        """Starts over with workers that have these roles now or start with them; a worker keeps a role that is needed.
+
+        Workers that are `drained` do not serve until `is_back`.
         """
-        assignments = assign(sharing, roles)
-        self._wanted, self._told = assignments, {}
-        self._away = {worker_id: assignments[worker_id].role for worker_id in away}
-        for part in self._away.values():
-            sharing = _counting(sharing, part, -1)
-        self.sharing = sharing
+        assignments = assign(topology, roles)
+        self._wanted, self._sent = assignments, {}
+        self._absent = {worker_id: assignments[worker_id].role for worker_id in drained}
+        for role in self._absent.values():
+            topology = _with_more(topology, role, -1)
+        self.topology = topology
         here = self._here()
         if not all(_played(half, here.values()) for half in (Role.PREFILL, Role.DECODE)):
             self._wanted.update({each: replace(assignment, role=Role.BOTH) for each, assignment in here.items()})
-        self._registry.set_mode(sharing.mode)
+        self._registry.set_mode(topology.mode)
         self._look()
 
     def wanted(self, worker_id: str) -> Assignment:
-        """What this worker is to do, whether it runs or not: it starts with that."""
+        """Returns the wanted assignment of this worker; a worker that does not run starts with it."""
         return self._wanted[worker_id]
 
-    async def parts(self) -> dict[str, Role]:
-        """Every worker's own part, also of those that are away or stand in for others."""
+    async def roles(self) -> dict[str, Role]:
+        """Returns the own role of every worker, also of absent ones and of stand-ins for others."""
         async with self._one_at_a_time:
-            return {each: self._part(each) for each in self._wanted}
+            return {each: self._role(each) for each in self._wanted}
 
     def expect(self, worker_id: str, role: Role) -> None:
-        """A new worker will serve some day; then `is_back`."""
-        self._wanted[worker_id] = self.sharing.assignment(role)
-        self._away[worker_id] = role
+        """Adds a worker that has yet to start; `is_back` follows once it serves."""
+        self._wanted[worker_id] = self.topology.assignment(role)
+        self._absent[worker_id] = role
 
     def forget(self, worker_id: str) -> None:
-        """A worker that is away never serves again."""
+        """Removes a worker that never serves again."""
         self._wanted.pop(worker_id, None)
-        self._away.pop(worker_id, None)
+        self._absent.pop(worker_id, None)
 
     async def run(self) -> None:
-        """Tell workers whatever they have to be told, until cancelled."""
+        """Sends workers their assignments, until cancelled."""
         try:
             async for _ in self._registry.watch():
                 self._look()
         finally:
-            for task in self._telling:
+            for task in self._sending:
                 task.cancel()
-            self._told = {}
+            self._sent = {}
 
     async def set_mode(self, change: ModeChange) -> None:
-        """Returns when every serving worker does what the new mode wants of it.
+        """Changes the mode; returns when every serving worker has followed.
 
-        InvalidArgument for what cannot be; DeadlineExceeded if workers do not follow: before they have opened what is
-        needed nothing changes, afterwards they follow when they can.
+        InvalidArgument for an impossible change. DeadlineExceeded if workers do not follow: before the needed halves
+        are open nothing changes, afterwards they follow when they can.
         """
         async with self._one_at_a_time:
-            await self._share(change.over(self.sharing, len(self._here())), change.grace_s)
+            await self._share(change.over(self.topology, len(self._here())), change.grace_s)
         await self._settle(change.grace_s)
 
     async def flip(self, into_prefill: int, grace_s: float) -> None:
-        """So many that decode prefill instead, below 0 the other way; nothing in other modes than disaggregated.
+        """Changes so many decode workers to prefill, below 0 the other way; no effect unless the mode is disaggregated.
 
-        FailedPrecondition if nobody would be left; else as `set_mode`.
+        FailedPrecondition if a role would be left without workers; otherwise as `set_mode`.
         """
         async with self._one_at_a_time:
-            if self.sharing.mode is not Mode.DISAGGREGATED or not into_prefill:
+            if self.topology.mode is not Mode.DISAGGREGATED or not into_prefill:
                 return
-            prefill, here = self.sharing.prefill + into_prefill, len(self._here())
+            prefill, here = self.topology.prefill + into_prefill, len(self._here())
             if not 1 <= prefill < here:
                 raise FailedPrecondition(f"{here} workers serve, of which {prefill} cannot prefill; try again later")
-            await self._share(replace(self.sharing, prefill=prefill), grace_s)
+            await self._share(replace(self.topology, prefill=prefill), grace_s)
         await self._settle(grace_s)
 
-    async def _share(self, sharing: Sharing, grace_s: float) -> None:
-        """Let all who are here share the work so, and the others once they are back; halves may still close then."""
+    async def _share(self, topology: Topology, grace_s: float) -> None:
+        """Applies a topology to present workers, and to absent ones once they are back; halves may close later."""
         before = self._here()
-        assignments = assign(sharing, {worker_id: assignment.role for worker_id, assignment in before.items()})
+        assignments = assign(topology, {worker_id: assignment.role for worker_id, assignment in before.items()})
         self._grace_s = grace_s
         await self._open(before, assignments)
-        self.sharing = sharing
-        self._registry.set_mode(sharing.mode)
-        for worker_id, part in self._away.items():
-            self._away[worker_id] = _at_home(sharing, part)
-            self._wanted[worker_id] = sharing.assignment(self._away[worker_id])
+        self.topology = topology
+        self._registry.set_mode(topology.mode)
+        for worker_id, role in self._absent.items():
+            self._absent[worker_id] = _role_when_back(topology, role)
+            self._wanted[worker_id] = topology.assignment(self._absent[worker_id])
         self._want(assignments)
 
     async def stand_in_for(self, worker_id: str) -> None:
-        """This worker is about to leave: whoever is there opens the halves that nobody else would have open."""
+        """Prepares for a worker to leave: the present workers open the halves that no other worker would have open."""
         async with self._one_at_a_time:
-            if worker_id in self._away:
+            if worker_id in self._absent:
                 return
-            sharing, part = self.sharing, self._part(worker_id)
-            self._away[worker_id] = part
-            self.sharing = _counting(sharing, part, -1)
+            topology, role = self.topology, self._role(worker_id)
+            self._absent[worker_id] = role
+            self.topology = _with_more(topology, role, -1)
             before = self._here()
             missing = [half for half in (Role.PREFILL, Role.DECODE) if not _played(half, before.values())]
             if missing and before:
@@ -147,36 +148,36 @@ class Assignments:
                         before, {each: replace(assignment, role=Role.BOTH) for each, assignment in before.items()}
                     )
                 except DeadlineExceeded:
-                    del self._away[worker_id]
-                    self.sharing = sharing
+                    del self._absent[worker_id]
+                    self.topology = topology
                     raise
 
     async def is_back(self, worker_id: str) -> None:
-        """It serves, again or for the first time: stand-ins do what they did before."""
+        """Counts a worker that serves, again or for the first time; stand-ins return to their previous roles."""
         async with self._one_at_a_time:
-            part = self._away.pop(worker_id, None)
-            if part is None:
+            role = self._absent.pop(worker_id, None)
+            if role is None:
                 return
-            self.sharing = _counting(self.sharing, part, 1)
+            self.topology = _with_more(self.topology, role, 1)
             here = {each: assignment.role for each, assignment in self._here().items()}
-            if not (self.sharing.mode is Mode.DISAGGREGATED and 1 <= self.sharing.prefill < len(here)):
+            if not (self.topology.mode is Mode.DISAGGREGATED and 1 <= self.topology.prefill < len(here)):
                 return
-            self._want(assign(self.sharing, here))
+            self._want(assign(self.topology, here))
         await self._settle(self._grace_s)
 
     def _here(self) -> dict[str, Assignment]:
-        """What those do who are not away."""
-        return {each: assignment for each, assignment in self._wanted.items() if each not in self._away}
+        """Returns the wanted assignments of the present workers."""
+        return {each: assignment for each, assignment in self._wanted.items() if each not in self._absent}
 
-    def _part(self, worker_id: str) -> Role:
-        """Of its own, where stand-ins play both: they are there because nobody else plays the other."""
-        role = self._away.get(worker_id, self._wanted[worker_id].role)
-        if role is not Role.BOTH or self.sharing.mode is not Mode.DISAGGREGATED:
+    def _role(self, worker_id: str) -> Role:
+        """Returns a worker's own role; stand-ins have both only because no other worker has the other one."""
+        role = self._absent.get(worker_id, self._wanted[worker_id].role)
+        if role is not Role.BOTH or self.topology.mode is not Mode.DISAGGREGATED:
             return role
-        return Role.PREFILL if self.sharing.prefill else Role.DECODE
+        return Role.PREFILL if self.topology.prefill else Role.DECODE
 
     async def _open(self, before: Mapping[str, Assignment], assignments: Mapping[str, Assignment]) -> None:
-        """Both what workers do and what they are going to do."""
+        """Opens the halves of the new assignments while those of the old ones stay open."""
         self._want(
             {
                 each: replace(assignment, role=assignment.role | before[each].role)
@@ -189,7 +190,7 @@ class Assignments:
             raise DeadlineExceeded(f"{late} did not open what the new mode needs; nothing has changed, try again")
 
     async def _settle(self, grace_s: float) -> None:
-        """Wait until everybody does what is wanted of him, whoever wanted it last."""
+        """Waits until every serving worker has its wanted assignment, whichever change wanted it last."""
         late = await self._late(lambda info: not _settled(info, self._wanted), grace_s + SETTLE_S)
         if late:
             raise DeadlineExceeded(f"the mode has changed; {late} still finishes what it had, and follows then")
@@ -199,58 +200,58 @@ class Assignments:
         self._look()
 
     def _look(self) -> None:
-        """Tell those who register with another assignment than is wanted of them."""
+        """Sends assignments to the workers that are registered with another one."""
         members = self._registry.membership().workers
-        self._told = {info.peer: told for info in members if (told := self._told.get(info.peer)) is not None}
+        self._sent = {info.peer: sent for info in members if (sent := self._sent.get(info.peer)) is not None}
         for info in members:
             assignment = self._wanted.get(info.peer.worker_id)
-            if assignment is None or info.open is None or assignment == self._told.get(info.peer, info.assignment):
+            if assignment is None or info.open is None or assignment == self._sent.get(info.peer, info.assignment):
                 continue
-            self._told[info.peer] = assignment
-            task = asyncio.ensure_future(self._tell_until_heard(info, assignment))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            self._sent[info.peer] = assignment
+            task = asyncio.ensure_future(self._send_until_delivered(info, assignment))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
 
-    async def _tell_until_heard(self, info: WorkerInfo, assignment: Assignment) -> None:
-        """Or until another is wanted, or it is gone."""
-        while self._told.get(info.peer) == assignment:
+    async def _send_until_delivered(self, info: WorkerInfo, assignment: Assignment) -> None:
+        """Sends an assignment until it is delivered, another one is wanted, or the worker is gone."""
+        while self._sent.get(info.peer) == assignment:
             try:
-                await self._tell(info, assignment, self._grace_s)
+                await self._send(info, assignment, self._grace_s)
                 return
             except TandemError as error:
-                log.warning("%s was not told its assignment, %s: %s", info.peer.worker_id, assignment, error.message)
+                log.warning("could not send %s its assignment, %s: %s", info.peer.worker_id, assignment, error.message)
             except Exception:
-                log.exception("%s was not told its assignment, %s", info.peer.worker_id, assignment)
+                log.exception("could not send %s its assignment, %s", info.peer.worker_id, assignment)
             await asyncio.sleep(RETRY_S)
 
     async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
-        """Wait until nobody who serves is late; the names of those who are when the time is over, "" = none."""
+        """Waits until no serving worker is late; returns those that are late after `within_s` seconds, "" = none."""
         late: list[str] = []
         try:
             async with asyncio.timeout(within_s):
                 async for membership in self._registry.watch():
-                    late = self._who(membership, is_late)
+                    late = self._late_workers(membership, is_late)
                     if not late:
                         return ""
         except TimeoutError:
-            log.warning("%s: not there after %.1f s", ", ".join(late), within_s)
+            log.warning("%s did not take the new assignment within %.1f s", ", ".join(late), within_s)
         return ", ".join(late)
 
-    def _who(self, membership: Membership, is_late: Callable[[WorkerInfo], bool]) -> list[str]:
+    def _late_workers(self, membership: Membership, is_late: Callable[[WorkerInfo], bool]) -> list[str]:
         asked = (info for info in membership.workers if info.open is not None and info.peer.worker_id in self._wanted)
-        return [info.peer.worker_id for info in asked if info.peer.worker_id not in self._away and is_late(info)]
+        return [info.peer.worker_id for info in asked if info.peer.worker_id not in self._absent and is_late(info)]
 
 
-def _counting(sharing: Sharing, part: Role, more: int) -> Sharing:
-    """With so many more workers of this part."""
-    if sharing.mode is not Mode.DISAGGREGATED or part is not Role.PREFILL:
-        return sharing
-    return replace(sharing, prefill=sharing.prefill + more)
+def _with_more(topology: Topology, role: Role, more: int) -> Topology:
+    """Returns the topology with so many more workers of this role."""
+    if topology.mode is not Mode.DISAGGREGATED or role is not Role.PREFILL:
+        return topology
+    return replace(topology, prefill=topology.prefill + more)
 
 
-def _at_home(sharing: Sharing, role: Role) -> Role:
-    """The role of a worker that is away when it is back."""
-    if sharing.prefill == 0:
+def _role_when_back(topology: Topology, role: Role) -> Role:
+    """Returns the role that an absent worker has when it serves again."""
+    if topology.prefill == 0:
         return Role.BOTH
     return Role.DECODE if role is Role.BOTH else role
 
@@ -260,7 +261,7 @@ def _played(half: Role, assignments: Iterable[Assignment]) -> bool:
 
 
 def _opened(info: WorkerInfo, assignment: Assignment) -> bool:
-    """Whether it takes at least this work, in such steps."""
+    """Returns True if the worker accepts at least this work, with these step settings."""
     return info.open is not None and info.open | assignment.role is info.open and info.assignment == assignment
 
 

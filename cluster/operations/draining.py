@@ -1,4 +1,4 @@
-"""One worker drains: others stand in for it, its keeper starts no other, and it ends when it has nothing left."""
+"""Draining one worker: others stand in for it, and it ends, without a successor, when it has no requests left."""
 
 import logging
 from typing import Protocol
@@ -13,17 +13,18 @@ from wire.messages import WorkerInfo
 log = logging.getLogger(__name__)
 
 END_S = 20.0
-"""How long the process of a drained worker may take to end."""
+"""Seconds that the process of a drained worker may take to end."""
 
 
 class Drains(Protocol):
-    """Lets a worker drain; returns when it has nothing left."""
+    """The call that drains a worker."""
 
-    async def drain(self, info: WorkerInfo, grace_s: float) -> None: ...
+    async def drain(self, info: WorkerInfo, grace_s: float) -> None:
+        """Drains a worker; returns when it has no requests left."""
 
 
 class Draining:
-    """Sees to the drains that run. Belongs to the event loop."""
+    """The drains in progress. Belongs to the event loop."""
 
     def __init__(self, registry: Registry, assignments: Assignments, workers: Drains) -> None:
         self._registry = registry
@@ -32,16 +33,16 @@ class Draining:
         self._running: set[ProcessSupervisor] = set()
 
     def __bool__(self) -> bool:
-        """Whether any runs."""
+        """Returns True while any drain is in progress."""
         return bool(self._running)
 
     def registered(self, worker_id: str) -> WorkerInfo | None:
-        """What the worker of this name says of itself; None = it does not serve."""
+        """Returns the registration of the worker of this name; None = it does not serve."""
         members = self._registry.membership().workers
         return next((info for info in members if info.peer.worker_id == worker_id), None)
 
     def may_drain(self, keeper: ProcessSupervisor, *, force: bool) -> WorkerInfo:
-        """The worker. FailedPrecondition if it does not serve, or is the last one, unless `force`."""
+        """Returns the worker. FailedPrecondition if it does not serve, or is the last one, unless `force`."""
         members = {info.peer.worker_id: info for info in self._registry.membership().workers if info.open is not None}
         info = members.pop(keeper.name, None)
         if info is None or keeper.phase is not Phase.SERVING:
@@ -53,7 +54,7 @@ class Draining:
         return info
 
     async def run(self, keeper: ProcessSupervisor, info: WorkerInfo, grace_s: float) -> None:
-        """Let it finish what it has, and end it after `grace_s` seconds; returns when its process is gone."""
+        """Drains a worker and ends it after `grace_s` seconds; returns when its process is gone."""
         self._running.add(keeper)
         try:
             await self._assignments.stand_in_for(keeper.name)

@@ -1,4 +1,4 @@
-"""Which workers a controller has that begins where others have been: those that live, and those that are missing."""
+"""The initial workers of a controller that succeeds others: those that live, and those that are missing."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cluster.config import GPU_MEMORY_FRACTION, ClusterConfig
 from cluster.planner_config import PlannerMode
-from cluster.supervision.modes import Sharing
+from cluster.supervision.modes import Topology
 from cluster.supervision.roles import Slot
 from wire.messages import Role
 from wire.mode import Mode
@@ -14,49 +14,49 @@ from wire.mode import Mode
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What a controller that lets its workers go knows beside what they say themselves."""
+    """Facts that a controller that releases its workers passes on, beyond what the workers report themselves."""
 
-    away: tuple[str, ...] = ()
-    """Who has drained, and stays away until somebody wants it back."""
-    moving: tuple[tuple[str, str], ...] = ()
-    """Who starts elsewhere once its node has left, and that node's address."""
+    drained: tuple[str, ...] = ()
+    """Workers that have drained and stay drained until they are wanted again."""
+    rescheduling: tuple[tuple[str, str], ...] = ()
+    """Workers that start elsewhere once their node has left, with that node's address."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverState:
-    """The workers to begin with."""
+    """The workers that a controller starts with."""
 
     slots: tuple[Slot, ...]
-    sharing: Sharing
+    topology: Topology
     roles: Mapping[str, Role]
-    """Of each, as it is now or starts; `Assignments` makes of them what `sharing` needs."""
-    away: tuple[str, ...] = ()
-    """Those that are not to be started for now."""
+    """The role of each worker, as it is now or starts; `Assignments` changes roles where `topology` needs it."""
+    drained: tuple[str, ...] = ()
+    """Workers that are not started for now."""
     surplus: bool = False
-    """Whether there are more than the config asks for."""
+    """True if there are more workers than the config asks for."""
 
 
 def inherit(
     config: ClusterConfig, planned: Sequence[Slot], living: Mapping[str, Role], handover: Handover | None = None
 ) -> HandoverState:
-    """`planned` are the slots of the config, `living` the workers that live, with their roles.
+    """Returns the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
 
-    The config says how many there are to be, unless the planner does: then all stay that live. Those who are away
-    count, since somebody wanted fewer to serve.
+    The config gives their number, unless the planner does: then all live workers stay. Drained workers count, because
+    an operator wanted fewer to serve.
     """
     handover = handover or Handover()
-    away = tuple(name for name in (*handover.away, *dict(handover.moving)) if name not in living)
-    there = [*living, *away]
+    drained = tuple(name for name in (*handover.drained, *dict(handover.rescheduling)) if name not in living)
+    there = [*living, *drained]
     asked = _asked(config, len(living))
     new = _missing(planned, there, asked - len(there))
     slots = (*(slot_of(config, planned, name) for name in there), *new)
     roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in slots}
     surplus = bool(living) and len(slots) > asked
-    return HandoverState(slots, _sharing(config, roles, living), roles, away, surplus)
+    return HandoverState(slots, _topology(config, roles, living), roles, drained, surplus)
 
 
 def _asked(config: ClusterConfig, living: int) -> int:
-    """How many workers there are to be."""
+    """Returns the number of workers that there should be."""
     limits = config.planner.limits.workers
     if not living or config.planner.mode is not PlannerMode.ON or limits is None:
         return config.worker_count
@@ -64,7 +64,7 @@ def _asked(config: ClusterConfig, living: int) -> int:
 
 
 def _missing(planned: Sequence[Slot], there: Iterable[str], count: int) -> tuple[Slot, ...]:
-    """So many slots that nobody has; first those of roles that too few have a place for."""
+    """Returns `count` free slots, first those of roles with too few workers."""
     have = Counter(_role_of(name) for name in there)
     free = [slot for slot in planned if slot.worker_id not in set(there)]
     lacking: list[Slot] = []
@@ -77,19 +77,20 @@ def _missing(planned: Sequence[Slot], there: Iterable[str], count: int) -> tuple
     return tuple(ranked[: max(count, 0)])
 
 
-def _sharing(config: ClusterConfig, roles: Mapping[str, Role], living: Mapping[str, Role]) -> Sharing:
-    sharing = Sharing.of(config)
-    if sharing.mode is not Mode.DISAGGREGATED:
-        return sharing
-    prefill = sharing.prefill
+def _topology(config: ClusterConfig, roles: Mapping[str, Role], living: Mapping[str, Role]) -> Topology:
+    topology = Topology.of(config)
+    if topology.mode is not Mode.DISAGGREGATED:
+        return topology
+    prefill = topology.prefill
     if living and config.planner.mode is PlannerMode.ON:
         prefill = sum(role is Role.PREFILL for role in roles.values())
-    return replace(sharing, prefill=min(max(prefill, 1), len(roles) - 1))
+    return replace(topology, prefill=min(max(prefill, 1), len(roles) - 1))
 
 
 def slot_of(config: ClusterConfig, planned: Sequence[Slot], worker_id: str) -> Slot:
-    """Of a worker of this name. The config may not ask for it: only joined Rays have such, whose workers have a GPU
-    each.
+    """Returns the slot of a worker of this name.
+
+    The config may not contain it; only joined Rays have such workers, and these have a GPU each.
     """
     known = {slot.worker_id: slot for slot in planned}
     return known.get(worker_id) or Slot(
@@ -98,5 +99,5 @@ def slot_of(config: ClusterConfig, planned: Sequence[Slot], worker_id: str) -> S
 
 
 def _role_of(worker_id: str) -> Role:
-    """That a worker has a place for, whatever it does now."""
+    """Returns the role of a worker's slot, whatever its current role."""
     return Role(worker_id.rpartition("-")[0])

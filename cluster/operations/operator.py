@@ -1,4 +1,4 @@
-"""What an operator may ask of a running cluster while requests run: another mode, more workers, fewer."""
+"""Operators' changes while requests run: another mode, more workers, fewer workers, drains."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from cluster.operations.handover_state import Handover
 from cluster.operations.worker_slots import Fleet
 from cluster.supervision.health import Phase
 from cluster.supervision.modes import ModeChange
-from cluster.supervision.process_supervisor import WAITS_FOR_PLACE, ProcessSupervisor
+from cluster.supervision.process_supervisor import WAITS_FOR_NODE, ProcessSupervisor
 from cluster.supervision.registry import Registry
 from cluster.supervision.roles import Slot
 from cluster.supervision.size import SizeChange, Steps
@@ -24,16 +24,16 @@ from wire.messages import Absence, Role, WorkerInfo
 log = logging.getLogger(__name__)
 
 BACK_S = 180.0
-"""How long a worker that is started again may take until it serves."""
+"""Seconds that a restarted worker may take until it serves."""
 LOOK_S = 0.05
 NODE_LOOK_S = 1.0
-"""How often to ask whether a node that leaves has left."""
+"""Interval between checks of a node that is about to leave, in seconds."""
 
 Result = TypeVar("Result")
 
 
 class Operator:
-    """Once begun, what was asked for goes on even if nobody waits for the answer any more."""
+    """Executes operators' changes; a change that has begun continues even if its caller no longer waits."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Operator:
         workers: Drains,
         node_is_up: Callable[[str], Awaitable[bool]],
     ) -> None:
-        """`node_is_up` says whether a node, by its address, is in the cluster."""
+        """Creates the operator; `node_is_up` returns True if a node of this address is in the cluster."""
         self._registry = registry
         self._assignments = assignments
         self._fleet = fleet
@@ -51,21 +51,21 @@ class Operator:
         self._draining = Draining(registry, assignments, workers)
         self._node_is_up = node_is_up
         self._awaited: set[ProcessSupervisor] = set()
-        """Of workers that do not serve yet, or not again, but will."""
-        self._moving: dict[str, str] = {}
-        """Who starts elsewhere once its node has left, and that node's address; from when it begins to drain."""
+        """The supervisors of workers that do not serve yet, or not again, but will."""
+        self._rescheduling: dict[str, str] = {}
+        """Workers that start elsewhere once their node has left, with its address, from the start of their drain."""
         self._leaving: set[str] = set()
-        """Who leaves for good."""
+        """Workers that leave for good."""
         self._one_size_at_a_time = asyncio.Lock()
         self._begun: set[asyncio.Task[Any]] = set()
 
     @property
     def coming(self) -> int:
-        """Workers that will serve, and do not yet, or not again."""
+        """The number of workers that will serve, but do not yet or not again."""
         return sum(self._is_coming(keeper) for keeper in self._keepers.values())
 
     def absent(self) -> tuple[Absence, ...]:
-        """Who does not serve now."""
+        """Returns the workers that do not serve now, with reasons."""
         lacks = ((keeper, keeper.health().lack) for keeper in self._keepers.values())
         return tuple(Absence(keeper.name, lack, self._is_coming(keeper)) for keeper, lack in lacks if lack)
 
@@ -73,41 +73,42 @@ class Operator:
         return keeper in self._awaited or keeper.phase in {Phase.STARTING, Phase.WAITING}
 
     async def let_go(self) -> Handover:
-        """Let drains that run end and give up what merely waits; what another controller has to know of the workers."""
+        """Completes running drains, cancels pending waits, and returns the facts that the next controller needs."""
         while self._draining:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
         drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
         going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
-        handover = Handover(tuple(name for name in drained if name not in going), tuple(self._moving.items()))
+        handover = Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
         begun = tuple(self._begun)
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
         self._awaited.clear()
-        self._moving.clear()
+        self._rescheduling.clear()
         return handover
 
     def resume(self, handover: Handover) -> None:
-        """Go on with what another controller waited for."""
-        for name, node in handover.moving:
+        """Continues the rescheduling that another controller began."""
+        for name, node in handover.rescheduling:
             if (keeper := self._keepers.get(name)) is not None and not keeper.wanted:
                 self._awaited.add(keeper)
                 self._go_on_with(self._come_back_elsewhere(keeper, node))
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
-        """See `Assignments.set_mode`; returns the workers as they are now."""
+        """Changes the mode and returns the current workers; see `Assignments.set_mode`."""
         await self._to_its_end(self._assignments.set_mode(change))
         return self._registry.membership().workers
 
     async def drain_worker(
         self, worker_id: str, grace_s: float, *, restart: bool, force: bool, node_leaves: bool = False
     ) -> None:
-        """Let it finish what it has, hand over the rest after `grace_s` seconds, and end. It stays away unless
-        `restart`; then this returns when it serves again; or unless `node_leaves`: then it starts elsewhere once its
-        node has left.
+        """Drains a worker: it finishes its requests, hands over the rest after `grace_s` seconds, and ends.
 
-        NotFound for a name that no worker has. FailedPrecondition if it does not serve, has been drained before, or is
-        the last one, unless `force`.
+        It stays drained unless `restart`, where the call returns when it serves again, or `node_leaves`, where it
+        starts elsewhere once its node has left.
+
+        NotFound for an unknown name. FailedPrecondition if it does not serve, has been drained before, or is the last
+        one, unless `force`.
         """
         keeper = self._keepers.get(worker_id)
         if keeper is None:
@@ -121,12 +122,11 @@ class Operator:
         await self._to_its_end(work)
 
     async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
-        """Start or drain workers, and change the part of some, until there are as many as `change` says. Who was
-        drained by `drain_worker`, to stay away, does not count. Returns the workers as they are then.
+        """Starts or drains workers and changes roles until the cluster has the size that `change` asks for.
 
-        InvalidArgument for what cannot be, FailedPrecondition if there is no room on this host. DeadlineExceeded if
-        somebody does not serve within `wait_s` seconds: it does when it can, for instance once there is a node with a
-        place for it.
+        Workers that `drain_worker` drained do not count. Returns the workers as they are then. InvalidArgument for an
+        impossible size, FailedPrecondition if this host lacks the capacity. DeadlineExceeded if a worker does not serve
+        within `wait_s` seconds; it serves when it can, for instance once a node with capacity joins.
         """
         await self._to_its_end(self._resize(change))
         coming = sorted(self._awaited, key=lambda keeper: keeper.name)
@@ -134,11 +134,11 @@ class Operator:
         return self._registry.membership().workers
 
     async def _resize(self, change: SizeChange) -> None:
-        """Returns when who leaves has left and who changes has changed."""
+        """Executes a resize; returns when all leaving workers have left and all role changes are done."""
         async with self._one_size_at_a_time:
-            here, awaited = await self._who_counts()
+            here, awaited = await self._counted_workers()
             now = Counter([*here.values(), *awaited.values()])
-            steps = Steps.to(change.over(self._assignments.sharing.mode, now), here, awaited)
+            steps = Steps.to(change.over(self._assignments.topology.mode, now), here, awaited)
             for slot in self._fleet.new_slots(steps.add):
                 self._begin(slot)
             results = await asyncio.gather(
@@ -148,16 +148,16 @@ class Operator:
                 raise error
             await self._assignments.flip(steps.into_prefill, change.grace_s)
 
-    async def _who_counts(self) -> tuple[dict[str, Role], dict[str, Role]]:
-        """Workers with their parts, who should leave first in front: those who served before, and those awaited."""
-        parts = await self._assignments.parts()
+    async def _counted_workers(self) -> tuple[dict[str, Role], dict[str, Role]]:
+        """Returns present and awaited workers with their roles; those that should leave first come first."""
+        roles = await self._assignments.roles()
         here, awaited = {}, {}
         newest_first = list(self._keepers.items())[::-1]
         for name, keeper in sorted(newest_first, key=lambda each: _worth(each[1])):
             if keeper in self._awaited:
-                awaited[name] = parts[name]
+                awaited[name] = roles[name]
             elif keeper.phase not in {Phase.DRAINING, Phase.DRAINED, Phase.STOPPED}:
-                here[name] = parts[name]
+                here[name] = roles[name]
         return here, awaited
 
     def _begin(self, slot: Slot) -> None:
@@ -167,13 +167,13 @@ class Operator:
         self._go_on_with(self._arrive(keeper))
 
     async def _counted_in(self, keeper: ProcessSupervisor, within_s: float) -> None:
-        """Wait until it serves and the others know."""
+        """Waits until a worker serves and the others have returned to their roles."""
         await keeper.until(Phase.SERVING, within_s)
         while keeper in self._awaited:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
 
     async def _arrive(self, keeper: ProcessSupervisor) -> None:
-        """Until it serves, or has been given up."""
+        """Waits until a worker serves or has been given up."""
         try:
             await keeper.until(Phase.SERVING)
             await self._assignments.is_back(keeper.name)
@@ -183,7 +183,7 @@ class Operator:
             self._awaited.discard(keeper)
 
     async def _leave(self, worker_id: str, grace_s: float) -> None:
-        """For good."""
+        """Removes a worker for good."""
         self._leaving.add(worker_id)
         try:
             await self._leave_for_good(worker_id, grace_s)
@@ -220,20 +220,20 @@ class Operator:
         await arriving
 
     async def _drain_and_move(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
-        """Returns when it has drained; it goes on elsewhere by itself."""
+        """Drains a worker and returns; it starts elsewhere in the background."""
         info = self._draining.may_drain(keeper, force=force)
-        node = self._moving[keeper.name] = info.address.rpartition(":")[0]
+        node = self._rescheduling[keeper.name] = info.address.rpartition(":")[0]
         try:
             with self._counting_on(keeper):
                 await self._drain(keeper, grace_s, force=force)
         except BaseException:
-            self._moving.pop(keeper.name, None)
+            self._rescheduling.pop(keeper.name, None)
             raise
         self._go_on_with(self._come_back_elsewhere(keeper, node))
 
     @contextlib.contextmanager
     def _counting_on(self, keeper: ProcessSupervisor) -> Iterator[None]:
-        """What happens inside is for a while only, unless it fails."""
+        """Counts the worker as awaited while the body runs, and after it unless it fails."""
         self._awaited.add(keeper)
         try:
             yield
@@ -242,14 +242,14 @@ class Operator:
             raise
 
     async def _come_back_elsewhere(self, keeper: ProcessSupervisor, node: str) -> None:
-        self._moving[keeper.name] = node
+        self._rescheduling[keeper.name] = node
         try:
             while await self._may_be_up(node):  # noqa: ASYNC110
                 await asyncio.sleep(NODE_LOOK_S)
         finally:
-            self._moving.pop(keeper.name, None)
+            self._rescheduling.pop(keeper.name, None)
         if keeper.wanted:
-            return  # somebody brought it back in the meantime, or gave it up
+            return  # it was restarted or removed in the meantime
         log.info("%s, where %s was, has left; it starts elsewhere", node, keeper.name)
         keeper.restart()
         await self._arrive(keeper)
@@ -258,7 +258,7 @@ class Operator:
         try:
             return await self._node_is_up(node)
         except Exception:
-            log.exception("cannot find out whether %s has left; asking again", node)
+            log.exception("cannot determine if %s has left; asking again", node)
             return True
 
     async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -272,14 +272,14 @@ class Operator:
             raise Unavailable("another controller has taken over in the meantime; ask again") from None
 
     def _go_on_with(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        task = begin(work, "what was asked of the workers")
+        task = begin(work, "a change of the workers")
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
         return task
 
 
 def _worth(keeper: ProcessSupervisor) -> int:
-    """How much is lost if it leaves now."""
+    """Returns the rank of a worker by how much is lost if it leaves now."""
     if keeper.phase is Phase.SERVING:
         return 2
-    return int(keeper.health().stage != WAITS_FOR_PLACE)
+    return int(keeper.health().stage != WAITS_FOR_NODE)

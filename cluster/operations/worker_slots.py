@@ -1,4 +1,4 @@
-"""The workers that a cluster has now: a slot for each, and the keeper that fills it."""
+"""The current workers of a cluster: a slot for each, and the supervisor of its process."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Owns slots and keepers, from `add` until `remove` or `stop`. Belongs to the event loop."""
+    """Owns slots and process supervisors, from `add` until `remove` or `stop`. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -22,8 +22,10 @@ class Fleet:
         new_slot: Callable[[Role, Sequence[Slot]], Slot],
         release: Callable[[Slot], Awaitable[None]],
     ) -> None:
-        """`keep` makes the keeper of a slot, `new_slot` one more slot beside those that there are; `release` gives back
-        what a slot held that is filled no more, and until it has, nobody else gets the slot.
+        """Creates an empty fleet.
+
+        `keep` makes the supervisor of a slot, `new_slot` one more slot next to existing ones. `release` frees the
+        resources of a slot that is no longer filled; until it returns, the slot is not reused.
         """
         self._keep = keep
         self._new_slot = new_slot
@@ -33,56 +35,58 @@ class Fleet:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
         self.keepers: Mapping[str, ProcessSupervisor] = MappingProxyType(self._keepers)
-        """By worker, in the order in which they came."""
+        """The supervisors by worker, in the order in which they were added."""
 
     def new_slots(self, roles: Iterable[Role]) -> list[Slot]:
-        """One for each, to be added. FailedPrecondition if there is no room for all."""
+        """Returns one new slot for each role, to be added. FailedPrecondition if there is no capacity for all."""
         slots = list(self._slots.values())
         for role in roles:
             slots.append(self._new_slot(role, slots))
         return slots[len(self._slots) :]
 
-    def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, away: bool = False) -> ProcessSupervisor:
-        """Begin to fill one more; with a process that lives already, if there is one, by its incarnation, or, if it is
-        to stay `away`, with none until it is wanted.
+    def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
+        """Adds a slot and begins to fill it with a new process.
+
+        If `living` is a live process, with its incarnation, the slot is filled with that one; if `drained`, with none
+        until the worker is wanted.
         """
         keeper = self._keep(slot)
         if living is not None:
             keeper.adopt(*living)
-        if away:
+        if drained:
             keeper.retire()
         self._slots[slot.worker_id], self._keepers[slot.worker_id] = slot, keeper
         self._runs[slot.worker_id] = asyncio.create_task(keeper.run())
         return keeper
 
     async def remove(self, worker_id: str) -> None:
-        """End its process, if there is one, and forget the slot. Idempotent."""
+        """Ends the worker's process, if any, and forgets the slot. Idempotent."""
         keeper = self._keepers.get(worker_id)
         if keeper is None:
             return
         keeper.stop()
         if worker_id not in self._removals:
             self._removals[worker_id] = asyncio.create_task(self._remove(worker_id))
-        await asyncio.shield(self._removals[worker_id])  # whoever waits here may be cancelled, a removal must not
+        await asyncio.shield(self._removals[worker_id])  # the caller may be cancelled, a removal must not
 
     async def _remove(self, worker_id: str) -> None:
         try:
             await self._runs[worker_id]
             await self._release(self._slots[worker_id])
         except Exception:
-            log.exception("%s is taken out, but what it held may not have been given back", worker_id)
+            log.exception("%s is removed, but its resources may not have been released", worker_id)
         finally:
             for mine in (self._slots, self._keepers, self._runs, self._removals):
                 mine.pop(worker_id, None)
 
     async def stop(self) -> None:
-        """End all processes at once; returns when they are gone."""
+        """Ends all processes at once; returns when they are gone."""
         for keeper in self._keepers.values():
             keeper.stop()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
 
     async def let_go(self) -> None:
-        """Keep nothing any more: processes that serve live on, and all hold their places; slots are forgotten."""
+        """Releases all processes: those that serve live on, all keep their resources, and the slots are forgotten."""
         for keeper in self._keepers.values():
             keeper.let_go()
         await asyncio.gather(*self._runs.values(), *self._removals.values())
@@ -90,5 +94,5 @@ class Fleet:
             mine.clear()
 
     def health(self) -> tuple[tuple[Slot, Health], ...]:
-        """How each is doing now."""
+        """Returns the current health of each worker."""
         return tuple((self._slots[worker_id], keeper.health()) for worker_id, keeper in self._keepers.items())

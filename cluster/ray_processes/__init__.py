@@ -1,1 +1,1 @@
-"""Ray: a node of our own or a joined cluster, and the actors that are the router's and the workers' processes."""
+"""Ray: a private node or a joined cluster, and the actors that are the router's and the workers' processes."""

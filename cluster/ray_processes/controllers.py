@@ -1,6 +1,6 @@
-"""The other controllers of a cluster, one for each `tandem up` of its name that lives, by age.
+"""The other controllers of a cluster, one for each live `tandem up` of its name, by age.
 
-Who is younger is Ray's head's to say: it gives each number to one alone.
+Ray's head decides which one is younger: it gives each number to one controller only.
 """
 
 import asyncio
@@ -16,44 +16,46 @@ Reply = TypeVar("Reply")
 
 
 class OtherController(ABC):
-    """One that is not this one. Every call is Unavailable once it is gone or stops."""
+    """Another controller. Every call raises Unavailable once that controller is gone or stops."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        """The greater, the younger."""
+        """The controller's number; a higher number means a younger controller."""
 
     @abstractmethod
     async def let_go(self) -> Handover:
-        """Have it keep its workers no longer; waits until its own start is over."""
+        """Makes it release its workers; waits until its own start is complete."""
 
     @abstractmethod
     async def settled(self) -> str:
-        """Wait until it keeps all workers that it could, or follows another that does; where its listener is, host:port."""
+        """Waits until it leads or follows a settled leader, and returns its listener, host:port."""
 
     @abstractmethod
     async def ended(self) -> None:
-        """Wait until it is gone, for whatever reason. Never raises."""
+        """Waits until it is gone, for any reason. Never raises."""
 
 
 class Controllers(ABC):
-    """Finds them."""
+    """A source of the other controllers."""
 
     @abstractmethod
     async def others(self, than: int) -> list[OtherController]:
-        """All that live but the one of that number, the oldest first."""
+        """Returns all live controllers except the one of that number, the oldest first."""
 
 
 class NoControllers(Controllers):
-    """Of a cluster whose workers end with it."""
+    """The controllers of a cluster whose workers end with it: none."""
 
     async def others(self, than: int) -> list[OtherController]:
+        """Returns no controllers."""
         return []
 
 
 class RayControllers(Controllers):
-    """Named actors of this process's namespace."""
+    """The controllers that are named actors in this process's namespace."""
 
     async def others(self, than: int) -> list[OtherController]:
+        """Returns the other live controllers, the oldest first."""
         numbers = [number for number in await asyncio.to_thread(_numbers) if number != than]
         found = (await asyncio.to_thread(_controller, number) for number in sorted(numbers))
         return [each async for each in found if each is not None]
@@ -81,13 +83,14 @@ class _RayController(OtherController):
 
 
 def actor_name(number: int) -> str:
-    """Of the controller of this number."""
+    """Returns the actor name of the controller of this number."""
     return f"{CONTROLLER}{number}"
 
 
 def next_number(above: int = 0) -> int:
-    """Of a new controller, or of a time in which one keeps the workers: greater than `above` and than all that were
-    given out before it, and never given out again, as long as Ray's head lives. No clock has a part in it.
+    """Returns a number for a new controller or generation, greater than `above` and than all numbers given out before.
+
+    It is never given out again as long as Ray's head lives. It does not depend on any clock.
     """
     import ray
     from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
@@ -96,7 +99,7 @@ def next_number(above: int = 0) -> int:
     names = (key.decode() for key in _internal_kv_list(CONTROLLER, namespace=namespace))
     number = 1 + max(above, *(int(name[len(CONTROLLER) :]) for name in names), 0)
     while _internal_kv_put(actor_name(number), "given", overwrite=False, namespace=namespace):
-        number += 1  # it was there: somebody else has this one
+        number += 1  # another controller has taken this one
     return number
 
 
@@ -112,7 +115,7 @@ def _controller(number: int) -> OtherController | None:
     try:
         return _RayController(number, ray.get_actor(actor_name(number)))
     except ValueError:
-        return None  # it went in the meantime
+        return None  # it ended in the meantime
 
 
 async def _answer(reply: Awaitable[Reply]) -> Reply:

@@ -1,4 +1,4 @@
-"""A Ray cluster that others started: this process joins it for a while, and leaves it as it was."""
+"""A Ray cluster started by others: this process joins it for a while and leaves it unchanged."""
 
 import atexit
 import logging
@@ -17,10 +17,10 @@ from wire.errors import FailedPrecondition, InvalidArgument, Unavailable
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""How long the first connection may take, in seconds; Ray itself would try for minutes."""
+"""Timeout of the first connection, in seconds; Ray itself would try for minutes."""
 
 LOOK_S = 1.0
-"""How often to look whether a Ray cluster that is waited for is there by now, in seconds."""
+"""Interval between attempts to reach a Ray cluster that is awaited, in seconds."""
 
 # Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
 _ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
@@ -29,10 +29,10 @@ Result = TypeVar("Result")
 
 
 class JoinedRay:
-    """Joined from `start` until `stop` or `kill`. What runs there is a job of this process and ends with it."""
+    """A connection to a Ray cluster from `start` until `stop` or `kill`. Its actors end with this process."""
 
     gpus = 0
-    """Here there are none to plan with: Ray gives each worker one of its node's."""
+    """Zero, because GPUs are not planned here: Ray assigns each worker one of its node's."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class JoinedRay:
         *,
         trusted_network: bool = False,
     ) -> None:
-        """`address` is host:port of the head's GCS, or `auto`: RAY_ADDRESS, else where `ray start` last joined.
+        """Prepares to join the Ray at `address`: host:port of the head's GCS, or `auto`.
 
-        What is not there yet may come within `wait_s` seconds, unless `stopping` is set before. In a `namespace` others
-        find what runs there, and some of it may have been left by them; None = in one of its own.
-        Workers on several hosts need a `trusted_network`.
+        `auto` is RAY_ADDRESS, otherwise the cluster that `ray start` last joined. A missing cluster or node may appear
+        within `wait_s` seconds, unless `stopping` is set before. In a `namespace` other processes find these actors,
+        and some actors may be left by others; None = a private one. Workers on several hosts need a `trusted_network`.
         """
         self._trusted_network = trusted_network
         self._namespace = namespace
@@ -56,17 +56,17 @@ class JoinedRay:
         self._stopping = stopping or threading.Event()
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Join, and check that all nodes together offer `resources`; Ray starts `processes` as they are asked for.
+        """Joins, and checks that all nodes together offer `resources`; Ray starts `processes` on demand.
 
-        Unavailable where there is no such cluster or it keeps this process out, FailedPrecondition where it has too
-        few places; InvalidArgument where workers would send KV pages over a network that nobody trusts.
+        Unavailable if there is no such cluster or it refuses this process, FailedPrecondition if it lacks resources,
+        InvalidArgument if workers would send KV pages over an untrusted network.
         """
         os.environ.update(_ENVIRONMENT)
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
         give_up = time.monotonic() + self._wait_s
-        address = self._waiting(give_up, self._knock)
+        address = self._waiting(give_up, self._reachable_address)
         try:
             ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
@@ -82,19 +82,19 @@ class JoinedRay:
             raise
 
     def stop(self) -> None:
-        """Leave; Ray ends what is left of this process's actors. Idempotent."""
+        """Leaves the cluster; Ray ends the remaining actors of this process. Idempotent."""
         ray = sys.modules.get("ray")
         if ray is not None:
             ray.shutdown()
 
     def kill(self) -> None:
-        """Give up on a Ray that hangs: what is left of the job ends when this process does. From any thread."""
+        """Gives up on a hanging Ray: the rest of the job ends when this process does. Callable from any thread."""
         ray = sys.modules.get("ray")
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
 
     def _waiting(self, give_up: float, attempt: Callable[[], Result]) -> Result:
-        """What `attempt` returns; what it raises if that does not change in time. What is waited for is logged."""
+        """Retries `attempt` until it succeeds or time is over; returns its result and logs each new reason to wait."""
         said = ""
         while True:
             try:
@@ -107,8 +107,8 @@ class JoinedRay:
                     log.warning("waiting: %s", said)
             self._stopping.wait(LOOK_S)
 
-    def _knock(self) -> str:
-        """The address as Ray knows it, where something listens."""
+    def _reachable_address(self) -> str:
+        """Returns the address as Ray knows it, after a connection to it succeeded."""
         from ray._private.services import canonicalize_bootstrap_address
 
         try:
@@ -124,13 +124,13 @@ class JoinedRay:
         import ray
 
         if self._namespace is not None and ray.util.list_named_actors():
-            return  # a node that is missing keeps nobody from taking over what the others have
+            return  # a missing node does not prevent taking over the workers of the others
         there = ray.cluster_resources()
         for role, count in needed.items():
             if there.get(role, 0.0) < count:
                 raise FailedPrecondition(
-                    f"the Ray cluster at {self._address} has {there.get(role, 0.0):g} {_places_for(role)}, "
-                    f"{count:g} are asked for; start a node with `ray start {_offering(role, count)}`"
+                    f"the Ray cluster at {self._address} has {there.get(role, 0.0):g} {_slots_for(role)}, "
+                    f"{count:g} are needed; start a node with `ray start {_offering(role, count)}`"
                 )
 
     def _check_network(self, needed: dict[str, float]) -> None:
@@ -142,13 +142,14 @@ class JoinedRay:
         if len(hosts) > 1 and not self._trusted_network:
             raise InvalidArgument(
                 "--address",
-                f"workers may run on {len(hosts)} hosts ({', '.join(hosts)}), where UCX listens, and whoever reaches it"
-                " can write into workers' memory; shut the network between them to others and give --trusted-network",
+                f"workers may run on {len(hosts)} hosts ({', '.join(hosts)}), where UCX listens, and every client that"
+                " reaches it can write into workers' memory; restrict the network between them and give"
+                " --trusted-network",
             )
 
 
-def _places_for(resource: str) -> str:
-    return "GPUs" if resource == GPU else f"places for {resource} workers"
+def _slots_for(resource: str) -> str:
+    return "GPUs" if resource == GPU else f"slots for {resource} workers"
 
 
 def _offering(resource: str, count: float) -> str:

@@ -1,4 +1,4 @@
-"""What earlier controllers of a cluster have left: workers that live, and places for them."""
+"""Orphaned workers: live workers and placement groups that earlier controllers of a cluster left behind."""
 
 import asyncio
 import logging
@@ -19,73 +19,80 @@ from worker.reporting.description import Settings, WorkerDescription, difference
 log = logging.getLogger(__name__)
 
 ANSWER_S = 15.0
-"""How long a worker may take to say what it is."""
+"""Timeout for a worker to describe itself, in seconds."""
 GONE_S = 10.0
-"""How long Ray may take to forget a place that was given back."""
+"""Timeout for Ray to forget a released placement group, in seconds."""
 LOOK_S = 0.05
 _NAME = re.compile(rf"(({'|'.join(Role)})-[0-9]+)-([0-9]+)")
 
 
 class OrphanedWorker(ABC):
-    """One run of a worker that nobody keeps. Whoever found it keeps or ends it."""
+    """One incarnation of an orphaned worker. The controller that finds it supervises or ends it."""
 
     def __init__(self, peer: PeerRef) -> None:
         self.peer = peer
 
     @abstractmethod
     async def describe(self) -> WorkerDescription | None:
-        """What it is and does; None if it does not say so in time."""
+        """Returns the worker's description; None if it does not respond in time."""
 
     @abstractmethod
     def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
-        """It as a process, whose start is that it follows this controller, and outlives it for so long; `on_start`
-        hears where its metrics are.
+        """Returns it as a process, whose start makes it follow this controller and outlive it for `outlive_s` seconds.
+
+        `on_start` is called with its metrics address.
         """
 
     @abstractmethod
     async def end(self, *, keep_place: bool = False) -> None:
-        """Kill it and give its place back, unless another run of the worker is there. Never raises."""
+        """Kills it and releases its placement group, unless another incarnation uses that. Never raises."""
 
 
 class OrphanedWorkers(ABC):
-    """Finds them."""
+    """A source of orphaned workers."""
 
     @abstractmethod
     async def living(self) -> list[OrphanedWorker]:
-        """All that have not ended, also those that start or drain."""
+        """Returns all that have not ended, including those that start or drain."""
 
     @abstractmethod
     async def next_generation(self, above: int) -> int:
-        """Of whoever keeps them from now on: greater than `above` and than all before it. No clock has a part in it."""
+        """Returns the next generation, greater than `above` and than all before it. It does not depend on any clock."""
 
     @abstractmethod
     async def clear(self, kept: Collection[str]) -> Collection[str]:
-        """Give back all places but those of these workers; whose they were."""
+        """Releases all placement groups but those of `kept`; returns the names of their workers."""
 
 
 class NoOrphanedWorkers(OrphanedWorkers):
-    """Of a cluster whose workers end with it."""
+    """The orphaned workers of a cluster whose workers end with it: none."""
 
     async def living(self) -> list[OrphanedWorker]:
+        """Returns no workers."""
         return []
 
     async def next_generation(self, above: int) -> int:
+        """Returns the generation after `above`."""
         return above + 1
 
     async def clear(self, kept: Collection[str]) -> Collection[str]:
+        """Releases nothing."""
         return ()
 
 
 class RayOrphanedWorkers(OrphanedWorkers):
-    """Detached actors and placement groups of this process's namespace."""
+    """The orphaned workers that are detached actors and placement groups in this process's namespace."""
 
     async def living(self) -> list[OrphanedWorker]:
+        """Returns all that have not ended."""
         return await asyncio.to_thread(_living)
 
     async def next_generation(self, above: int) -> int:
+        """Returns a generation that Ray's head has not given out before."""
         return await asyncio.to_thread(next_number, above)
 
     async def clear(self, kept: Collection[str]) -> Collection[str]:
+        """Releases all placement groups but those of `kept`; returns the names of their workers."""
         return await asyncio.to_thread(_clear, kept)
 
 
@@ -104,7 +111,7 @@ class _RayOrphanedWorker(OrphanedWorker):
             async with asyncio.timeout(ANSWER_S):
                 description: WorkerDescription = await self._actor.describe.remote()
         except (TimeoutError, RayError, AttributeError) as error:
-            log.info("%s does not say what it is: %s", self.peer.worker_id, error)
+            log.info("%s does not describe itself: %s", self.peer.worker_id, error)
             return None
         return description
 
@@ -123,8 +130,9 @@ class _RayOrphanedWorker(OrphanedWorker):
 async def fitting(
     found: Sequence[OrphanedWorker], served: Callable[[str], Settings]
 ) -> dict[str, tuple[OrphanedWorker, WorkerDescription]]:
-    """Those that can be taken over, by worker; the others are ended. `served` is what a worker of this name has to
-    serve.
+    """Returns the workers that can be taken over, by id, and ends the others.
+
+    `served` returns the settings that a worker of this name has to serve with.
     """
     descriptions = await asyncio.gather(*(each.describe() for each in found))
     kept: dict[str, tuple[OrphanedWorker, WorkerDescription]] = {}
@@ -132,7 +140,7 @@ async def fitting(
     for worker, description in sorted(zip(found, descriptions, strict=True), key=lambda pair: pair[0].peer.incarnation):
         why = _unfit(description, served)
         if description is None or why:
-            log.warning("%s cannot be taken over, %s; it is ended", worker.peer.worker_id, why)
+            log.warning("%s cannot be taken over, %s; ending it", worker.peer.worker_id, why)
             unfit.append(worker)
             continue
         before = kept.pop(worker.peer.worker_id, None)
@@ -143,9 +151,9 @@ async def fitting(
 
 
 def _unfit(description: WorkerDescription | None, served: Callable[[str], Settings]) -> str:
-    """Why it cannot be taken over; "" = it can."""
+    """Returns the reason why it cannot be taken over; "" = it can."""
     if description is None:
-        return "it does not answer"
+        return "it does not respond"
     if not description.serves:
         return "it does not serve"
     try:
@@ -166,7 +174,7 @@ def _living() -> list[OrphanedWorker]:
         try:
             found.append(_RayOrphanedWorker(peer, ray.get_actor(name), placed=is_made(place_of(peer.worker_id))))
         except ValueError:
-            log.info("%s went in the meantime", name)
+            log.info("%s ended in the meantime", name)
     return found
 
 
@@ -180,15 +188,16 @@ def _clear(kept: Collection[str]) -> list[str]:
 
 
 def give_back(worker_id: str) -> bool:
-    """Returns when another place may have the name, or, with a warning, when Ray takes too long to forget it; whether
-    there was one. What runs there ends.
+    """Releases a worker's placement group, which ends its actors; returns True if there was one.
+
+    Waits until the name is free again, or logs a warning if Ray takes too long to forget it.
     """
     from ray.util.placement_group import remove_placement_group
 
     give_up, group = time.monotonic() + GONE_S, place_of(worker_id)
     while group is not None and place_of(worker_id) == group:
         if time.monotonic() > give_up:
-            log.warning("Ray still has the place of %s, which was given back %.0f s ago", worker_id, GONE_S)
+            log.warning("Ray still has the placement group of %s, which was released %.0f s ago", worker_id, GONE_S)
             break
         remove_placement_group(group)
         time.sleep(LOOK_S)
@@ -196,17 +205,17 @@ def give_back(worker_id: str) -> bool:
 
 
 def is_removed(place: Any) -> bool:
-    """Whether somebody has given this placement group back."""
+    """Returns True if this placement group has been released."""
     return _state(place) in {"REMOVED", None}
 
 
 def is_made(place: Any) -> bool:
-    """Whether this placement group has a node."""
+    """Returns True if this placement group has a node."""
     return place is not None and _state(place) == "CREATED"
 
 
 def _state(place: Any) -> str | None:
-    """None = Ray knows no such placement group."""
+    """Returns the state of a placement group; None = Ray knows no such group."""
     from ray.util.placement_group import placement_group_table
 
     state: str | None = placement_group_table(place).get("state")
@@ -214,7 +223,7 @@ def _state(place: Any) -> str | None:
 
 
 def place_of(worker_id: str) -> Any:
-    """The placement group of this worker in this namespace; None = it has none."""
+    """Returns the placement group of this worker in this namespace; None = it has none."""
     from ray.util.placement_group import get_placement_group
 
     try:

@@ -1,6 +1,6 @@
-"""Ray on this host alone: every socket on loopback, a fresh token, a temp folder of its own, nothing left behind.
+"""A private Ray node: every socket on loopback, a fresh token, a temp folder of its own, nothing left behind.
 
-Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so whoever calls `start` keeps
+Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so the caller of `start` keeps
 that thread alive until `stop`.
 """
 
@@ -22,7 +22,7 @@ from wire.logging.logs import MAX_MIB
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 << 20
-"""Request data never goes through Ray; this is about the smallest store it accepts."""
+"""Size of Ray's object store, about the smallest that it accepts: request data never goes through Ray."""
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -42,41 +42,41 @@ ENVIRONMENT = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""What must be set before Ray is imported: much of it is read then, once."""
+"""Environment that must be set before Ray is imported: it reads much of it only then."""
 
 _TOO_SLOW = "timed out during startup"
-"""In the words of Ray's plain exception."""
+"""The text of Ray's exception, which has no type of its own."""
 
 _PREFERENCES = {
     # Transfers stay on this host; otherwise UCX opens a port on every interface too.
     "UCX_NET_DEVICES": "lo",
-    # A line for each handshake with a stranger would be read by nobody and fill a disk.
+    # A log line for each failed handshake would fill a disk.
     "GRPC_VERBOSITY": "ERROR",
 }
-"""What a user's own environment overrides."""
+"""Default environment that a user's own settings override."""
 
 
 class RayNode:
     """One head node and nothing else, owned by this object from `start` until `stop` or `kill`."""
 
     def __init__(self, log_max_bytes: int = MAX_MIB << 20) -> None:
-        """`log_max_bytes`: of one of Ray's own log files, unless the environment says another number."""
+        """Limits each of Ray's log files to `log_max_bytes`, unless the environment sets another number."""
         self._log_max_bytes = log_max_bytes
         self._folder: TempFolder | None = None
         self._family: list[psutil.Process] = []
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Start Ray for about `processes` actors on a node that offers `resources`. About three seconds.
+        """Starts Ray for about `processes` actors on a node that offers `resources`. Takes about three seconds.
 
-        A part of Ray that dies as it starts is waited for in vain, for half a minute: then all is started once more.
-        Unavailable if that does not help.
+        If a part of Ray dies as it starts, Ray waits for it in vain for half a minute; then everything is started once
+        more. Unavailable if that fails as well.
         """
         try:
             self._start(resources, processes)
         except Exception as error:
             if _TOO_SLOW not in str(error):
                 raise
-            log.warning("Ray did not come up, and is started once more: %s", error)
+            log.warning("Ray did not start; starting it once more: %s", error)
             try:
                 self._start(resources, processes)
             except Exception as again:
@@ -116,13 +116,13 @@ class RayNode:
 
     @property
     def gpus(self) -> int:
-        """GPUs that Ray found on this host."""
+        """The number of GPUs that Ray found on this host."""
         import ray
 
         return int(ray.cluster_resources().get("GPU", 0))
 
     def stop(self) -> None:
-        """End every process of this node and remove its folder. Idempotent."""
+        """Ends every process of this node and removes its folder. Idempotent."""
         self._family = self._processes()
         ray = sys.modules.get("ray")
         if ray is not None:
@@ -131,7 +131,7 @@ class RayNode:
         self._remove_folder()
 
     def kill(self) -> None:
-        """The same without asking Ray, for one that hangs; from any thread, also while `start` or `stop` runs."""
+        """Stops without Ray's cooperation, for one that hangs; from any thread, also while `start` or `stop` runs."""
         ray = sys.modules.get("ray")
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
@@ -143,7 +143,7 @@ class RayNode:
             self._folder.remove()
 
     def _processes(self) -> list[psutil.Process]:
-        """Ray's processes, found by this node's folder on their command line, and all they started."""
+        """Returns Ray's processes, found by this node's folder on their command line, and all their descendants."""
         found: list[psutil.Process] = []
         for child in psutil.Process().children():
             try:
@@ -155,7 +155,7 @@ class RayNode:
 
 
 def _end(family: list[psutil.Process], grace_s: float) -> None:
-    """Wait for processes that end by themselves, kill the rest."""
+    """Waits for processes that end by themselves, and kills the rest."""
     _, alive = psutil.wait_procs(family, timeout=grace_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""A kept process that is a Ray actor: its death shows on a call that stays pending for its whole life."""
+"""A supervised process that is a Ray actor: a call that stays pending for its whole life reports its death."""
 
 import asyncio
 import contextlib
@@ -14,14 +14,14 @@ PID_TIMEOUT_S = 120.0
 
 
 def actor_class(plain: type) -> Any:
-    """`plain` as a Ray actor class, to be given `options` and created."""
+    """Returns `plain` as a Ray actor class, to be given `options` and created."""
     import ray
 
     return ray.remote(plain)
 
 
 def on_this_node() -> Any:
-    """Where this process is: the node for actors that must not be anywhere else."""
+    """Returns a scheduling strategy for actors that must run on this process's node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,14 +29,14 @@ def on_this_node() -> Any:
 
 
 def node_address() -> str:
-    """The address at which all other nodes reach this one; loopback where there are none."""
+    """Returns the address at which all other nodes reach this one; loopback where there are none."""
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())
 
 
 async def node_is_up(address: str) -> bool:
-    """Whether a node of this address is in the cluster."""
+    """Returns True if a node of this address is in the cluster."""
     import ray
 
     nodes = await asyncio.to_thread(ray.nodes)
@@ -44,15 +44,16 @@ async def node_is_up(address: str) -> bool:
 
 
 async def at_once() -> None:
-    """For an actor whose node is there."""
+    """Returns at once, for an actor whose node is known."""
 
 
 class RayProcess(Process):
-    """An actor with `pid()`, `identity()` (see `kv_transfer.nixl_backend.processes`), `start()`, `progress()`,
-    `works()` (answers as long as its event loops do), `run()` (pending until it stops) and `stop()`. Owns the actor.
+    """A process that is a Ray actor. Owns the actor.
 
-    `on_start` is called with what `start()` returned; `placed` waits until the actor has a node. One that has started
-    before has a `start` of its own, which makes it this process's.
+    The actor has `pid()`, `identity()` (see `kv_transfer.nixl_backend.processes`), `start()`, `progress()`, `works()`
+    (responds as long as its event loops do), `run()` (pending until it stops) and `stop()`. `on_start` is called with
+    the result of `start()`; `placed` waits until the actor has a node. An actor that has started before has a `start`
+    that makes it follow this process.
     """
 
     def __init__(
@@ -70,22 +71,27 @@ class RayProcess(Process):
         self._life = actor.run.remote()
 
     async def placed(self) -> None:
+        """Waits until the actor has a node."""
         await self._placed()
 
     async def pid(self) -> int:
+        """Returns the actor's process id, and reads its identity."""
         async with asyncio.timeout(PID_TIMEOUT_S):
             self._identity = str(await self._actor.identity.remote())
             self._pid = int(await self._actor.pid.remote())
             return self._pid
 
     async def start(self) -> None:
+        """Starts the actor; returns when it serves."""
         self._on_start(await plainly(self._begin()))
 
     async def progress(self) -> tuple[str, float]:
+        """Returns the start's current activity and the fraction that is done."""
         stage, fraction = await self._actor.progress.remote()
         return str(stage), float(fraction)
 
     async def ended(self) -> str:
+        """Waits until the actor is gone, and returns the reason."""
         from ray.exceptions import RayActorError
 
         try:
@@ -97,9 +103,11 @@ class RayProcess(Process):
         return "the process stopped by itself"
 
     async def works(self) -> None:
+        """Returns when the actor's event loops have responded."""
         await self._actor.works.remote()
 
     async def kill(self) -> None:
+        """Kills the actor's process at once."""
         import ray
 
         # Here, where it can be seen, it is gone at once, with its ports and its memory. Elsewhere the node's Ray does
@@ -110,6 +118,7 @@ class RayProcess(Process):
         ray.kill(self._actor, no_restart=True)
 
     async def end(self, grace_s: float) -> None:
+        """Stops the actor, and kills it after `grace_s` seconds."""
         import ray
 
         # Dead, stuck or too slow: the kill settles all three.
@@ -120,7 +129,7 @@ class RayProcess(Process):
 
 
 async def plainly(reply: Any) -> Any:
-    """A call's result, or the error the actor raised without Ray's traceback around it."""
+    """Returns a call's result, or raises the actor's error without Ray's traceback around it."""
     try:
         return await reply
     except Exception as error:

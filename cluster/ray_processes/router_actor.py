@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from router.server import RouterServer
 
 _FRONT_CHUNKS_PER_S = 10_000.0
-"""Where other processes write to clients: a chunk takes half of the router's time then."""
+"""Rate of chunks with front processes, which write to clients: it takes half of the router's time."""
 _CPU_CHUNKS_PER_S = 320.0
-"""Where engines compute on the CPU, sending must not take it from them."""
+"""Rate of chunks where engines compute on the CPU, so that sending does not take it from them."""
 
 
 class RouterActor:
-    """Runs one router; `RayProcess` says which methods and why."""
+    """Runs one router; `RayProcess` defines its methods."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RouterActor:
         log: LogConfig,
         stop_grace_s: float = 0.0,
     ) -> None:
-        """Calls in flight have `stop_grace_s` seconds when it stops."""
+        """Configures logging; calls in flight have `stop_grace_s` seconds when the router stops."""
         begin_log(log, config.name, incarnation)
         self._config = config
         self._stop_grace_s = stop_grace_s
@@ -43,18 +43,18 @@ class RouterActor:
         self._server: RouterServer | None = None
 
     async def pid(self) -> int:
-        """This process."""
+        """Returns the process id of this process."""
         return os.getpid()
 
     async def identity(self) -> str:
-        """Of this process, for whoever kills it."""
+        """Returns the identity of this process, for the caller that may kill it."""
         return this_process()
 
     async def works(self) -> None:
-        """The event loop that answers this is the one that serves clients."""
+        """Returns at once; the event loop that runs this call is the one that serves clients."""
 
     async def start(self) -> "RouterEndpoints":
-        """Open gRPC and HTTP and say where they are."""
+        """Opens gRPC and HTTP and returns their addresses."""
         take_short_turns()
         from router.server import RouterServer
 
@@ -65,15 +65,15 @@ class RouterActor:
         return endpoints
 
     async def progress(self) -> tuple[str, float]:
-        """A router starts in one go."""
+        """Returns a constant progress: a router starts in one step."""
         return "opening the listeners", 0.0
 
     async def run(self) -> None:
-        """Pending until `stop`."""
+        """Waits until `stop`."""
         await self._stopped.wait()
 
     async def stop(self) -> None:
-        """Close gRPC and HTTP; what is still in flight after the grace ends with UNAVAILABLE."""
+        """Closes gRPC and HTTP; calls still in flight after the grace end with UNAVAILABLE."""
         if self._server is not None:
             await self._server.stop(self._stop_grace_s)
         self._stopped.set()
@@ -86,14 +86,14 @@ class RouterProcess:
         self._cluster = config
         self._token = token
         self.controller_address = ""
-        """Set before the first `spawn`."""
+        """The controller's listener; set before the first `spawn`."""
         self.grpc_address = ""
         self.http_address = ""
         self.on_open: Callable[[str], None] = lambda _: None
-        """Hears the HTTP listener's address each time it opened."""
+        """Called with the HTTP listener's address each time it opens."""
 
     async def spawn(self, incarnation: int) -> Process:
-        """A new router process; it keeps the listeners of the one before."""
+        """Spawns a new router process, which reuses the ports of the previous one."""
         options = {"name": f"router-{incarnation}", "num_cpus": 0, "scheduling_strategy": on_this_node()}
         cluster = self._cluster
         settings = self._config(incarnation), incarnation, cluster.log_of("router"), cluster.stop_grace_s

@@ -1,4 +1,4 @@
-"""Where one cluster keeps its sockets and logs: locked while it lives, so that the next one can clear up after it."""
+"""The folder of one cluster's sockets and logs: locked while it lives, so that the next cluster can clean up."""
 
 import contextlib
 import fcntl
@@ -13,18 +13,20 @@ import psutil
 PREFIX = "tandem-"
 LOCK = "lock"
 RAY = "r"
-"""Ray's own folder in it, short for the same reason."""
+"""Name of Ray's own folder in it, short because of socket paths."""
 ROOT_LENGTH_MAX = 25
-"""Longest root under which Ray's socket paths still fit into the 107 bytes that Linux allows them."""
+"""Maximum length of the root, so that Ray's socket paths fit into the 107 bytes that Linux allows."""
 YOUNG_S = 60.0
-"""A folder this young, whose lock names no process, may belong to a cluster that has not locked it yet."""
+"""Age below which a folder with an empty lock may belong to a cluster that has yet to lock it, in seconds."""
 KILL_TIMEOUT_S = 5.0
+REMOVAL_TIMEOUT_S = 2.0
 
 
 class TempFolder:
-    """A fresh folder that is this process's until `remove`, or until the process ends. No other user can look into it:
-    Ray lets every user of the host write into the folder that it is given, and who replaces a socket there could be
-    taken for Ray by the next worker that starts.
+    """A fresh folder that is this process's until `remove`, or until the process ends. No other user can read it.
+
+    Ray lets every user of the host write into the folder that it is given, and a user that replaces a socket there
+    could impersonate Ray towards the next worker that starts.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -35,32 +37,42 @@ class TempFolder:
         os.write(self._lock, str(os.getpid()).encode())
 
     def remove(self) -> None:
-        """Delete the folder and release it. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Deletes the folder and releases its lock. Idempotent."""
+        _remove_tree(self.path)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
+def _remove_tree(folder: Path) -> None:
+    """Delete `folder`, again while a process that is ending still makes files in it, for `REMOVAL_TIMEOUT_S`."""
+    until = time.monotonic() + REMOVAL_TIMEOUT_S
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists() or time.monotonic() > until:
+            return
+        time.sleep(0.05)
+
+
 def temp_root() -> Path:
-    """The user's temp folder, or /tmp where that is too long for sockets."""
+    """Returns the user's temp folder, or /tmp if that is too long for sockets."""
     root = Path(tempfile.gettempdir())
     return root if len(str(root)) <= ROOT_LENGTH_MAX else Path("/tmp")
 
 
 def remove_abandoned(root: Path | None = None) -> list[Path]:
-    """Delete folders whose cluster was killed before it could, and end what Ray left behind in them; return them."""
+    """Deletes the folders of killed clusters, ends the processes that Ray left in them, and returns the folders."""
     removed = []
     for folder in (root or temp_root()).glob(f"{PREFIX}*"):
         if _abandoned(folder):
             _end_leftovers(folder)
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove_tree(folder)
             removed.append(folder)
     return removed
 
 
 def _end_leftovers(folder: Path) -> None:
-    """Kill this user's Ray processes that work in `folder`: two of Ray's agents outlive a cluster that got SIGKILL."""
+    """Kills this user's Ray processes that work in `folder`: two of Ray's agents outlive a cluster that got SIGKILL."""
     left = [process for process in psutil.process_iter() if _is_leftover(process, folder)]
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Workers' processes: Ray actors around `worker.actor.WorkerActor`, each in a placement group of its own."""
+"""The workers' processes: Ray actors around `worker.actor.WorkerActor`, each in a placement group of its own."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 _CPU_GATHER_S = 0.01
-"""A burst reaches a worker within some 10 ms; a step on CPUs takes longer (docs/decisions/0005)."""
+"""Seconds to gather a burst of requests, on CPUs: it arrives within 10 ms, and a step takes longer (decision 0005)."""
 
 
 _PLACE_LOOK_S = 0.25
-"""How often to ask whether a place has been found; nodes take seconds to come."""
+"""Interval between checks of a placement group, in seconds; nodes take seconds to join."""
 
 
 class WorkerActors:
-    """Spawns workers. A slot's placement group is made once and holds its place between two incarnations.
+    """Spawns workers. A slot's placement group is created once and holds its resources between two incarnations.
 
-    A group that finds no place is what Ray's autoscaler takes for demand. Where workers may outlive this process, both
-    are detached, and a place that an earlier one left is used again.
+    Ray's autoscaler counts a group that is not placed as demand. Where workers may outlive this process, actors and
+    groups are detached, and a group that an earlier process left is reused.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class WorkerActors:
         token: str,
         on_metrics: Callable[[Slot, str], None] = lambda _slot, _address: None,
     ) -> None:
-        """`on_metrics` hears where each one that has started serves its metrics."""
+        """Creates the spawner; `on_metrics` is called with the metrics address of each worker that has started."""
         self._cluster = config
         self._on_metrics = on_metrics
         self.controller_address = ""
-        """Set before the first `spawn`."""
+        """The controller's listener; set before the first `spawn`."""
         self._token = token
         self._groups: dict[str, Any] = {}
 
     async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
-        """A new process for `slot`, which does `assignment` until it is told otherwise."""
+        """Spawns a process for `slot`, which has `assignment` until it is sent another."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from worker.actor import WorkerActor
@@ -66,20 +66,20 @@ class WorkerActors:
         return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
 
     def adopt(self, slot: Slot, left: OrphanedWorker) -> Process:
-        """One that lives in `slot` already, as a process of this controller."""
+        """Returns a live worker of `slot` as a process of this controller."""
         return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
 
     def let_go(self) -> None:
-        """All places belong to another controller from now on."""
+        """Releases all placement groups to another controller."""
         self._groups.clear()
 
     async def release(self, slot: Slot) -> None:
-        """Give its place back; what still runs there ends."""
+        """Releases the slot's placement group, which ends its actor."""
         from ray.util.placement_group import remove_placement_group
 
         group = self._groups.pop(slot.worker_id, None)
         if self._cluster.workers_outlive_s:
-            await asyncio.to_thread(give_back, slot.worker_id)  # whoever made it
+            await asyncio.to_thread(give_back, slot.worker_id)  # also a group that an earlier process made
         elif group is not None:
             await asyncio.to_thread(remove_placement_group, group)
 
@@ -88,7 +88,7 @@ class WorkerActors:
             await asyncio.sleep(_PLACE_LOOK_S)
 
     def _group(self, slot: Slot) -> Any:
-        """Beside the event loop: Ray's head answers when it can."""
+        """Returns the slot's placement group; runs off the event loop, because Ray's head may be slow."""
         from ray.util.placement_group import placement_group
 
         known = self._groups.get(slot.worker_id)
@@ -105,7 +105,7 @@ class WorkerActors:
         return group
 
     def config(self, slot: Slot, assignment: Assignment) -> "WorkerConfig":
-        """What a worker of `slot` is started with."""
+        """Returns the config that a worker of `slot` starts with."""
         from engine.config import EngineConfig
         from worker.config import WorkerConfig
 

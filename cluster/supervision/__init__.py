@@ -1,1 +1,1 @@
-"""The processes of the cluster: which there are, whether they live, and starting them again."""
+"""Supervision of the cluster's processes: their slots and roles, their health, and restarts."""

@@ -1,11 +1,11 @@
-"""How each process of the cluster is doing, and how long to wait before the next try."""
+"""The health of each process of the cluster, and the backoff before the next restart."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Where a kept process stands."""
+    """The phase in the life of a supervised process."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -17,10 +17,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One kept process as the controller sees it.
+    """One supervised process as the controller sees it.
 
-    `pid` is 0 while none is known, `stage` says what a start is busy with and `fraction` how much of that is done,
-    `error` is the last failure.
+    `pid` is 0 while none is known, `stage` is the current activity of a start and `fraction` the part of it that is
+    done, `error` is the last failure.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Health:
 
     @property
     def lack(self) -> str:
-        """Why it does not serve, in words; "" if it does, or still finishes what it has."""
+        """The reason why the process does not serve; "" if it serves or still finishes requests."""
         if self.phase in {Phase.SERVING, Phase.DRAINING}:
             return ""
         if self.phase is Phase.DRAINED:
@@ -45,42 +45,46 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class ClusterHealth:
-    """The router, where its listeners are (empty until they first opened), and the workers in the order of the plan."""
+    """The router, its listener addresses (empty until they first opened), and the workers in the order of the plan."""
 
     router: Health
     grpc_address: str
     http_address: str
     workers: tuple[Health, ...]
     metrics_address: str = ""
-    """Where the whole cluster's metrics are, host:port."""
+    """Address of the cluster-wide metrics, host:port."""
     filled: bool = True
-    """Whether it is known who the workers are; before that it is being found out which of them live already."""
+    """True once the set of workers is known; before that the controller still looks for workers that live already."""
     taken_over: frozenset[str] = frozenset()
-    """Those that another controller had started."""
+    """The workers that another controller started."""
     kept_at: str = ""
-    """The controller that keeps the workers instead, host:port; empty = this one does."""
+    """The controller that supervises the workers instead, host:port; empty = this one does."""
 
     @property
     def all(self) -> tuple[Health, ...]:
-        """Router and workers."""
+        """The router and all workers."""
         return (self.router, *self.workers)
 
     @property
     def needed(self) -> tuple[Health, ...]:
-        """Who has to serve at first: everybody, or, where workers were taken over, those of them that live still."""
+        """The processes that must serve before the start counts as complete.
+
+        These are all processes or, where workers were taken over, the router and those of them that still live.
+        """
         if not self.taken_over:
             return self.all
         return (self.router, *(one for one in self.workers if self.lived_before(one)))
 
     def lived_before(self, one: Health) -> bool:
-        """Whether it is a worker as another controller has left it."""
+        """Returns True for a worker that another controller started and that has not been restarted since."""
         return one.name in self.taken_over and not one.restarts
 
 
 class Backoff:
-    """Waits between restarts: none after a long life, then doubling up to `longest_s`.
+    """The waits between restarts: none after a long life, then doubling up to `longest_s`.
 
-    A life of `stable_s` seconds or more clears the count, so what dies once a day is always back at once.
+    A life of `stable_s` seconds or more clears the count, so a process that dies once a day is always restarted at
+    once.
     """
 
     def __init__(self, first_s: float = 0.5, longest_s: float = 15.0, stable_s: float = 30.0) -> None:
@@ -90,7 +94,7 @@ class Backoff:
         self._failures = 0
 
     def after_death(self, lived_s: float) -> float:
-        """Seconds to wait after a process that lived `lived_s` seconds."""
+        """Returns the seconds to wait after a process that lived `lived_s` seconds."""
         if lived_s >= self._stable_s:
             self._failures = 0
         self._failures += 1

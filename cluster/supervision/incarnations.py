@@ -1,31 +1,32 @@
-"""Numbers of processes: each is new, and above those of all earlier ones, whatever any clock says."""
+"""Incarnation numbers of processes: each is new and above all earlier ones, independent of any clock."""
 
 import secrets
 
 _RANDOM_BITS, _COUNT_BITS = 24, 20
-"""Of 64; the others are the generation's."""
+"""The bits of 64 for randomness and for the count; the remaining bits hold the generation."""
 
 
 class Incarnations:
-    """Given out by whoever starts processes. Workers that outlive it take higher numbers for later processes, so its
-    successor goes on above, by a `generation` that is greater than all before it.
+    """The source of incarnation numbers of one controller.
 
-    The lowest bits are drawn, so that clusters that know nothing of each other, but share a token, use different ones.
+    Workers that outlive it take higher numbers for later processes, so its successor continues with a `generation` that
+    is greater than all before it. The lowest bits are random, so that unrelated clusters that share a token use
+    different numbers.
     """
 
     def __init__(self) -> None:
         self._order = 0
 
     def begin(self, generation: int) -> None:
-        """Whatever comes from now on is above all numbers of earlier generations."""
+        """Begins a generation: all later numbers are above those of earlier generations."""
         self._order = generation << _COUNT_BITS
 
     def next(self) -> int:
-        """Of a process that is about to start."""
+        """Returns the number of a process that is about to start."""
         self._order += 1
         return self._order << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
 
 
 def generation_of(incarnation: int) -> int:
-    """The one in which this number was given out."""
+    """Returns the generation of an incarnation number."""
     return incarnation >> (_COUNT_BITS + _RANDOM_BITS)

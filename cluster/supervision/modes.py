@@ -1,4 +1,4 @@
-"""How the workers of a cluster share the work, and which assignment that gives to each."""
+"""The topology of a cluster: its mode, its split between roles, and the assignment that follows for each worker."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ _PREFILLS_FIRST = {Role.PREFILL: 0, Role.BOTH: 1, Role.DECODE: 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """A mode, how many workers prefill in it, and what steps are made of.
+class Topology:
+    """A cluster's mode, the number of prefill workers, and the step settings.
 
-    `prefill` is of a disaggregated cluster: how many of the workers that are there prefill, the others decode; it is
-    0, or all of them, while these stand in for the other part. `step_budget` in tokens, None = 512; `itl_target_s` in
+    `prefill` is the number of current workers that prefill in a disaggregated cluster, where the others decode; it is 0
+    or all of them while these stand in for the other role. `step_budget` is in tokens, None = 512; `itl_target_s` is in
     seconds, None = no limit.
     """
 
@@ -28,20 +28,20 @@ class Sharing:
     itl_target_s: float | None = None
 
     @classmethod
-    def of(cls, config: ClusterConfig) -> "Sharing":
-        """As the cluster was started."""
+    def of(cls, config: ClusterConfig) -> "Topology":
+        """Returns the topology that the config asks for."""
         mode = Mode(config.mode)
         prefill = config.prefill if mode is Mode.DISAGGREGATED else 0
         return cls(mode, prefill, PolicyName(config.step_policy), config.step_budget, config.itl_target_s)
 
     def assignment(self, role: Role) -> Assignment:
-        """Of a worker with this role."""
+        """Returns the assignment of a worker with this role."""
         return Assignment(role, self.step_policy, self.step_budget, self.itl_target_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ModeChange:
-    """What an operator asks for: see `SetModeRequest`, whose zeros and "" mean what they mean there."""
+    """An operator's request for a mode; see `SetModeRequest`, which defines the meaning of zeros and ""."""
 
     mode: str
     prefill: int = 0
@@ -51,8 +51,8 @@ class ModeChange:
     itl_target_s: float = 0.0
     grace_s: float = 0.0
 
-    def over(self, now: Sharing, workers: int) -> Sharing:
-        """What `workers` workers that share the work as `now` are to do. InvalidArgument names the option."""
+    def over(self, now: Topology, workers: int) -> Topology:
+        """Returns the topology of `workers` workers after this change to `now`. InvalidArgument names the option."""
         for option, name, known in (
             ("mode", self.mode, list(Mode)),
             ("--step-policy", self.step_policy, ["", *PolicyName]),
@@ -65,10 +65,10 @@ class ModeChange:
         steps = (now.step_policy, now.step_budget)
         if self.step_policy:
             steps = (PolicyName(self.step_policy), self.step_budget or None)
-        return Sharing(Mode(self.mode), self._prefill(workers), *steps, itl_target_s=target)
+        return Topology(Mode(self.mode), self._prefill(workers), *steps, itl_target_s=target)
 
     def _prefill(self, workers: int) -> int:
-        """How many workers prefill."""
+        """Returns the number of prefill workers."""
         if self.mode != Mode.DISAGGREGATED:
             if self.prefill or self.decode:
                 raise InvalidArgument("--prefill" if self.prefill else "--decode", "is for mode disaggregated")
@@ -84,12 +84,12 @@ class ModeChange:
         return prefill
 
 
-def assign(sharing: Sharing, roles: Mapping[str, Role]) -> dict[str, Assignment]:
-    """An assignment for each worker; who has a role that is needed keeps it. `roles` are those of now, by worker."""
-    if sharing.mode is not Mode.DISAGGREGATED:
-        return {worker_id: sharing.assignment(Role.BOTH) for worker_id in roles}
+def assign(topology: Topology, roles: Mapping[str, Role]) -> dict[str, Assignment]:
+    """Returns each worker's assignment; a worker keeps its current role, given in `roles`, if that is needed."""
+    if topology.mode is not Mode.DISAGGREGATED:
+        return {worker_id: topology.assignment(Role.BOTH) for worker_id in roles}
     ranked = sorted(roles, key=lambda worker_id: _PREFILLS_FIRST[roles[worker_id]])
     return {
-        worker_id: sharing.assignment(Role.PREFILL if number < sharing.prefill else Role.DECODE)
+        worker_id: topology.assignment(Role.PREFILL if number < topology.prefill else Role.DECODE)
         for number, worker_id in enumerate(ranked)
     }

@@ -1,13 +1,13 @@
-"""Keeps one process of the cluster alive: start, watch, start again.
+"""Keeps one process of the cluster alive: starts it, watches it and restarts it.
 
-1. a new incarnation, never used before
-2. spawned; its death is awaited from the first moment
-3. started: it serves
-4. dead: whoever listens hears of it at once, then a bounded wait, then 1. One that lives but shows no sign of life for
-   too long is killed, and so dead.
+1. a new incarnation number is drawn
+2. the process is spawned; its death is awaited from the first moment
+3. it has started and serves
+4. it is dead: subscribers are notified at once, and after a bounded wait it continues with 1. A live process without a
+   sign of life within the hang deadline is killed
 
-One that is retired ends by itself or is ended, and 1. comes when it is asked for. One that is let go lives on without
-its keeper, and another keeper may adopt it: that one's first life begins with 2.
+A retired process exits by itself or is ended, and 1. follows only on request. A released process lives on without its
+supervisor, and another supervisor may adopt it: that life begins with 2.
 """
 
 import asyncio
@@ -25,55 +25,56 @@ from wire.errors import DeadlineExceeded, FailedPrecondition
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.2
-"""How often a start is asked how far it is, in seconds."""
+"""Interval between polls of a start's progress, in seconds."""
 LOOK_S = 0.05
 END_S = 5.0
-"""What a process that is to stop may take, beside what it lets others finish, before it is killed."""
-WAITS_FOR_PLACE = "waiting for a node that has a place for it"
+"""Seconds that a stopping process may take, beyond the grace for its requests, before it is killed."""
+WAITS_FOR_NODE = "waiting for a node with free capacity"
 
 
 class Process(ABC):
-    """A spawned process. Its keeper ends it."""
+    """A spawned process. Its supervisor ends it."""
 
     async def placed(self) -> None:
-        """Wait until there is a node for it, however long that takes."""
+        """Waits until a node for the process is available, without a time limit."""
         return
 
     @abstractmethod
     async def pid(self) -> int:
-        """Its process id on its host."""
+        """Returns its process id on its host."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Load and serve; returns when it serves. Raises what went wrong."""
+        """Loads and serves; returns when it serves. Raises the error of a failed start."""
 
     async def progress(self) -> tuple[str, float]:
-        """What `start` is busy with, in words, and the fraction of it that is done."""
+        """Returns the current activity of `start`, as text, and the fraction of it that is done."""
         return "", 0.0
 
     @abstractmethod
     async def ended(self) -> str:
-        """Wait until the process is gone, for whatever reason; the reason in a sentence."""
+        """Waits until the process is gone, for any reason, and returns the reason as a sentence."""
 
     @abstractmethod
     async def works(self) -> None:
-        """Returns as soon as whatever does its work, all of its event loops, has taken the question; never, while one
-        of them hangs. What it raises is a sign of life, too: a death shows by `ended`.
+        """Returns as soon as all event loops of the process have taken the question; never while one of them hangs.
+
+        An exception is a sign of life, too: `ended` reports a death.
         """
 
     @abstractmethod
     async def kill(self) -> None:
-        """End it at once, also one that is stopped or hangs. Never raises."""
+        """Kills it at once, even if it is stopped or hangs. Never raises."""
 
     @abstractmethod
     async def end(self, grace_s: float) -> None:
-        """Ask it to stop, and kill it after `grace_s` seconds. Never raises."""
+        """Asks it to stop, and kills it after `grace_s` seconds. Never raises."""
 
 
 class ProcessSupervisor:
     """Keeps the process called `name` alive.
 
-    `spawn` makes the process of an incarnation; `on_death` is called with each incarnation that is over.
+    `spawn` starts the process of an incarnation; `on_death` is called with each incarnation that is over.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class ProcessSupervisor:
         hang_deadline_s: float = HANG_DEADLINE_S,
         incarnations: Incarnations | None = None,
     ) -> None:
-        """`hang_deadline_s`: after so many seconds without a sign of life a process is killed; 0 = never.
-        `incarnations` numbers the processes; None = their order matters to nobody else.
+        """Kills a process after `hang_deadline_s` seconds without a sign of life; 0 = never.
+
+        `incarnations` numbers the processes; None = a private counter.
         """
         self.name = name
         self._incarnations = incarnations or Incarnations()
@@ -97,10 +99,10 @@ class ProcessSupervisor:
         self._backoff = backoff or Backoff()
         self._stopping = asyncio.Event()
         self._ending = asyncio.Event()
-        """Set when the process that runs has to end."""
+        """Set when the current process has to end."""
         self._adopted: tuple[int, Process] | None = None
         self._lived_before = False
-        """Whether the process that runs was adopted."""
+        """True if the current process was adopted."""
         self._lives_on = False
         self._wanted = asyncio.Event()
         self._wanted.set()
@@ -112,35 +114,36 @@ class ProcessSupervisor:
         self._progress = ("", 0.0)
 
     def health(self) -> Health:
-        """How it is doing now."""
+        """Returns the current health of the process."""
         return Health(
             self.name, self._phase, self._incarnation, self._pid, self._restarts, self._error, *self._progress
         )
 
     def stop(self) -> None:
-        """Let the process end and start no other; `run` returns then."""
+        """Ends the process and starts no other; `run` returns then."""
         self._stopping.set()
         self._ending.set()
         self._wanted.set()
 
     def adopt(self, incarnation: int, process: Process) -> None:
-        """Before `run`: keep a process that lives already; its `start` is what it takes to be kept."""
+        """Adopts a live process, before `run`; its `start` makes it follow this controller."""
         self._adopted = incarnation, process
 
     def let_go(self) -> None:
-        """Keep it no longer: a process that serves, here or where it was adopted from, lives on; one that never did is
-        ended. `run` returns then.
+        """Releases the process: one that serves, or served where it was adopted from, lives on; any other is ended.
+
+        `run` returns then.
         """
         self._lives_on = self._phase is Phase.SERVING or (self._phase is Phase.STARTING and self._lived_before)
         self.stop()
 
     @property
     def phase(self) -> Phase:
-        """Where the process stands."""
+        """The current phase of the process."""
         return self._phase
 
     async def until(self, phase: Phase, within_s: float = math.inf) -> None:
-        """DeadlineExceeded if it is not there after so many seconds, FailedPrecondition if it never will be."""
+        """Waits for a phase; DeadlineExceeded after `within_s` seconds, FailedPrecondition if it is unreachable."""
         try:
             async with asyncio.timeout(None if within_s == math.inf else within_s):
                 while self._phase is not phase:
@@ -153,25 +156,25 @@ class ProcessSupervisor:
 
     @property
     def wanted(self) -> bool:
-        """Whether it has a process or is to have one; else it has been retired."""
+        """True if a process runs or is to run; False once it has been retired."""
         return self._wanted.is_set()
 
     def retire(self) -> None:
-        """The process is going to end by itself; start no other until `restart`."""
+        """Marks the process as retired: it ends by itself, and no other is started until `restart`."""
         self._wanted.clear()
         if self._phase is Phase.SERVING:
             self._phase = Phase.DRAINING
 
     def end_now(self) -> None:
-        """End a retired process that does not end by itself."""
+        """Ends a retired process that does not exit by itself."""
         self._ending.set()
 
     def restart(self) -> None:
-        """A retired one is wanted again: at once if it has ended, else when it has."""
+        """Starts a retired process again: at once if it has ended, otherwise when it has."""
         self._wanted.set()
 
     async def run(self, grace_s: float = END_S) -> None:
-        """Keep the process alive until `stop`; then it has `grace_s` seconds to end by itself."""
+        """Keeps the process alive until `stop`; then it has `grace_s` seconds to exit."""
         while not self._stopping.is_set():
             if not self._wanted.is_set():
                 self._phase = Phase.DRAINED
@@ -181,7 +184,7 @@ class ProcessSupervisor:
             try:
                 await self._live(grace_s)
             except Exception as error:
-                log.exception("%s could not be kept as it should be", self.name)
+                log.exception("supervising %s failed", self.name)
                 self._error = first_line(error)
             if self._stopping.is_set():
                 break
@@ -189,13 +192,13 @@ class ProcessSupervisor:
                 continue
             self._restarts += 1
             wait_s = self._backoff.after_death(time.monotonic() - born)
-            log.warning("%s is gone (%s), next try in %.1f s", self.name, self._error, wait_s)
+            log.warning("%s is gone (%s), restarting in %.1f s", self.name, self._error, wait_s)
             self._phase = Phase.WAITING
             await self._pause(wait_s)
         self._phase = Phase.STOPPED
 
     async def _live(self, grace_s: float) -> None:
-        """One incarnation from birth to death."""
+        """Runs one incarnation from its spawn to its death."""
         self._phase, self._pid, self._progress = Phase.STARTING, 0, ("", 0.0)
         self._ending.clear()
         try:
@@ -223,7 +226,7 @@ class ProcessSupervisor:
         return await self._spawn(self._incarnation)
 
     async def _watch(self, process: Process) -> bool:
-        """Returns when the process is gone, did not start, or is no longer wanted; whether it is gone."""
+        """Waits until the process is gone, did not start or is no longer wanted; returns True if it is gone."""
         ended = asyncio.ensure_future(process.ended())
         started = asyncio.ensure_future(self._start(process))
         stopping = asyncio.ensure_future(self._ending.wait())
@@ -247,7 +250,7 @@ class ProcessSupervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _hangs(self, process: Process) -> float:
-        """Wait until the process lives without working; for how long it was silent then, in seconds."""
+        """Waits until the process hangs; returns how long it was unresponsive then, in seconds."""
         return await until_it_hangs(
             process.works,
             self._hang_deadline_s,
@@ -256,7 +259,7 @@ class ProcessSupervisor:
         )
 
     async def _start(self, process: Process) -> None:
-        self._progress = (WAITS_FOR_PLACE, 0.0)
+        self._progress = (WAITS_FOR_NODE, 0.0)
         await process.placed()
         self._progress = ("", 0.0)
         self._pid = await process.pid()
@@ -269,7 +272,7 @@ class ProcessSupervisor:
         self._phase = Phase.SERVING
 
     async def _follow(self, process: Process) -> None:
-        """Learn how far the start is, until cancelled."""
+        """Polls the progress of a start until cancelled."""
         while True:
             self._progress = await process.progress()
             await asyncio.sleep(PROGRESS_S)
@@ -283,5 +286,5 @@ class ProcessSupervisor:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, or its type where it has no words."""
+    """Returns the first line of an error, or its type if it has no message."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -1,6 +1,6 @@
-"""Who serves: the membership that workers join, the controller prunes and routers watch.
+"""The membership: workers join it, the controller prunes it, and routers watch it.
 
-One event loop owns a registry; nothing here blocks.
+One event loop owns a registry; no call blocks.
 """
 
 import asyncio
@@ -24,26 +24,26 @@ class Registry:
         self._mode = ""
 
     def set_mode(self, mode: str) -> None:
-        """Routers let prompts be computed this way from now on."""
+        """Sets the mode that routers follow from now on."""
         if mode != self._mode:
             self._mode = mode
             self._publish()
 
     def mirror(self, membership: Membership) -> None:
-        """Say exactly what another registry says."""
+        """Copies the membership and mode of another registry."""
         workers = {info.peer.worker_id: info for info in membership.workers}
         if (workers, membership.mode) != (self._workers, self._mode):
             self._workers, self._mode = workers, membership.mode
             self._publish()
 
     def keep(self, peers: Collection[PeerRef]) -> None:
-        """Remove all others for good."""
+        """Removes all workers except `peers` for good."""
         for info in self.membership().workers:
             if info.peer not in peers:
                 self.unregister(info.peer)
 
     def register(self, info: WorkerInfo) -> None:
-        """Add a worker or replace its earlier incarnation. StaleEpoch for an incarnation that is over."""
+        """Adds a worker or replaces its earlier incarnation. StaleEpoch for an incarnation that is over."""
         worker_id, incarnation = info.peer.worker_id, info.peer.incarnation
         known = self._workers.get(worker_id)
         if incarnation <= self._gone.get(worker_id, -1) or (known and incarnation < known.peer.incarnation):
@@ -51,11 +51,11 @@ class Registry:
         if known == info:
             return
         self._workers[worker_id] = info
-        _tell(known, info)
+        _log_changes(known, info)
         self._publish()
 
     def unregister(self, peer: PeerRef) -> bool:
-        """Remove this incarnation for good; whether it was serving. Other incarnations stay."""
+        """Removes this incarnation for good; returns True if it was serving. Other incarnations stay."""
         self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, -1))
         known = self._workers.get(peer.worker_id)
         if known is None or known.peer != peer:
@@ -65,11 +65,11 @@ class Registry:
         return True
 
     def membership(self) -> Membership:
-        """All serving workers, by id."""
+        """Returns all serving workers, by id."""
         return Membership(self._revision, tuple(self._workers[key] for key in sorted(self._workers)), self._mode)
 
     async def watch(self) -> AsyncIterator[Membership]:
-        """The membership now and after each change; a slow watcher skips what is already outdated."""
+        """Yields the membership now and after each change; a slow watcher skips outdated versions."""
         while True:
             changed = self._changed
             yield self.membership()
@@ -81,8 +81,8 @@ class Registry:
         self._changed = asyncio.Event()
 
 
-def _tell(known: WorkerInfo | None, info: WorkerInfo) -> None:
-    """What people should hear of a worker beside its coming and going."""
+def _log_changes(known: WorkerInfo | None, info: WorkerInfo) -> None:
+    """Logs changes of a worker other than its coming and going."""
     if known and known.open is not info.open:
         log.info("%s takes %s work now", info.peer.worker_id, info.open or "no")
     if info.not_ready and not (known and known.not_ready):

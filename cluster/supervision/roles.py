@@ -1,7 +1,8 @@
-"""From roles to places: which workers a cluster has, and what each asks of the hardware.
+"""The slots of a cluster: its workers by role, and the hardware resources that each requests.
 
-Every worker is one Ray actor in a placement group of its own. The custom resources `prefill` and `decode` say which
-nodes may hold which role, so each role can sit on its own hardware; a node offers as many units as it has room for.
+Every worker is one Ray actor in a placement group of its own. The custom resources `prefill` and `decode` mark the
+nodes that may hold a role, so each role can run on its own hardware; a node offers as many units as it can hold
+workers.
 """
 
 from collections import Counter
@@ -14,24 +15,26 @@ from wire.messages import Role
 from wire.mode import Mode
 
 GPU = "GPU"
-"""Ray's name for them."""
+"""Ray's name of the GPU resource."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in the cluster that one worker fills at a time; its id outlives the processes that fill it."""
+    """A slot of the cluster, filled by one worker at a time; its id outlives the processes that fill it."""
 
     worker_id: str
     role: Role
     device: str
-    """`cpu`, `cuda:N`, or `cuda`: the one that Ray gives it."""
+    """`cpu`, `cuda:N`, or `cuda`: the GPU that Ray assigns."""
     memory_fraction: float = GPU_MEMORY_FRACTION
-    """Part of its GPU's memory the worker may use; means nothing on `cpu`."""
+    """Fraction of its GPU's memory that the worker may use; unused on `cpu`."""
 
 
 def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
-    """One slot for each worker the config asks for; on `cuda` they take the `gpus` of the host in turn, or, of a joined
-    Ray's nodes, whichever they are given."""
+    """Returns one slot for each worker the config asks for.
+
+    On `cuda` the workers take the `gpus` of the host in turn or, on a joined Ray, whichever GPU their node assigns.
+    """
     roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
     devices = [config.device if config.ray_address else _device(config.device, n, gpus) for n in range(len(roles))]
     return tuple(
@@ -41,9 +44,9 @@ def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
 
 
 def another(config: ClusterConfig, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
-    """A slot for one more worker beside `slots`, with the lowest number that is free.
+    """Returns a slot for one more worker next to `slots`, with the lowest free number.
 
-    FailedPrecondition where it would need a GPU of this host, whose memory the others have already.
+    FailedPrecondition if it would need a GPU of this host whose memory the others already use.
     """
     taken = {slot.worker_id for slot in slots}
     worker_id = next(name for i in range(len(taken) + 1) if (name := f"{role.value}-{i}") not in taken)
@@ -80,12 +83,12 @@ def _device(asked: str, number: int, gpus: int) -> str:
 
 
 def bundle(slot: Slot) -> dict[str, float]:
-    """The resources of a slot's placement group: one unit of each role it plays, and a GPU if Ray has to give one."""
+    """Returns the resources of a slot's placement group: one unit per role, and a GPU if Ray has to assign one."""
     return _places(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
 
 
 def offer(config: ClusterConfig) -> dict[str, float]:
-    """What all nodes of a joined Ray must offer to hold every worker of `config`."""
+    """Returns the resources that all nodes of a joined Ray must offer together to hold every worker of `config`."""
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():
         offered.update(_places(role, count))
@@ -94,8 +97,8 @@ def offer(config: ClusterConfig) -> dict[str, float]:
     return dict(offered)
 
 
-def room() -> dict[str, float]:
-    """What a node offers that is this cluster's alone: a place for every worker that it may ever have."""
+def capacity() -> dict[str, float]:
+    """Returns the resources that a private node offers: enough for every worker that the cluster may ever have."""
     return {role.value: 2.0 * WORKERS_MAX for role in (Role.PREFILL, Role.DECODE)}
 
 

@@ -1,4 +1,4 @@
-"""How many workers a cluster is to have, and the fewest steps from those that it has."""
+"""The target number of workers of a cluster, and the fewest steps that reach it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from wire.mode import Mode
 
 @dataclass(frozen=True, slots=True)
 class SizeChange:
-    """What an operator asks for: see `ResizeRequest`, whose zeros mean what they mean there."""
+    """An operator's request for a size; see `ResizeRequest`, which defines the meaning of zeros."""
 
     prefill: int = 0
     decode: int = 0
@@ -21,7 +21,7 @@ class SizeChange:
     wait_s: float = 0.0
 
     def over(self, mode: Mode, now: Mapping[Role, int]) -> Counter[Role]:
-        """Workers of each part, where there are `now` of each. InvalidArgument names the option."""
+        """Returns the target number of workers per role, starting from `now`. InvalidArgument names the option."""
         asked = {"--prefill": self.prefill, "--decode": self.decode, "--workers": self.workers}
         of_mode = {"--prefill", "--decode"} if mode is Mode.DISAGGREGATED else {"--workers"}
         for option, count in asked.items():
@@ -39,21 +39,22 @@ class SizeChange:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """From the workers that there are to those that are wanted."""
+    """The steps from the current workers to the wanted ones."""
 
     add: tuple[Role, ...] = ()
-    """A new worker for each."""
+    """One new worker for each of these roles."""
     leave: tuple[str, ...] = ()
-    """Those that go, whether they serve or are only awaited."""
+    """The workers that leave, whether they serve or are only awaited."""
     into_prefill: int = 0
-    """So many that serve change from decode to prefill; below 0, the other way."""
+    """The number of serving workers that change from decode to prefill; below 0, from prefill to decode."""
 
     @classmethod
     def to(cls, wanted: Counter[Role], here: Mapping[str, Role], awaited: Mapping[str, Role]) -> "Steps":
-        """`here` are the workers that count, `awaited` those that do not serve yet, each with its part; in both,
-        whoever should leave first is in front.
+        """Returns the steps from the current workers to `wanted`.
 
-        Who is here changes its part rather than leave for another that has to start: that takes no weights to load.
+        `here` are the serving workers and `awaited` those that do not serve yet, each with its role; in both mappings
+        the workers that should leave first come first. A serving worker changes its role rather than leave for one that
+        has to start, because a role change loads no weights.
         """
         have = Counter(here.values())
         more = wanted.total() - len(here)
@@ -67,7 +68,7 @@ class Steps:
 
 
 def _take(counts: Counter[Role], workers: Mapping[str, Role]) -> list[str]:
-    """The first so many of each part."""
+    """Returns the first workers of each role, as many as `counts` says."""
     left, taken = counts.copy(), []
     for worker_id, role in workers.items():
         if left[role] > 0:

@@ -1,4 +1,4 @@
-"""What the controller asks of workers, through their own listeners."""
+"""The controller's calls to workers, through their own listeners."""
 
 import grpc.aio
 
@@ -7,17 +7,17 @@ from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import Assignment, WorkerInfo
 
 ANSWER_S = 5.0
-"""How long a worker may take to answer what it can answer at once."""
+"""Timeout of calls that a worker can complete immediately, in seconds."""
 
 
 class WorkerCalls:
-    """Calls from a part of the cluster; each failure is the typed error that names the worker."""
+    """Calls to workers; each failure is the typed error that names the worker."""
 
     def __init__(self, token: str) -> None:
         self._token = token
 
     async def set_assignment(self, info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
-        """Halves that close have `grace_s` seconds for what they have."""
+        """Sends a worker its assignment; halves that close have `grace_s` seconds for their requests."""
         peer = info.peer
         request = worker_pb2.SetAssignmentRequest(
             worker_id=peer.worker_id,
@@ -32,7 +32,7 @@ class WorkerCalls:
                 raise rpc.error_of(error, f"worker {peer.worker_id}") from error
 
     async def drain(self, info: WorkerInfo, grace_s: float) -> None:
-        """Returns when it has nothing left, or has given up what it had after `grace_s` seconds."""
+        """Drains a worker; returns when it has no requests left or gave up the rest after `grace_s` seconds."""
         request = worker_pb2.DrainRequest(grace_s=grace_s)
         async with rpc.open_channel(info.address, self._token) as channel:
             try:

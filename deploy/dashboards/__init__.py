@@ -1,4 +1,4 @@
-"""Grafana dashboards as code: `python -m deploy.dashboards` writes the JSON files beside this one.
+"""Grafana dashboards as code: `python -m deploy.dashboards` writes the JSON files in this folder.
 
-Expressions are made of `telemetry.families`, so that none asks for a metric or a label that is not there.
+Expressions are built from `telemetry.families`, so that every metric and label in them exists.
 """

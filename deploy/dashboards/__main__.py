@@ -1,4 +1,4 @@
-"""`python -m deploy.dashboards`: writes a JSON file for each dashboard."""
+"""Writes a JSON file for each dashboard: `python -m deploy.dashboards`."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ DASHBOARDS: tuple[Dashboard, ...] = (serving.DASHBOARD, phases.DASHBOARD, worker
 
 
 def text_of(dashboard: Dashboard) -> str:
-    """What its file says."""
+    """Returns the content of the dashboard's file."""
     return json.dumps(dashboard.as_json(), indent=1) + "\n"
 
 
 def file_of(dashboard: Dashboard) -> Path:
-    """Where it is."""
+    """Returns the path of the dashboard's file."""
     return FOLDER / f"{dashboard.name}.json"
 
 

@@ -1,4 +1,4 @@
-"""What a dashboard consists of, and how Grafana wants to have it."""
+"""The parts of a dashboard, and their JSON for Grafana."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from telemetry.family import Family
 from wire.messages import Role
 
 SCHEMA_VERSION = 39
-"""Of Grafana 10.4 and newer; newer ones migrate it when they load it."""
+"""The schema of Grafana 10.4; newer versions migrate it when they load it."""
 _COLUMNS = 24
 _HEIGHT, _ROW_HEIGHT = 8, 1
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 class Kind(StrEnum):
-    """How a panel shows its series: Grafana's names."""
+    """Grafana's names of panel types."""
 
     LINES = "timeseries"
     NUMBER = "stat"
@@ -49,7 +49,7 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression, and what to call its series: `{{label}}` stands for a label's value."""
+    """An expression and the legend of its series; `{{label}}` stands for a label's value."""
 
     expression: str
     legend: str = ""
@@ -57,7 +57,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture. `about` says what to see in it; `width` is in Grafana's 24 columns."""
+    """A panel. `about` is its description; `width` is in Grafana's 24 columns."""
 
     title: str
     unit: Unit
@@ -70,7 +70,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under one heading. A folded one is opened by a click, and asks nothing before."""
+    """Panels under one heading; a folded row sends no queries until it is opened."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """A page of rows. `name` is its file's, and part of its address in Grafana."""
+    """A page of rows. `name` is the name of its file, and part of its address in Grafana."""
 
     name: str
     title: str
@@ -87,7 +87,7 @@ class Dashboard:
     rows: tuple[Row, ...]
 
     def as_json(self) -> Json:
-        """As Grafana imports it."""
+        """Returns the dashboard as Grafana imports it."""
         return {
             "uid": f"tandem-{self.name}",
             "title": self.title,
@@ -120,7 +120,7 @@ def _variables() -> list[Json]:
 
 
 def _variable(name: str, label: str, family: Family, matchers: str = "", everything: str = ".*") -> Json:
-    """Values of a label; what "All" stands for matches also series without it, where it is not told."""
+    """Returns a variable with a label's values; by default "All" also matches series without the label."""
     selected = f"{family.full_name}{{{matchers}}}" if matchers else family.full_name
     return {
         "name": name,
@@ -138,7 +138,7 @@ def _variable(name: str, label: str, family: Family, matchers: str = "", everyth
 
 
 def _panels(rows: Sequence[Row]) -> Iterator[Json]:
-    """Rows and panels one below the other, numbered from 1."""
+    """Yields rows and panels from top to bottom, numbered from 1."""
     number, top = 1, 0
     for row in rows:
         head: Json = {"id": number, "type": "row", "title": row.title, "collapsed": row.folded, "panels": []}

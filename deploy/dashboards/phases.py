@@ -1,4 +1,4 @@
-"""Which phase takes the time? Prefill, transfer and decode in the order of a request."""
+"""The dashboard of phases: queue, prefill, transfer and decode, in the order of a request."""
 
 from deploy.dashboards.grafana import Dashboard, Panel, Query, Row, Unit
 from deploy.dashboards.promql import Selection, mean, of_workers, quantile, rate, series, share, total
@@ -29,7 +29,7 @@ def _by_worker(title: str, unit: Unit, expression: str, about: str = "") -> Pane
 
 _ENDED = rate(series(f.E2E_REQUEST_LATENCY, "_count"))
 
-_WAY = Row(
+_ALL_PHASES = Row(
     "All phases",
     (
         Panel(
@@ -94,12 +94,12 @@ _PREFILL = Row(
         _spread(
             "Steps with prompt tokens",
             of_workers(f.STEP_SECONDS, "_bucket", phase="prefill|mixed"),
-            "The answers in a mixed step are delayed by all of it.",
+            "The decoding requests of a mixed step wait for all of it.",
         ),
         _by_worker(
             "Prompt tokens computed",
             Unit.A_SECOND,
-            rate(of_workers(f.STEP_TOKENS, half="prefill"), "worker"),
+            rate(of_workers(f.STEP_TOKENS, phase="prefill"), "worker"),
         ),
         _by_worker(
             "Prompt tokens per step",
@@ -140,9 +140,9 @@ _TRANSFER = Row(
             Unit.A_SECOND,
             (
                 Query(rate(of_workers(f.TRANSFER_FAILURES)), "failed"),
-                Query(rate(of_workers(f.CHECKSUM_FAILURES)), "changed on the way"),
+                Query(rate(of_workers(f.CHECKSUM_FAILURES)), "checksum mismatch"),
                 Query(rate(of_workers(f.EXPIRED_LEASES)), "leases expired"),
-                Query(rate(of_workers(f.FENCED)), "came too late"),
+                Query(rate(of_workers(f.FENCED)), "fenced"),
             ),
             "Clients do not see these: the prompt is computed again.",
             width=12,
@@ -151,7 +151,7 @@ _TRANSFER = Row(
             "Transport warnings",
             Unit.NUMBER,
             (Query(total(of_workers(f.TRANSPORT_WARNINGS), "worker"), "{{worker}}"),),
-            "For example TCP between GPUs; `tandem status` says what to do.",
+            "For example TCP between GPUs; `tandem status` gives the remedy.",
             width=12,
         ),
     ),
@@ -160,12 +160,12 @@ _TRANSFER = Row(
 _DECODE = Row(
     "4. Decode",
     (
-        _phase("Completed answers", f.DECODE_TIME, "From the decode worker's first step to the end."),
+        _phase("Decode time", f.DECODE_TIME, "From the decode worker's first step to the end."),
         _spread("Decode step time", of_workers(f.STEP_SECONDS, "_bucket", phase="decode"), "Steps without prompts."),
         _by_worker(
             "Decode batch size", Unit.NUMBER, mean(f.STEP_DECODE_ROWS, "worker", of="workers"), "Of steps with any."
         ),
-        _by_worker("Tokens", Unit.A_SECOND, rate(of_workers(f.STEP_TOKENS, half="decode"), "worker")),
+        _by_worker("Tokens", Unit.A_SECOND, rate(of_workers(f.STEP_TOKENS, phase="decode"), "worker")),
         Panel(
             "Running requests",
             Unit.NUMBER,
@@ -190,6 +190,6 @@ _DECODE = Row(
 DASHBOARD = Dashboard(
     "phases",
     "Tandem: prefill, transfer, decode",
-    "Which phase takes the time? In the order of a request.",
-    (_WAY, _QUEUE, _PREFILL, _TRANSFER, _DECODE),
+    "The time of each phase, in the order of a request",
+    (_ALL_PHASES, _QUEUE, _PREFILL, _TRANSFER, _DECODE),
 )

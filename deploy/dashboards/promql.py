@@ -1,4 +1,4 @@
-"""Queries over the metrics that Tandem exports, with the dashboards' variables in them."""
+"""Queries of the metrics that Tandem exports, with the dashboards' variables in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from telemetry import families as f
 from telemetry.family import Family, Kind
 
 RATE_INTERVAL = "$__rate_interval"
-"""Grafana puts a stretch here that holds at least four scrapes."""
+"""Grafana's variable for an interval that holds at least four scrapes."""
 _SCOPE = {"namespace": "$namespace", "model": "$model"}
 _PROCESS_LABELS = {"namespace", "model", "role", "worker"}
 
@@ -20,17 +20,19 @@ class Selection:
 
     text: str
     workers: bool = False
-    """Whether only those count that workers of the chosen roles have."""
+    """True to select only the workers of the chosen roles."""
 
     def narrowed(self, expression: str) -> str:
-        """What was made of these series, and has their labels. A worker's role is no label of what it counts, as it may
-        change; a set operator cannot count one twice.
+        """Narrows an expression over these series to the chosen roles, if the series are workers'.
+
+        A worker's role can change, so it is not a label of the worker's other series; a set operator cannot count one
+        twice.
         """
         return f"{expression} and on (namespace, model, worker) {_ROLES}" if self.workers else expression
 
 
 def series(family: Family, suffix: str = "", **labels: str) -> Selection:
-    """All series of a family in the chosen namespace and model. ValueError for a label that it does not have.
+    """Selects all series of a family in the chosen namespace and model. ValueError for an unknown label.
 
     Labels' values are regular expressions. `suffix` is `_bucket`, `_sum` or `_count` of a histogram.
     """
@@ -38,32 +40,32 @@ def series(family: Family, suffix: str = "", **labels: str) -> Selection:
 
 
 def of_workers(family: Family, suffix: str = "", **labels: str) -> Selection:
-    """The same of workers, of the roles that were chosen and that they have now."""
+    """Selects a family's series of the workers that have one of the chosen roles now."""
     return Selection(_select(family, suffix, labels), workers=True)
 
 
 def rate(selected: Selection, *by: str) -> str:
-    """How much counters grow a second, summed over all but the labels `by`."""
+    """Returns the growth per second of counters, summed over all labels but `by`."""
     return f"{_sum(by)} ({selected.narrowed(f'rate({selected.text}[{RATE_INTERVAL}])')})"
 
 
 def total(selected: Selection, *by: str) -> str:
-    """Gauges, summed over all but the labels `by`."""
+    """Returns gauges summed over all labels but `by`."""
     return f"{_sum(by)} ({selected.narrowed(selected.text)})"
 
 
 def share(part: str, whole: str) -> str:
-    """One query by another."""
+    """Divides one query by another."""
     return f"{part} / {whole}"
 
 
 def quantile(part: float, buckets: Selection, *by: str) -> str:
-    """A quantile of a histogram's `_bucket` series, over all processes but for the labels `by`."""
+    """Returns a quantile of a histogram's `_bucket` series over all processes, per label `by`."""
     return f"histogram_quantile({part:g}, {rate(buckets, 'le', *by)})"
 
 
 def mean(family: Family, *by: str, of: str = "") -> str:
-    """Of a histogram's observations, per label `by`; `of` chooses router's (empty) or workers' (`workers`) series."""
+    """Returns the mean of a histogram's observations per label `by`; `of` selects routers (empty) or `workers`."""
     select = of_workers if of == "workers" else series
     return share(rate(select(family, "_sum"), *by), rate(select(family, "_count"), *by))
 

@@ -1,4 +1,4 @@
-"""Is it meeting its promises?"""
+"""The dashboard of serving: SLO attainment, latencies, traffic and placement."""
 
 from deploy.dashboards.grafana import Dashboard, Kind, Panel, Query, Row, Unit
 from deploy.dashboards.promql import quantile, rate, series, share, total
@@ -19,7 +19,7 @@ _FRONT = "worker", "front"
 
 
 def _by_front(title: str, unit: Unit, curves: str, about: str = "") -> Panel:
-    """A curve for each front process."""
+    """Returns a panel with a curve for each front process."""
     return Panel(title, unit, (Query(curves, "{{worker}} front-{{front}}"),), about, width=6)
 
 
@@ -28,7 +28,7 @@ def _heatmap(title: str, family: Family) -> Panel:
     return Panel(title, Unit.SECONDS, cells, "Observations a second in each bucket.", Kind.HEATMAP, width=12)
 
 
-_PROMISES = Row(
+_SERVICE_CLASSES = Row(
     "Service classes",
     (
         Panel("Goodput", Unit.REQUESTS, (Query(rate(_MET)),), "Requests that met their class.", Kind.NUMBER, width=4),
@@ -192,6 +192,6 @@ _FRONTS = Row(
 DASHBOARD = Dashboard(
     "serving",
     "Tandem: serving and goodput",
-    "Is it meeting its promises, and if not, which phase is to blame?",
-    (_PROMISES, _LATENCIES, _TRAFFIC, _PLACEMENT, _FRONTS),
+    "SLO attainment and the phase that caused misses",
+    (_SERVICE_CLASSES, _LATENCIES, _TRAFFIC, _PLACEMENT, _FRONTS),
 )

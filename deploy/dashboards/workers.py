@@ -1,4 +1,4 @@
-"""How are workers, their KV pages and their hardware?"""
+"""The dashboard of workers: processes, planner, engines, KV pages and hardware."""
 
 from deploy.dashboards.grafana import Dashboard, Kind, Panel, Query, Row, Unit
 from deploy.dashboards.promql import Selection, of_workers, quantile, rate, series, share, total
@@ -7,7 +7,7 @@ from telemetry.family import Family
 
 
 def _process(name: str) -> Selection:
-    """Of every process of a cluster; Prometheus' own have no `worker`."""
+    """Selects a metric of every process of a cluster; Prometheus' own processes have no `worker`."""
     return Selection(f'{name}{{namespace=~"$namespace",model=~"$model",worker!=""}}')
 
 
@@ -22,12 +22,12 @@ def _now(title: str, unit: Unit, family: Family, about: str = "") -> Panel:
 def _of_ceiling(title: str, unit: Unit, done: Family, ceiling: Family, about: str) -> Panel:
     queries = (
         Query(rate(of_workers(done), "worker"), "{{worker}}"),
-        Query(total(of_workers(ceiling), "worker"), "{{worker}} at best"),
+        Query(total(of_workers(ceiling), "worker"), "{{worker}} ceiling"),
     )
     return Panel(title, unit, queries, about, width=6)
 
 
-_LIFE = Row(
+_PROCESSES = Row(
     "Processes",
     (
         Panel(
@@ -38,7 +38,12 @@ _LIFE = Row(
             Kind.NUMBER,
             width=6,
         ),
-        _now("Ready", Unit.NUMBER, f.WORKER_READY, "0: takes no new requests; its log and `tandem status` say why."),
+        _now(
+            "Ready",
+            Unit.NUMBER,
+            f.WORKER_READY,
+            "0: takes no new requests; its log and `tandem status` give the reason.",
+        ),
         Panel(
             "Restarts",
             Unit.NUMBER,
@@ -79,13 +84,13 @@ _ENGINE = Row(
             "Memory bandwidth utilization",
             Unit.SHARE,
             f.BANDWIDTH_UTILIZATION,
-            "Of the device's ceiling, while it computes. Near 1, a decode worker does what its device can.",
+            "Share of the device's ceiling, while it computes. Near 1, a decode worker is at its device's limit.",
         ),
         _now(
             "FLOPS utilization",
             Unit.SHARE,
             f.FLOPS_UTILIZATION,
-            "Of the device's ceiling, while it computes. Near 1, a prefill worker does what its device can.",
+            "Share of the device's ceiling, while it computes. Near 1, a prefill worker is at its device's limit.",
         ),
         _now(
             "Step time prediction error",
@@ -98,7 +103,7 @@ _ENGINE = Row(
             Unit.BYTES_A_SECOND,
             f.STEP_BYTES,
             f.DEVICE_BANDWIDTH,
-            "Weights and KV, by the steps' shape; the best is measured at each start.",
+            "Weights and KV, by the steps' shape; the ceiling is measured at each start.",
         ),
         _of_ceiling("Floating-point operations", Unit.FLOPS, f.STEP_FLOPS, f.DEVICE_FLOPS, "By the steps' shape."),
         Panel(
@@ -166,10 +171,10 @@ _KV = Row(
             Unit.NUMBER,
             (
                 Query(total(of_workers(f.KV_PAGES, state="quarantined"), "worker"), "{{worker}} quarantined"),
-                Query(total(of_workers(f.PENDING_TRANSFER_PAGES), "worker"), "{{worker}} still written"),
+                Query(total(of_workers(f.PENDING_TRANSFER_PAGES), "worker"), "{{worker}} pending"),
             ),
-            "In quarantine: a prefill worker that has lost its lease may still write them. Still written: prompts that"
-            " are over, to a decode worker that does not take them.",
+            "Quarantined: a prefill worker whose lease has expired may still write them. Pending: pages of ended"
+            " prompts that unfinished writes still read.",
             width=6,
         ),
         _rates(
@@ -194,15 +199,15 @@ _PLANNER = Row(
         Panel(
             "Load by role",
             Unit.SHARE,
-            (Query(total(series(f.PLANNER_STRAIN), "half"), "{{half}}"),),
+            (Query(total(series(f.PLANNER_LOAD_RATIO), "role"), "{{role}}"),),
             "Predicted load / capacity; at 1 the service classes can just be met. Empty where the planner is off.",
             width=6,
         ),
         Panel(
             "Wanted workers",
             Unit.NUMBER,
-            (Query(total(series(f.PLANNER_WANTED), "half"), "{{half}}"),),
-            "Those that serve are under *Processes up*.",
+            (Query(total(series(f.PLANNER_WANTED), "role"), "{{role}}"),),
+            "Serving workers are under *Processes up*.",
             width=6,
         ),
         Panel(
@@ -282,6 +287,6 @@ _HARDWARE = Row(
 DASHBOARD = Dashboard(
     "workers",
     "Tandem: workers, KV and hardware",
-    "How are workers, their KV pages and what they run on?",
-    (_LIFE, _PLANNER, _ENGINE, _KV, _HOSTS, _HARDWARE),
+    "Workers, KV pages and hardware",
+    (_PROCESSES, _PLANNER, _ENGINE, _KV, _HOSTS, _HARDWARE),
 )

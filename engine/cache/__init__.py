@@ -1,0 +1,1 @@
+"""The paged KV cache: page pool, prefix cache and checksums."""

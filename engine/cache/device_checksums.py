@@ -1,4 +1,4 @@
-"""Checksums of pages in GPU memory, beside the engine's steps."""
+"""Checksums of pages in GPU memory, concurrent with the engine's steps."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ from engine.device_wait import wait_for
 from engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums
 
 _MOST_PAGES = 64
-"""Pages of one launch."""
+"""The number of pages per launch."""
 _MASK = (1 << 64) - 1
 
 
 class DeviceChecksums:
-    """`PageChecksums` on a stream of its own: no step waits for it, and it waits for none.
+    """`PageChecksums` on a dedicated stream: no step waits for it, and it waits for none.
 
-    Only the thread that asks waits, and soon sleeps. Compiled when it is made; from then on it takes no memory.
+    Only the calling thread waits, and soon sleeps. It is compiled at construction and allocates no memory after that.
     """
 
     def __init__(self, words: Tensor) -> None:
-        """`words` as of `engine.cache.page_checksums.as_words`, on a GPU."""
+        """Takes `words` as `engine.cache.page_checksums.as_words` returns them, on a GPU."""
         self._words = words
         self._stream = torch.cuda.Stream(words.device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -32,6 +32,7 @@ class DeviceChecksums:
         self([0], [0])
 
     def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        """Returns the checksum of each page's first `filled` token positions; IndexError outside the pool."""
         chosen = list(zip(pages, filled, strict=True))
         outside = [page for page in pages if not 0 <= page < len(self._words)]
         if outside:
@@ -44,7 +45,7 @@ class DeviceChecksums:
     def _sum(self, chosen: Sequence[tuple[int, int]]) -> list[int]:
         count = len(chosen)
         self._chosen_here.numpy()[:count] = chosen
-        # Which device is current is each thread's own setting; the stream's context sets it as well.
+        # The current device is a setting of each thread; the stream's context sets it as well.
         with torch.cuda.stream(self._stream):
             self._chosen[:count].copy_(self._chosen_here[:count], non_blocking=True)
             partial_sums(self._words, self._chosen[:count], self._parts[:count])

@@ -1,23 +1,23 @@
-"""Nobody's pages, handed out as extents: neighbours travel as one piece."""
+"""The free pages of the pool, allocated as extents: adjacent pages are transferred as one block."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 
 
 class FreePages:
-    """A set of page numbers that knows its extents, the longest runs of neighbours. Guarded by its owner's lock.
+    """A set of page numbers that knows its extents, the longest runs of adjacent pages. Guarded by its owner's lock.
 
     Best fit: a request's pages come from the smallest extent that holds them all, so that single pages fill the gaps
-    and long extents stay long. Where none is large enough, the largest is taken whole, and the rest is looked for
-    again. Costs grow with the extents that change, and hardly with the pages in them.
+    and long extents stay long. If none is large enough, the largest is taken whole, and the search is repeated for the
+    rest. The cost grows with the number of extents that change, and hardly with the number of pages in them.
     """
 
     def __init__(self, pages: Iterable[int]) -> None:
         self._count = 0
         self._ends: dict[int, int] = {}
-        """First page of each extent → the page behind its last."""
+        """First page of each extent → the page after its last."""
         self._starts: dict[int, int] = {}
-        """The same the other way."""
+        """The page after the last of each extent → its first page."""
         self._by_size: list[tuple[int, int]] = []
         """(pages, first page) of each extent, ascending."""
         self.give(list(pages))
@@ -31,11 +31,11 @@ class FreePages:
 
     @property
     def extents(self) -> int:
-        """How many runs of neighbours there are."""
+        """The number of runs of adjacent pages."""
         return len(self._ends)
 
     def take(self, count: int) -> list[int]:
-        """`count` pages, at most as many as there are; neighbours follow each other."""
+        """Takes `count` pages, at most as many as there are, with adjacent ones in order."""
         taken: list[int] = []
         while len(taken) < count:
             missing = count - len(taken)
@@ -48,7 +48,7 @@ class FreePages:
         return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Pages that are not here, each once, in any order."""
+        """Adds pages that are not in the set, each once, in any order."""
         for start, end in _runs(sorted(pages)):
             self._join(start, end)
         self._count += len(pages)
@@ -65,7 +65,7 @@ class FreePages:
         self._add(start, end)
 
     def _cut(self, index: int, pages: int) -> None:
-        """The first `pages` of an extent are gone: mostly it stays where it is among the others."""
+        """Removes the first `pages` of an extent, which mostly keeps its rank by size."""
         size, start = self._by_size[index]
         behind = self._ends.pop(start)
         if size == pages:
@@ -90,7 +90,7 @@ class FreePages:
 
 
 def _runs(ascending: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, behind the last) of each run of neighbours."""
+    """Yields (first, after the last) of each run of adjacent pages."""
     if not ascending:
         return
     start, last = ascending[0], ascending[-1]

@@ -1,4 +1,4 @@
-"""A census of the page pool: how many pages are in each state, and whether each page is in exactly one."""
+"""A census of the page pool: the number of pages in each state, and a check that each page is in exactly one."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from wire.messages import Lease, RequestRef
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Pages by state; `promised` of those that are `free` or `cached` are spoken for."""
+    """Pages by state; `promised` counts those of `free` and `cached` that are reserved."""
 
     total: int
     free: int
@@ -23,20 +23,20 @@ class PageCounts:
 
 @dataclass(frozen=True, slots=True)
 class PageCensus:
-    """What the pool knows of its pages, looked at under its lock: these are its own notes, not copies of them."""
+    """A view of the pool's bookkeeping under its lock, without copies."""
 
     total: int
     free: FreePages
     owned: Mapping[RequestRef, Collection[int]]
     shared: Mapping[int, int]
-    """How many read each of them."""
+    """The number of readers of each shared page."""
     cached: Collection[int]
     advertised: Mapping[Lease, Collection[int]]
     quarantined: Mapping[Lease, Collection[int]]
     promised: int
 
     def counts(self) -> PageCounts:
-        """Pages by state."""
+        """Returns the number of pages in each state."""
         return PageCounts(
             total=self.total,
             free=len(self.free),
@@ -49,7 +49,7 @@ class PageCensus:
         )
 
     def faults(self) -> Iterator[str]:
-        """What is wrong, in words: a page in no state or in several, or promises that cannot be kept."""
+        """Yields each inconsistency as a sentence: a page in no state or several, or promises that cannot be kept."""
         places: dict[int, list[str]] = {page: [] for page in range(self.total)}
         for place, page in self._places():
             places.setdefault(page, []).append(place)
@@ -77,7 +77,7 @@ class PageCensus:
 
 
 def lease_name(lease: Lease) -> str:
-    """For messages."""
+    """Returns a readable name of a lease, for messages."""
     return f"{lease.request_id}#{lease.attempt} (epoch {lease.epoch})"
 
 

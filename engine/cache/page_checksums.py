@@ -1,12 +1,12 @@
-"""What a KV page holds, in one number: to see that it arrived as it left, on whichever device it lies.
+"""Checksums of KV pages, to verify that a page arrived as it was sent, on any kind of device.
 
 The checksum of a page is the sum of w_i * (2 i + 1) mod 2^64 over the page's 32-bit words w_i, little-endian and
-signed, i being the word's place in the page. Of a page that is filled in part only the filled token positions count:
-what lies behind them is nobody's, and the decode worker writes there.
+signed, i being the word's index in the page. Of a partly filled page only the filled token positions count: the memory
+after them is unused, and the decode worker writes there.
 
 Words differ by less than 2^32 and weights by less than 2^32 as well, so no product of the two is 0 mod 2^64: one
-changed word, or any two that changed places, always change the sum. Other errors go unseen with a chance of about
-2^-64. It is no defence against somebody who wants to deceive, who could send any sum as well.
+changed word, or any two that were swapped, always change the sum. Other errors go undetected with a probability of
+about 2^-64. It is no protection against an attacker, who could send any sum as well.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,18 @@ _MASK = (1 << 64) - 1
 
 
 class PageChecksums(Protocol):
-    """Sums pages where they lie."""
+    """A function that sums pages in place."""
 
     def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
-        """Checksums, below 2^64, of these pages of the pool, whose first `filled` token positions count.
+        """Returns the checksums, below 2^64, of these pages' first `filled` token positions.
 
-        Waits for the device, so it belongs to a thread that may; for one thread at a time. Writers of these pages must
-        be quiet. IndexError outside the pool.
+        It waits for the device, so it belongs on a thread that may block; one thread at a time. Nothing may write these
+        pages meanwhile. IndexError outside the pool.
         """
 
 
 def page_checksums(cache: Tensor) -> PageChecksums:
-    """Checksums over a cache [pages, layers, 2, kv_heads, page_tokens, head_dim] of any dtype, on its device.
+    """Returns checksums over a cache [pages, layers, 2, kv_heads, page_tokens, head_dim] of any dtype, on its device.
 
     ValueError when one token's keys of one head are not whole 32-bit words: head_dim would be odd.
     """
@@ -46,7 +46,10 @@ def page_checksums(cache: Tensor) -> PageChecksums:
 
 
 def as_words(cache: Tensor) -> Tensor:
-    """The same memory as [pages, rows, page_tokens, words] int32, a row being one head's keys or values of a layer."""
+    """Returns the same memory as [pages, rows, page_tokens, words] int32.
+
+    A row is one head's keys or values of a layer.
+    """
     pages, layers, parts, kv_heads, page_tokens, head_dim = cache.shape
     if head_dim * cache.element_size() % WORD_BYTES:
         raise ValueError(f"heads of {head_dim} elements of {cache.dtype} are not whole words of {WORD_BYTES} bytes")
@@ -54,15 +57,16 @@ def as_words(cache: Tensor) -> Tensor:
 
 
 class HostChecksums:
-    """`PageChecksums` by NumPy: one thread, which does not hold Python's lock meanwhile; about 0.4 ms a megabyte."""
+    """`PageChecksums` by NumPy on the calling thread, which releases the GIL meanwhile; about 0.4 ms per megabyte."""
 
     def __init__(self, words: Tensor) -> None:
-        """`words` as of `as_words`."""
+        """Takes `words` as `as_words` returns them."""
         self._words: npt.NDArray[np.int32] = words.numpy()
         shape = self._words.shape[1:]
         self._weights = (2 * np.arange(np.prod(shape), dtype=np.int64) + 1).reshape(shape)
 
     def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        """Returns the checksum of each page's first `filled` token positions; IndexError outside the pool."""
         return [self._sum(page, tokens) for page, tokens in zip(pages, filled, strict=True)]
 
     def _sum(self, page: int, tokens: int) -> int:

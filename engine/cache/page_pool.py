@@ -1,18 +1,17 @@
-"""Who owns each page of the KV cache, and how many pages are promised.
+"""Ownership of the KV cache's pages, and the number of pages that are promised.
 
 A page is in exactly one state:
 
-    free         nobody's; the pool alone hands it out
-    owned        one attempt's at one request: it alone writes the page, and its scheduler frees it
+    free         unowned; only the pool hands it out
+    owned        by one attempt at one request: it alone writes the page, and its scheduler frees it
     shared       read-only and counted: each `retain` is undone by one `release`, after the last of which it is cached
-    cached       nobody reads it, but the prefix cache knows what it holds: room that is still worth something
-    advertised   a lease's: the prefill worker named there may write it at any moment, nobody else touches it
-    quarantined  a dead lease's whose late writes may still land: free again only by `free_quarantined`
+    cached       without readers, but the prefix cache knows its contents: free capacity that may still be reused
+    advertised   by a lease: the prefill worker named there may write it at any moment, and nothing else touches it
+    quarantined  of a dead lease whose late writes may still land: free again only by `free_quarantined`
 
-A promise is a credit without pages: it keeps so many free pages from everyone who has none.
-
-Cached pages are room like free ones, and are taken when none of those is left, the one that was read longest ago
-first: nobody is ever refused because of them.
+A promise is a credit without pages: it withholds a number of free pages from callers without a promise. Cached pages
+count as free, and are evicted when no free page is left, least recently used first: no request is ever refused because
+of them.
 """
 
 import threading
@@ -26,16 +25,16 @@ from wire.messages import Lease, RequestRef
 
 
 class PagePool:
-    """The pages 0 .. total - 1. Every method is safe from any thread, takes microseconds and changes all or nothing.
+    """The pages 0 .. total - 1. Every method is thread-safe, takes microseconds and changes all or nothing.
 
-    ResourceExhausted means no room now; StaleEpoch, that a lease holds no such pages (any more); Internal, that the
-    caller named pages it does not own: a defect.
+    ResourceExhausted means that there is no free page now; StaleEpoch, that a lease holds no such pages (any more);
+    Internal, that the caller named pages it does not own: a defect.
     """
 
     def __init__(self, total: int) -> None:
         self._total = total
         self.lock = threading.RLock()
-        """For who must do several things at once: nothing changes while it is held. Held for microseconds."""
+        """Held by callers that do several things at once: nothing changes while it is held. Held for microseconds."""
         self._free = FreePages(range(total))
         self._promised = 0
         self._owned: dict[RequestRef, dict[int, None]] = {}
@@ -45,30 +44,30 @@ class PagePool:
         self._advertised: dict[Lease, list[int]] = {}
         self._quarantined: dict[Lease, list[int]] = {}
 
-    def tell_of_taken(self, on_taken: Callable[[int], None]) -> None:
-        """`on_taken(page)` hears, under the lock, of each cached page that is about to hold something else."""
+    def on_eviction(self, on_taken: Callable[[int], None]) -> None:
+        """Registers `on_taken(page)`, called under the lock for each cached page that is about to be evicted."""
         self._on_taken = on_taken
 
     def promise(self, pages: int) -> None:
-        """Keeps `pages` free pages back for whoever spends the promise; undone by `unpromise` or spent page by page."""
+        """Withholds `pages` free pages for a later allocation; undone by `unpromise` or spent page by page."""
         with self.lock:
             self._need(pages)
             self._promised += pages
 
     def promise_up_to(self, pages: int) -> int:
-        """Promise `pages` pages, or as many as there are. Returns how many."""
+        """Promises `pages` pages, or as many as are free; returns the number promised."""
         with self.lock:
             promised = max(0, min(pages, self._room))
             self._promised += promised
             return promised
 
     def unpromise(self, pages: int) -> None:
-        """Gives back what is left of a promise; the caller keeps that count."""
+        """Returns the rest of a promise, which the caller keeps count of."""
         with self.lock:
             self._spend(pages)
 
     def allocate(self, owner: RequestRef, pages: int, *, from_promise: bool = False) -> list[int]:
-        """Free pages become the owner's, who frees them by `free`; a promise made before pays with `from_promise`."""
+        """Gives free pages to the owner, who frees them with `free`; `from_promise` spends an earlier promise."""
         with self.lock:
             taken = self._take(pages, from_promise)
             if taken:
@@ -76,7 +75,7 @@ class PagePool:
             return taken
 
     def allocate_each(self, owners: Sequence[RequestRef]) -> list[int]:
-        """A promised page for each of them, as `allocate` gives them one by one."""
+        """Returns one promised page for each owner, as `allocate` would give them one by one."""
         with self.lock:
             taken = [self._take(1, from_promise=True)[0] for _ in owners]
             for owner, page in zip(owners, taken, strict=True):
@@ -84,7 +83,7 @@ class PagePool:
             return taken
 
     def advertise(self, lease: Lease, pages: int, *, from_promise: bool = True) -> list[int]:
-        """Free pages become the lease's, for its prefill worker to write.
+        """Gives free pages to the lease, for its prefill worker to write.
 
         Ended by `adopt`, `quarantine` or `free_lease`.
         """
@@ -97,43 +96,48 @@ class PagePool:
             return list(taken)
 
     def adopt(self, lease: Lease, owner: RequestRef) -> list[int]:
-        """The lease's pages are written and quiet: they become the owner's, in the order they were advertised."""
+        """Gives a lease's pages, written and quiescent, to the owner, in the order in which they were advertised."""
         with self.lock:
             pages = self._pop(self._advertised, lease)
             self._owned.setdefault(owner, {}).update(dict.fromkeys(pages))
             return pages
 
     def quarantine(self, lease: Lease) -> list[int]:
-        """The lease is over and late writes may still land: nobody gets its pages until `free_quarantined`."""
+        """Quarantines the pages of a lease that is over while late writes may land: unused until `free_quarantined`."""
         with self.lock:
             pages = self._pop(self._advertised, lease)
             self._quarantined[lease] = pages
             return list(pages)
 
     def free_lease(self, lease: Lease) -> int:
-        """Frees advertised pages that nobody writes or will write: the prefill worker said so. Returns how many."""
+        """Frees advertised pages that the prefill worker has released and writes no more; returns their number."""
         with self.lock:
             return self._give_back(self._pop(self._advertised, lease))
 
     def free_quarantined(self, lease: Lease) -> int:
-        """Frees quarantined pages once their writer is known to be quiet, or dead for long enough. Returns how many."""
+        """Frees quarantined pages once their writer is known to be quiescent, or dead for long enough.
+
+        Returns their number.
+        """
         with self.lock:
             return self._give_back(self._pop(self._quarantined, lease))
 
     def free(self, owner: RequestRef, pages: Sequence[int] | None = None) -> int:
-        """Frees these pages of the owner, or all it has (perhaps none). Returns how many."""
+        """Frees these pages of the owner, or all it has (perhaps none); returns their number."""
         with self.lock:
             held = self._owned.get(owner, {})
             return self._give_back(self._disown(owner, list(held) if pages is None else pages))
 
     def share(self, owner: RequestRef, pages: Sequence[int]) -> None:
-        """The owner's pages become shared, read by the caller, who must `release` each."""
+        """Turns the owner's pages into shared ones, read by the caller, who must `release` each."""
         with self.lock:
             self._shared.update(dict.fromkeys(self._disown(owner, pages), 1))
 
     def retain(self, pages: Sequence[int]) -> int:
-        """One more reader of each of these shared or cached pages, who must `release` it. A cached page is room no
-        longer: only as many of the first pages are retained as promises leave room for. Returns how many.
+        """Adds one reader to each of these shared or cached pages; the reader must `release` it.
+
+        A cached page is not free any longer: only as many of the first pages are retained as promises allow. Returns
+        their number.
         """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared and page not in self._cached])
@@ -148,9 +152,11 @@ class PagePool:
             return len(pages)
 
     def release(self, pages: Sequence[int]) -> int:
-        """One reader less of each shared page; those without readers are cached, the first of them to be taken first.
+        """Removes one reader from each shared page.
 
-        Returns how many those are.
+        Those without readers are cached, the first of them to be evicted first.
+
+        Returns the number of those without readers.
         """
         with self.lock:
             self._need_known(pages, [page for page in pages if page not in self._shared])
@@ -165,34 +171,34 @@ class PagePool:
 
     @property
     def total(self) -> int:
-        """Pages in all states."""
+        """The number of pages in all states."""
         return self._total
 
     @property
     def room(self) -> int:
-        """Pages that nobody uses and that are promised to nobody; of the counts, what costs nothing to know."""
+        """The number of pages that are unused and not promised; the only one of the counts that is cheap."""
         with self.lock:
             return self._room
 
     def counts(self) -> PageCounts:
-        """Pages by state, all of one moment."""
+        """Returns the number of pages in each state, all at one moment."""
         with self.lock:
             return self._census().counts()
 
     def readers(self) -> dict[int, int]:
-        """How many read each shared or cached page; cached ones, which nobody reads, in the order they are taken."""
+        """Returns the number of readers of each shared or cached page; cached ones (0) in the order of eviction."""
         with self.lock:
             return self._shared | dict.fromkeys(self._cached, 0)
 
     def check_integrity(self) -> None:
-        """Raises Internal, in words, unless every page is in exactly one state and the promises can be kept."""
+        """Raises Internal with all faults, unless every page is in exactly one state and promises can be kept."""
         with self.lock:
             faults = list(self.faults())
         if faults:
             raise Internal(f"The page pool is inconsistent: {'; '.join(faults)}.")
 
     def faults(self) -> Iterable[str]:
-        """What is wrong, in words; under the lock."""
+        """Returns each inconsistency as a sentence; under the lock."""
         return self._census().faults()
 
     def _census(self) -> PageCensus:
@@ -233,7 +239,7 @@ class PagePool:
 
     @property
     def _room(self) -> int:
-        """Pages that may be handed out without a promise."""
+        """The number of pages that may be handed out without a promise."""
         return len(self._free) + len(self._cached) - self._promised
 
     @staticmethod

@@ -9,32 +9,34 @@ from engine.config.model import ModelConfig
 from engine.memory import GIB, free_bytes
 from wire.errors import InvalidArgument
 
-_NOBODYS = 1
-"""Pages of a cache beside those that requests have."""
+_SCRATCH_PAGES = 1
+"""The number of pages of a cache that no request owns."""
 
 
 class PagedCache:
-    """[pages + 1, layers, 2, kv_heads, page_tokens, head_dim], zeroed; of the third dimension keys are 0, values 1.
+    """[pages + 1, layers, 2, kv_heads, page_tokens, head_dim], zeroed.
 
-    Page number `pages`, the last one, is nobody's: other workers write to it to try out a connection.
-    Owns the memory: addresses handed to a transfer are good as long as this object lives.
+    Index 0 of the third dimension is keys, 1 values.
+
+    Page number `pages`, the last one, belongs to no request: other workers write to it to test a connection. This
+    object owns the memory: addresses handed to a transfer are valid as long as it lives.
     """
 
     def __init__(
         self, config: ModelConfig, page_tokens: int, capacity_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """As many whole pages as fit into `capacity_bytes` together with the one that is nobody's.
+        """Allocates as many whole pages as fit into `capacity_bytes`, one of them the page of no request.
 
-        InvalidArgument if not one fits beside it, or `device` has less.
+        InvalidArgument if that leaves none, or `device` has less memory.
         """
         self.layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim
         self.page_tokens = page_tokens
         self.item_bytes = dtype.itemsize
-        self.pages = capacity_bytes // page_bytes(config, page_tokens, dtype) - _NOBODYS
+        self.pages = capacity_bytes // page_bytes(config, page_tokens, dtype) - _SCRATCH_PAGES
         if self.pages < 1:
             least = cache_bytes(config, 1, page_tokens, dtype)
             raise InvalidArgument("kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {least} bytes.")
-        shape = (self.pages + _NOBODYS, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
+        shape = (self.pages + _SCRATCH_PAGES, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
         self.tensor = _zeros(shape, dtype, device)
 
     @property
@@ -44,7 +46,7 @@ class PagedCache:
 
     @property
     def base_address(self) -> int:
-        """First byte of page 0 in this process; on a GPU, a device address."""
+        """The address of page 0 in this process; on a GPU, a device address."""
         return self.tensor.data_ptr()
 
     @property
@@ -64,17 +66,17 @@ class PagedCache:
 
 
 def page_bytes(config: ModelConfig, page_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over all layers."""
+    """Returns the bytes of one page over all layers."""
     return config.layers * 2 * config.kv_heads * page_tokens * config.head_dim * dtype.itemsize
 
 
 def cache_bytes(config: ModelConfig, pages: int, page_tokens: int, dtype: torch.dtype) -> int:
-    """The least capacity of a cache of so many pages: theirs, and those of the page that is nobody's."""
-    return (pages + _NOBODYS) * page_bytes(config, page_tokens, dtype)
+    """Returns the least capacity of a cache of `pages` pages, including the page of no request."""
+    return (pages + _SCRATCH_PAGES) * page_bytes(config, page_tokens, dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """InvalidArgument if the memory is not there."""
+    """Returns zeroed memory; InvalidArgument if there is not enough."""
     size = torch.Size(shape).numel() * dtype.itemsize
     try:
         if device.type != "cpu":
@@ -96,7 +98,7 @@ def _too_large(size: int, device: torch.device) -> InvalidArgument:
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Fresh private pages of the operating system: zero, aligned, and resident only once they are touched."""
+    """Returns new private pages of the operating system: zero, aligned, and resident only once they are touched."""
     size = torch.Size(shape).numel() * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,20 +1,19 @@
-"""Which pages hold the KV of which prefix, so that nobody computes or sends it again.
+"""The prefix cache: which pages hold the KV of which prefix, so that it is neither computed nor sent again.
 
-Only full pages are known here, each by a digest that stands for its tokens and all before them
-(`wire/page_digests.py`). The digests of one prefix are a path in a tree, and everyone who reads a page reads those
-before it as well, so the pages of a path have fewer and fewer readers. A path is let go from its end: the page that the
-pool takes first, the one that was let go longest ago, is always a leaf, and no page is ever left behind that no path
-leads to.
+Only full pages are indexed, each by a digest of its tokens and all before them (`wire/page_digests.py`). The digests of
+one prefix are a path in a tree, and each reader of a page reads those before it as well, so the pages along a path have
+fewer and fewer readers. A path is released from its end: the page that the pool evicts first, the least recently
+released one, is always a leaf, and no page is ever left that no path leads to.
 
-A request has one `Prefix`:
+The life of a request's `Prefix`:
 
-    promise, allocate   the pages that are known are read from now on, as many as its tokens fill but one token: a step
-                        has to compute something. What is missing is promised to it, or its own
-    publish             its own full pages are computed and known to all. Where somebody else was first, the page stays
-                        its own, and the other one is read as well, unused: the path to the pages behind stays whole
-    leave               it reads nothing any more; what is still its own is free
+    promise, allocate   retain the known pages, at most as many as its tokens but one fill: a step has to compute
+                        something. The missing pages are promised to it, or allocated as its own
+    publish             its own full pages are computed and indexed. Where another request was first, the page stays
+                        its own, and the other one is retained as well, unused: the path to later pages stays whole
+    leave               it reads nothing any more; the pages it owns are freed
 
-Nobody writes to a page once it is published: a prefix has no room left.
+A page is never written once it is published: a prefix consists of full pages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,24 +28,24 @@ from wire.page_digests import page_digests, root_digest
 from wire.prefixes import PrefixChanges, PrefixList
 
 PageNaming = Callable[[Sequence[int], int, bytes], list[bytes]]
-"""As `wire.page_digests.page_digests`, which it is wherever there are tokens."""
+"""A function like `wire.page_digests.page_digests`, which it is wherever there are tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """One request's path: the names of its full pages, and which of the cache's pages it reads."""
+    """The path of one request: the digests of its full pages, and the cache's pages that it reads."""
 
     root: bytes
     digests: list[bytes] = field(default_factory=list)
     readable: int = 0
-    """How many of them may be read instead of computed."""
+    """The number of pages that may be read instead of computed."""
     pages: list[int] = field(default_factory=list)
-    """The cache's pages of the first digests, each retained for this request once."""
+    """The cache's pages of the first digests, each retained once for this request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A page that is known: `number` in its path, from 0, and the digest of the one before it, or the root's."""
+    """An indexed page: `number` is its index in its path, `parent` the digest of the page before it, or the root's."""
 
     page: int
     number: int
@@ -54,15 +53,17 @@ class _Node:
 
 
 class PrefixCache:
-    """Owns no page: all are the pool's, shared as long as somebody reads them, cached as long as there is room.
+    """The index of cached prefixes.
 
-    Safe from any thread, under the pool's lock; every call takes time in proportion to its pages.
+    It owns no page: the pool holds them, as shared while read and as cached until evicted.
+
+    Thread-safe, under the pool's lock; every call takes time in proportion to its pages.
     """
 
     def __init__(
         self, pool: PagePool, page_tokens: int, *, enabled: bool = True, names: PageNaming = page_digests
     ) -> None:
-        """Not `enabled`, nothing is ever known, and all else works as ever. `names` gives those of full pages."""
+        """Takes `names`, which computes the digests of full pages; if not `enabled`, nothing is ever indexed."""
         self.pool = pool
         self.page_tokens = page_tokens
         self._enabled = enabled
@@ -73,13 +74,13 @@ class PrefixCache:
         self.query_tokens = 0
         """Tokens of all prompts that were looked up."""
         self.hit_tokens = 0
-        """Those of them whose KV was there."""
-        pool.tell_of_taken(self._forget)
+        """Tokens of those prompts whose KV was cached."""
+        pool.on_eviction(self._forget)
 
     # ---- a request's path ----
 
     def prefix(self, token_ids: Sequence[int], salt: str) -> Prefix:
-        """The names of a prompt's pages; hashes all its tokens and holds nothing yet."""
+        """Returns the digests of a prompt's pages; hashes all its tokens and retains nothing yet."""
         root = root_digest(salt)
         if not self._enabled:
             return Prefix(root)
@@ -87,16 +88,15 @@ class PrefixCache:
         return Prefix(root, digests, (len(token_ids) - 1) // self.page_tokens)
 
     def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
-        """`token_ids` are those behind the pages that have a name: the full pages among them get one too."""
+        """Extends the path by the full pages among `token_ids`, the tokens after the last page with a digest."""
         if self._enabled:
             parent = prefix.digests[-1] if prefix.digests else prefix.root
             prefix.digests += self._names(token_ids, self.page_tokens, parent)
 
     def promise(self, prefix: Prefix, pages: int, prompt_tokens: int, *, aside: int = 0) -> int:
-        """Read what is known and have the rest of `pages` promised, if `aside` pages are left then; returns how many
-        are promised.
+        """Retains the known pages and has the rest of `pages` promised; returns the number promised.
 
-        ResourceExhausted: nothing has changed.
+        `aside`: pages that must stay free besides. ResourceExhausted: nothing has changed.
         """
         with self.pool.lock:
             self._read(prefix)
@@ -110,8 +110,9 @@ class PrefixCache:
             return pages - len(prefix.pages)
 
     def allocate(self, owner: RequestRef, prefix: Prefix, pages: int, prompt_tokens: int) -> list[int]:
-        """`pages` pages in the order of the prompt: those that are known, which are read-only, and new ones, the
-        owner's. ResourceExhausted: nothing has changed.
+        """Returns `pages` pages in the order of the prompt: known ones, which are read-only, and new ones, the owner's.
+
+        ResourceExhausted: nothing has changed.
         """
         with self.pool.lock:
             self._read(prefix)
@@ -124,7 +125,7 @@ class PrefixCache:
             return [*prefix.pages, *new]
 
     def join(self, prefix: Prefix, pages: int) -> None:
-        """Read the first `pages` pages, which somebody else is reading as well. StaleEpoch if nobody does any more."""
+        """Retains the first `pages` pages, which another request reads as well; StaleEpoch if none does any more."""
         with self.pool.lock:
             known = prefix.digests[:pages]
             if len(known) == pages and all(digest in self._nodes for digest in known):
@@ -134,13 +135,13 @@ class PrefixCache:
                 raise StaleEpoch(f"{pages} cached pages are there no longer, not all of them; drop this attempt")
 
     def publish(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
-        """`pages`, the request's own but for those it reads, hold the KV of all its digests: everyone may read them."""
+        """Indexes `pages`, which hold the KV of all the request's digests: its own ones and those that it reads."""
         with self.pool.lock:
             self._retain(prefix, self._known(prefix.digests[len(prefix.pages) :]))
             first = len(prefix.pages)
             missing = prefix.digests[first:]
             if not missing or missing[0] in self._nodes:
-                return  # there was no room to read it: what would come behind it could not be found
+                return  # it could not be retained: pages after it could not be found
             mine = pages[first : len(prefix.digests)]
             self.pool.share(owner, mine)
             parent = prefix.digests[first - 1] if first else prefix.root
@@ -152,7 +153,7 @@ class PrefixCache:
             prefix.pages += mine
 
     def leave(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
-        """Of `pages`, in the order of the prompt, those that are the owner's own are free, the others are let go."""
+        """Frees those of `pages`, in the order of the prompt, that the owner owns, and releases the others."""
         with self.pool.lock:
             read = prefix.pages
             unread = [page for page, known in zip(pages, read, strict=False) if page != known]
@@ -160,19 +161,19 @@ class PrefixCache:
             self._let_go(prefix)
 
     def let_go(self, prefix: Prefix) -> None:
-        """Read nothing any more."""
+        """Releases all pages that the request reads."""
         with self.pool.lock:
             self._let_go(prefix)
 
-    # ---- for those who keep a list of it ----
+    # ---- for the router's copy of the index ----
 
     def changes(self) -> PrefixChanges | None:
-        """What has become known and what is forgotten since the last time, None if nothing."""
+        """Returns what was indexed and evicted since the last call, None if nothing."""
         with self.pool.lock:
             return self._log.take()
 
     def known(self) -> PrefixList:
-        """All that is known. Takes a microsecond a page, and the pool's lock meanwhile."""
+        """Returns all that is indexed. Takes a microsecond per page under the pool's lock."""
         with self.pool.lock:
             pages = [(digest, node.parent) for digest, node in self._nodes.items()]
             sequence = self._log.sequence
@@ -182,16 +183,18 @@ class PrefixCache:
 
     @property
     def events(self) -> tuple[int, int]:
-        """Pages that ever became known, and that were forgotten."""
+        """The number of pages that were ever indexed, and of those that were evicted."""
         return self._log.stored_pages, self._log.removed_pages
 
     def __len__(self) -> int:
-        """Pages that are known."""
+        """Returns the number of indexed pages."""
         return len(self._nodes)
 
     def check_integrity(self) -> None:
-        """As `PagePool.check_integrity`, and that the pool's shared and cached pages are those that are known here, on
-        paths without gaps, of which the pool takes leaves first.
+        """Raises Internal on an inconsistency of the pool or the index.
+
+        It is `PagePool.check_integrity`, and checks that the pool's shared and cached pages are the indexed ones, on
+        paths without gaps, of which the pool evicts leaves first.
         """
         with self.pool.lock:
             faults = [*self.pool.faults(), *self._faults()]
@@ -204,7 +207,7 @@ class PrefixCache:
         self._retain(prefix, self._known(prefix.digests[: prefix.readable]))
 
     def _known(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The first of these, up to one that is not known: what is behind it is not known either."""
+        """Returns the first of these digests, up to one that is not indexed: nothing after it is indexed either."""
         return list(takewhile(self._nodes.__contains__, digests))
 
     def _retain(self, prefix: Prefix, digests: Sequence[bytes]) -> None:
@@ -212,7 +215,7 @@ class PrefixCache:
         prefix.pages += pages[: self.pool.retain(pages)]
 
     def _let_go(self, prefix: Prefix) -> None:
-        """From the end: the pool takes what it got first, and that must be a leaf."""
+        """Releases the pages from the end, because the pool evicts in that order and must evict leaves first."""
         self.pool.release(prefix.pages[::-1])
         prefix.pages.clear()
 
@@ -221,7 +224,7 @@ class PrefixCache:
         self.hit_tokens += len(prefix.pages) * self.page_tokens
 
     def _forget(self, page: int) -> None:
-        """The pool takes a cached page."""
+        """Removes a page that the pool evicts."""
         digest = self._digests.pop(page)
         del self._nodes[digest]
         self._log.removed(digest)

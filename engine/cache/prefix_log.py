@@ -1,4 +1,4 @@
-"""What becomes known to a prefix cache and what is forgotten, in batches for those who keep a list of it elsewhere."""
+"""Batches of changes of a prefix cache, for copies of its index elsewhere."""
 
 from collections.abc import Iterable
 
@@ -6,27 +6,29 @@ from wire.prefixes import PrefixChanges, PrefixRun
 
 
 class PrefixLog:
-    """What a batch says is where pages have ended up, not how they came there. Guarded by its cache's lock."""
+    """The changes since the last batch: the final state of each page, not its history. Guarded by its cache's lock."""
 
     def __init__(self) -> None:
         self._parents: dict[bytes, bytes | None] = {}
-        """Of each digest that changed, its parent; None = it is forgotten."""
+        """The parent of each digest that changed; None = it was evicted."""
         self.sequence = 0
-        """Of the last batch that was taken."""
+        """The number of the last batch taken."""
         self.stored_pages = self.removed_pages = 0
-        """How many ever were."""
+        """The numbers of pages that were ever indexed and evicted."""
 
     def stored(self, digest: bytes, parent: bytes) -> None:
-        self._parents.pop(digest, None)  # to the end: behind its parent
+        """Records that a page was indexed."""
+        self._parents.pop(digest, None)  # to the end: after its parent
         self._parents[digest] = parent
         self.stored_pages += 1
 
     def removed(self, digest: bytes) -> None:
+        """Records that a page was evicted."""
         self._parents[digest] = None
         self.removed_pages += 1
 
     def take(self) -> PrefixChanges | None:
-        """All since the last time, None if there is nothing."""
+        """Returns all changes since the last call, None if there are none."""
         if not self._parents:
             return None
         changed, self._parents = self._parents, {}
@@ -36,7 +38,7 @@ class PrefixLog:
 
 
 def runs_of(pages: Iterable[tuple[bytes, bytes]]) -> tuple[PrefixRun, ...]:
-    """(digest, parent) of pages, those directly behind each other put together."""
+    """Groups the (digest, parent) of pages into runs in which each page follows its parent."""
     runs: list[tuple[bytes, list[bytes]]] = []
     last = b""
     for digest, parent in pages:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
-"""Tokens of a KV page unless somebody says otherwise; on GPUs the size that attention of prompts takes fast."""
+"""Default tokens of a KV page; on GPUs the size for which prefill attention is fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What to load and how much of the machine to use."""
+    """The model to load and the part of the machine to use."""
 
     model: Path
     """Folder in Hugging Face layout: config.json, safetensors, tokenizer."""
@@ -18,19 +18,21 @@ class EngineConfig:
     dtype: str = "auto"
     """`auto`, `float32`, `bfloat16` or `float16`, of weights and KV; auto = float32 on CPU, the checkpoint's on GPU."""
     page_tokens: int | None = None
-    """Tokens a KV page holds; None = the size that suits the device."""
+    """Tokens of a KV page; None = the default of the device."""
     kv_cache_bytes: int | None = None
-    """Size of the KV page pool and of one page beside it, rounded down to whole pages; None = 1 GiB on CPU, on a GPU
-    what is left of `memory_fraction`."""
+    """Size of the KV page pool including one scratch page, rounded down to whole pages.
+
+    None = 1 GiB on CPU, on a GPU the rest of `memory_fraction`.
+    """
     memory_fraction: float = 0.9
     """Part of the GPU's memory this process may use for everything, 0 to 1: less where processes share a GPU."""
     max_step_tokens: int = 2048
-    """Most tokens of one step over all its rows: the chunk budget of prefill."""
+    """Maximum tokens of one step over all its rows: the chunk budget of prefill."""
     max_batch_requests: int = 64
-    """Most requests of one decode step."""
+    """Maximum requests of one decode step."""
     random_weights: bool = False
-    """Whether weights are drawn at random instead of read: the model's folder then needs nothing but config.json."""
+    """True to draw weights at random instead of reading them: the model's folder then needs only config.json."""
     cuda_graphs: bool = True
-    """Whether steps on a GPU are replayed as CUDA graphs, where one fits; off only to measure what they bring."""
+    """True to replay steps on a GPU as CUDA graphs, where one fits; off only to measure their benefit."""
     threads: int | None = None
     """CPU threads of the engine; None = all cores this process may use."""

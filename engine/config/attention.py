@@ -1,4 +1,4 @@
-"""What attention of a layer looks like."""
+"""The shape of a layer's attention."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class AttentionShape:
 
 
 def attention_shape(model: ModelConfig, layer: int) -> AttentionShape:
-    """The shape of layer number `layer`."""
+    """Returns the attention shape of layer number `layer`."""
     return AttentionShape(
         heads=model.heads,
         kv_heads=model.kv_heads,

@@ -1,4 +1,4 @@
-"""What a model looks like, read from a Hugging Face `config.json`."""
+"""A model's configuration, read from a Hugging Face `config.json`."""
 
 import json
 import math
@@ -14,7 +14,7 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding; `kind` says which of the other fields count. Contexts are in tokens."""
+    """Rotary embedding; `kind` decides which of the other fields count. Contexts are in tokens."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -29,7 +29,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     """Multiplies cos and sin (yarn)."""
     truncate: bool = True
-    """Whether yarn's correction range is rounded to whole dimensions."""
+    """True if yarn's correction range is rounded to whole dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ModelConfig:
     """For each layer the number of latest positions a token sees, None = all."""
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    """The checkpoint's own dtype, None where it does not say."""
+    """The checkpoint's own dtype, None where it is not stated."""
 
     @property
     def qkv_size(self) -> int:
@@ -71,7 +71,7 @@ _SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Reads `config.json` and, where it is there, `generation_config.json`; ModelError says what is wrong and where."""
+    """Reads `config.json` and, if it exists, `generation_config.json`; ModelError names the file and the problem."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; give a folder in Hugging Face layout or a GGUF file.")
     if not (folder / "config.json").is_file():
@@ -90,7 +90,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def parse_model_config(config: Json, generation: Json) -> ModelConfig:
-    """A ModelConfig from the two parsed files, in the spelling of transformers 4 or 5.
+    """Returns a ModelConfig from the two parsed files, in the spelling of transformers 4 or 5.
 
     Raises ModelError for what is not supported, KeyError, TypeError or ValueError for a malformed configuration.
     """
@@ -143,7 +143,7 @@ def _check_heads(config: ModelConfig) -> None:
 
 
 def _parse_rope(config: Json) -> RopeConfig:
-    """transformers 5 writes `rope_parameters` with the theta inside, 4 writes `rope_theta` and `rope_scaling`."""
+    """Parses `rope_parameters` with the theta inside (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = found.get("rope_type") or found.get("type") or "default"
     if kind not in _SUPPORTED_ROPE:
@@ -153,7 +153,7 @@ def _parse_rope(config: Json) -> RopeConfig:
     theta = float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind == "default":
         return RopeConfig(theta=theta)
-    # Phi-style files keep the original context outside, and transformers lets it win.
+    # Phi-style files keep the original context at the top level, which takes precedence in transformers.
     original = config.get("original_max_position_embeddings") or found.get("original_max_position_embeddings")
     original_context = int(original or config["max_position_embeddings"])
     stretched = int(config["max_position_embeddings"]) / original_context
@@ -174,7 +174,7 @@ def _parse_rope(config: Json) -> RopeConfig:
 
 
 def _attention_factor(found: Json, factor: float) -> float:
-    """YaRN's temperature on attention, folded into cos and sin (Peng et al. 2023, section 3.4)."""
+    """Returns YaRN's temperature on attention, folded into cos and sin (Peng et al. 2023, section 3.4)."""
     if found.get("attention_factor") is not None:
         return float(found["attention_factor"])
 
@@ -187,7 +187,7 @@ def _attention_factor(found: Json, factor: float) -> float:
 
 
 def _max_context(config: Json, rope: RopeConfig) -> int:
-    """Files with YaRN may still state the context before stretching."""
+    """Returns the largest context; files with YaRN may still state the context before stretching."""
     stated = int(config["max_position_embeddings"])
     return max(stated, int(rope.original_context * rope.factor)) if rope.kind == "yarn" else stated
 
@@ -210,7 +210,7 @@ def _parse_windows(config: Json, kind: str, layers: int) -> tuple[int | None, ..
 
 
 def _parse_eos(config: Json, generation: Json) -> tuple[int, ...]:
-    """The generation configuration wins: chat models end a turn with a token that config.json does not know."""
+    """Returns the EOS ids; the generation configuration wins, as chat models may end a turn with another token."""
     found = generation.get("eos_token_id")
     if found is None:
         found = config.get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Kernels are compiled side by side, before anything needs them: one after another they would take most of a start."""
+"""Concurrent compilation of kernels before they are needed: one after another they would dominate the start."""
 
 import contextlib
 import logging
@@ -13,20 +13,21 @@ from triton import knobs
 log = logging.getLogger(__name__)
 
 _COMPILERS = 8
-"""Threads: Triton's compiler leaves Python alone for most of its time."""
+"""Threads: Triton's compiler releases the GIL for most of its time."""
 
 Trial = Callable[[], object]
-"""Launches kernels over tensors of its own, whose contents mean nothing. A launch whose kernel another trial is
-compiling does not happen, and returns None.
+"""A function that launches kernels over its own tensors, whose contents are meaningless.
+
+A launch whose kernel another trial is compiling does not happen, and returns None.
 """
 
 
 def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
-    """Run every trial once and wait for them, so that all their kernels are compiled, each by the first that needs it.
+    """Runs every trial once and waits, so that all their kernels are compiled, each by the first that needs it.
 
-    Trials share scratch memory. Most of their launches are one stream's, and use it in turns; those beside them on a
-    second one do not, so nobody may count on what is left there (`Kernels.end_trials`). Their results mix, and mean
-    nothing. What fails here is logged by name, and fails in words where it is used.
+    Trials share scratch memory. Most of their launches are on one stream and use it in turns; those that run on a
+    second stream at the same time do not, so the scratch's final contents are undefined (`Kernels.end_trials`). The
+    results are undefined, too. A failure is logged by name, and is raised again where the kernel is used.
     """
 
     def run(trial: Trial) -> None:
@@ -45,7 +46,10 @@ def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _each_kernel_once() -> Iterator[None]:
-    """Inside, Triton compiles a kernel for whoever launches it first; its own threads would each begin anew."""
+    """Makes Triton compile each kernel only for its first launch inside.
+
+    Otherwise each thread would compile it again.
+    """
     begun: set[tuple[str, str, str]] = set()
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""From loaded weights to an engine that is ready on a GPU: measure, size the cache, capture the graphs."""
+"""Start of an engine on a GPU after its weights are loaded: measure, size the cache, capture the graphs."""
 
 import contextlib
 import logging
@@ -33,24 +33,24 @@ from wire.messages import SamplingParams
 log = logging.getLogger(__name__)
 
 _MARGIN_BYTES = GIB // 4
-"""For fragments of memory, and for what only some steps need."""
+"""Reserve for memory fragmentation and for allocations that only some steps need."""
 _COMPILED_PROMPT = 2048
-"""Tokens that take the kernels of long prompts."""
+"""Tokens of a prompt that uses the kernels of long prompts."""
 _SHORT_PROMPT = 2
-"""Tokens that are no answer's."""
+"""Tokens of a row that is not a decode row."""
 _ANY = SamplingParams(max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Rows of the decode steps and sizes of the steps of prompts that get graphs."""
+    """Rows of the decode steps and sizes of the prefill and mixed steps that get graphs."""
 
     rows: list[int]
     prompts: list[PromptSize]
 
     @property
     def largest(self) -> "_Sizes":
-        """In whose memory the others have room."""
+        """The sizes whose memory holds the others."""
         return _Sizes(self.rows[-1:], largest(self.prompts))
 
 
@@ -63,7 +63,7 @@ def start_on_gpu(
     *,
     progress: Progress | None,
 ) -> tuple[PagedCache, CudaStepper]:
-    """The cache, as large as the settings allow, and the stepper over it with its graphs captured.
+    """Returns the cache, as large as the settings allow, and the stepper over it with its graphs captured.
 
     InvalidArgument, naming the setting to change, if there is not enough memory, or if the GPU is too small for the
     model's kernels.
@@ -85,7 +85,7 @@ def start_on_gpu(
 
 @contextlib.contextmanager
 def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
-    """Tiles are measured on the largest GPUs; those of the same generation for other purposes hold less."""
+    """Raises InvalidArgument for a GPU with less shared memory than tiles need, which were tuned on larger ones."""
     try:
         yield
     except OutOfResources as error:
@@ -99,15 +99,16 @@ def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
 def _one_row(
     config: EngineConfig, model: LlamaModel, page_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """A cache for the longest row of a step, to try steps on."""
+    """Returns a cache for the longest row of a step, for trial steps."""
     row_tokens = min(config.max_step_tokens, model.config.max_context)
     capacity = cache_bytes(model.config, pages_for(row_tokens, page_tokens), page_tokens, dtype)
     return PagedCache(model.config, page_tokens, capacity, dtype, device)
 
 
 def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> int:
-    """Bytes of the largest prompt step and of the largest graphs, in whose memory the smaller ones have room, measured
-    over a cache of one row.
+    """Returns the bytes of the largest prefill step and of the largest graphs, measured over a cache of one row.
+
+    The memory of the largest graphs holds the smaller ones.
     """
     row_tokens, device = min(config.max_step_tokens, model.config.max_context), probe.tensor.device
 
@@ -121,30 +122,30 @@ def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -
 
 
 def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None:
-    """Most kernels of all steps, while there is memory to run many at a time."""
+    """Compiles most kernels of all steps, while there is memory to run many at a time."""
     device = probe.tensor.device
     stepper = _make_stepper(config, model, probe, _Sizes([], []), None)
-    # Draws first: steps of many rows wait for a library that compiles meanwhile, and keep what runs them.
+    # Draws first: steps of many rows wait for a library that compiles, and occupy the compiler threads.
     trials: dict[str, Trial] = {**stepper.draws.trials(probe.tensor.dtype)}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.config, probe).max_context)
-    trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
+    trials["a prefill step"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
-        trials[f"a prompt beside {slots} answers"] = partial(stepper.logits, _beside(slots, probe))
+        trials[f"a mixed step of {slots} decode rows"] = partial(stepper.logits, _mixed_step(slots, probe))
     run_side_by_side(trials, device)
     model.end_trials()
 
 
 def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:
-    """Rows of `tokens` tokens in all. They share their pages, as nobody reads the result."""
+    """Returns rows of `tokens` tokens in total. They share their pages, as the result is not used."""
     pages = range(probe.pages)
     lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
     return [StepRow([0] * length, 0, pages, Draw(_ANY, 0)) for length in lengths]
 
 
-def _beside(answers: int, probe: PagedCache) -> StepBatch:
-    """A short prompt beside so many answers."""
+def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:
+    """Returns a mixed step: a short prompt and `answers` decode rows."""
     return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
 
 

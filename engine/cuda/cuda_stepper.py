@@ -34,7 +34,7 @@ class _HostMemory:
 
 
 class CudaStepper:
-    """At most two steps may be in flight: results are asked for in the order of the launches."""
+    """Runs steps on a GPU. At most two may be in flight: results are requested in the order of the launches."""
 
     asynchronous = True
 
@@ -48,7 +48,7 @@ class CudaStepper:
         graphs: DecodeGraphs,
         prompts: PromptGraphs,
     ) -> None:
-        """`drawn` [rows] int64 is where `draws` leaves every step's tokens and the next one finds them."""
+        """Takes `drawn` [rows] int64, in which `draws` leaves every step's tokens for the next one."""
         self._packer = packer
         self._forward = forward
         self.draws = draws
@@ -58,11 +58,11 @@ class CudaStepper:
         self.graph_use = GraphUse()
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
-        """Of the newest step; empty if every row has the draw of its own number."""
+        """The draw of each row of the newest step; empty if every row's draw has the row's number."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """See `ModelRunner.launch`."""
-        # Triton and graphs go by the thread's current device, and steps have a thread of their own.
+        """Launches a step (see `ModelRunner.launch`)."""
+        # Triton and graphs use the thread's current device, and steps have a dedicated thread.
         torch.cuda.set_device(self._drawn.device)
         sizes = self._packer.sizes(batch)  # before anything changes: some malformed batches are refused here
         draws = batch.draws
@@ -85,7 +85,7 @@ class CudaStepper:
         return result
 
     def logits(self, batch: StepBatch) -> Tensor | None:
-        """Logits [draws, vocab] on the device. Waits for every step before, and no row may have a `source`."""
+        """Returns logits [draws, vocab] on the device. Waits for every earlier step, and no row may have a `source`."""
         torch.cuda.set_device(self._drawn.device)
         torch.cuda.synchronize()
         self._draw_of_row = []
@@ -94,15 +94,15 @@ class CudaStepper:
         return logits
 
     def _sources(self, batch: StepBatch) -> list[int | None]:
-        """For each draw the draw of the step before that its row's token comes from."""
+        """Returns for each draw the draw of the step before that its row's token comes from."""
         rows = [row.source for row in batch.rows if row.draw is not None]
         return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
 
     def _compute(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> tuple[Tensor | None, bool]:
-        """Logits [at least draws, vocab], and whether the greedy tokens are drawn already."""
+        """Returns logits [at least draws, vocab], and True if the greedy tokens are drawn already."""
         decode = self.graphs.fitting(batch)
         graph = decode or self.prompts.fitting(batch, sizes)
-        # Counted behind `pack`, which may refuse the step.
+        # Counted after `pack`, which may refuse the step.
         if graph is not None:
             words = memory.reserve(graph.sizes.words)
             self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row, graph.chunks_at)
@@ -118,7 +118,7 @@ class CudaStepper:
 
 
 def _draws_of_rows(batch: StepBatch) -> list[int]:
-    """Which draw each row's is, -1 for rows without; empty if every row draws."""
+    """Returns the draw of each row, -1 for rows without; empty if every row draws."""
     if all(row.draw is not None for row in batch.chunks):
         return []
     numbers = itertools.count(len(batch.tokens))

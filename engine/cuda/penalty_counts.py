@@ -1,10 +1,10 @@
-"""What penalties look back on, on the device: how often each request's prompt and answer have each token.
+"""Token counts for penalties, on the device: how often each request's prompt and answer contain each token.
 
 Steps are launched before the host knows the tokens of the one before, so the sampler itself adds each drawn token to
-its request's row. Nobody hands rows out or takes them back: the row belongs to this store, which lends it to the
-`History` that a draw brings. A draw whose tokens are not all counted (the request's first here, or one that had to give
-its row to others meanwhile) has them counted anew, from the history and, for a token that is still on its way, from
-the device. So an aborted request leaves nothing to clean up, and memory is bounded by the number of rows.
+its request's row. Rows are neither acquired nor returned by requests: they belong to this store, which lends one to the
+`History` of a draw. A draw whose tokens are not all counted (the request's first here, or one whose row was reused
+meanwhile) has them counted again, from the history and, for a token that the host does not have yet, from the device.
+So an aborted request leaves nothing to clean up, and memory is bounded by the number of rows.
 """
 
 from collections import OrderedDict
@@ -27,18 +27,18 @@ class _Lent:
 
 
 class PenaltyCounts:
-    """Owns `counts` [rows, vocab_size] int32, as `DeviceSampler.sample` wants them: 4 · rows · vocab_size bytes."""
+    """Owns `counts` [rows, vocab_size] int32, as `DeviceSampler.sample` takes them: 4 · rows · vocab_size bytes."""
 
     def __init__(self, vocab_size: int, rows: int, device: torch.device) -> None:
         self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
         self._lent: OrderedDict[History, _Lent] = OrderedDict()
-        """Whose row was used longest ago stands first."""
+        """Histories with a row, least recently used first."""
 
     def place(self, draws: Sequence[Draw], late: Sequence[Tensor | None]) -> list[int]:
-        """The row of each draw, -1 for one without penalties, ready for the sampler, which must run next.
+        """Returns the row of each draw, -1 for one without penalties, ready for the sampler, which must run next.
 
         `late`: for each draw the last token of its answer [1] int64 on the device, None if the history has it. At most
-        as many draws with penalties as there are rows, each of another request. Launches only.
+        as many draws with penalties as there are rows, each of another request. Only launches, never waits.
         """
         for draw in draws:
             if draw.history is not None and draw.history in self._lent:
@@ -57,7 +57,7 @@ class PenaltyCounts:
         return lent.row
 
     def _lend(self, history: History) -> _Lent:
-        """A free row, or the one that was used longest ago; what it holds counts for nothing."""
+        """Lends a free row, or the least recently used one; its contents are invalid."""
         full = len(self._lent) == len(self.counts)
         row = self._lent.popitem(last=False)[1].row if full else len(self._lent)
         lent = self._lent[history] = _Lent(row, counted=-1)

@@ -1,5 +1,7 @@
-"""CUDA graphs of steps of prompts, with or without answers that decode beside them, whose kernels the host would launch
-more slowly than the device computes them, or with gaps that count: short steps, and longer ones of narrow layers.
+"""CUDA graphs of prefill and mixed steps that are bound by launches.
+
+The host would launch their kernels more slowly than the device computes them, or with significant gaps: short steps,
+and longer ones of narrow layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,43 +21,48 @@ from engine.steps.step_packer import StepPacker
 from engine.weights.checkpoint import Progress
 
 _HALF_TILES = range(TILE_TOKENS // 2, 4 * TILE_TOKENS, TILE_TOKENS)
-"""Prompt tokens of steps without answers that are captured beside whole tiles: the device is not busy with them yet."""
+"""Prompt tokens of prefill-only steps that are captured besides whole tiles: they do not saturate the device yet."""
 _LEAST_PROMPT = 32
-"""Fewest of them that prompts get."""
+"""The minimum number of prompt tokens of a mixed step's graph."""
 _ROWS = 8
-"""Prompts of a step."""
+"""The maximum number of prompts of a step."""
 _TABLE_PAGES = 300_000
-"""Entries of a step's page table: 1.2 MB that are copied in 25 us. Pages of 128 tokens are 145,000 tokens for each row
-beside 256 answers, and 1.6 million beside 16.
+"""Entries of a step's page table: 1.2 MB, which are copied in 25 us.
+
+With pages of 128 tokens that is 145,000 tokens per row in a step with 256 decode rows, and 1.6 million with 16.
 """
 _LONGEST_LAYER_S = 1.5e-3
-"""Of the device's time for a layer. The host takes 0.45 ms to launch one, twice of that beside a busy event loop; and
-gaps between its kernels cost 45 us, 3 % of such a layer."""
+"""The longest device time of a layer for which a graph is captured, in seconds.
+
+The host takes 0.45 ms to launch a layer, twice that next to a busy event loop; and gaps between its kernels cost 45 us,
+3 % of such a layer.
+"""
 _DEVICE_FLOPS = 600e12
-"""Of a GPU at large products."""
+"""A GPU's rate at large products."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Most answers and most tokens of prompts of a step."""
+    """The maximum numbers of decode rows and of prompt tokens of a step."""
 
     answers: int
     tokens: int
 
     @property
     def _total(self) -> int:
-        """Tokens of the step in all: the memory it takes rises with them."""
+        """The step's total number of tokens, with which its memory grows."""
         return self.answers + self.tokens
 
 
 class PromptGraphs:
-    """By numbers of answers and of prompt tokens. Answers that a step lacks are rows of nothing, as in decode graphs;
-    prompts that it lacks are empty and lie behind its last token, where nobody reads what is computed and nothing is
-    stored.
+    """Graphs by numbers of decode rows and of prompt tokens.
+
+    Missing decode rows are padding rows, as in decode graphs; missing prompts are empty and lie after the step's last
+    token, where results are not read and nothing is stored.
     """
 
     def __init__(self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool) -> None:
-        """`drawn` as in `DecodeGraphs`; `pool`: of memory that all graphs share, as one runs at a time."""
+        """Takes `drawn` as `DecodeGraphs` does, and the memory `pool` of all graphs, of which one runs at a time."""
         self._packer = packer
         self._forward = forward
         self._drawn = drawn
@@ -63,7 +70,7 @@ class PromptGraphs:
         self._graphs: dict[PromptSize, StepGraph] = {}
 
     def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
-        """Capture steps of these sizes, the largest first, so that the others fit into its memory."""
+        """Captures steps of these sizes, the largest first, so that the others fit into its memory."""
         ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens))
         for done, size in enumerate(sorted(ordered, key=lambda size: -size._total)):
             self._graphs[size] = self._capture(size)
@@ -72,8 +79,9 @@ class PromptGraphs:
         self._graphs = {size: self._graphs[size] for size in ordered}
 
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
-        """The graph of the fewest answers, then of the fewest tokens, that computes `batch`, which needs `sizes`; None:
-        it is too large, or has no prompt.
+        """Returns the graph of the fewest decode rows, then of the fewest tokens, that computes `batch` of `sizes`.
+
+        None: the batch is too large, or has no prompt.
         """
         answers = len(batch.tokens)
         if not batch.chunks or sizes.rows - answers > _ROWS:
@@ -83,11 +91,11 @@ class PromptGraphs:
         if size is None:
             return None
         graph = self._graphs[size]
-        # Graphs of more answers have no longer rows.
+        # Graphs of more decode rows have no longer rows.
         return graph if graph.sizes.width >= sizes.width else None
 
     def step_sizes(self, size: PromptSize) -> StepSizes:
-        """Of the step that the graph of `size` is captured from."""
+        """Returns the sizes of the step that the graph of `size` is captured from."""
         limits, rows = self._packer.limits, size.answers + _ROWS
         width = min(limits.pages_of(limits.max_context), _TABLE_PAGES // rows)
         return StepSizes(size.answers + size.tokens, rows, width, rows)
@@ -97,7 +105,7 @@ class PromptGraphs:
         return capture_step(compute, words, sizes, pool=self._pool, chunks_at=size.answers)
 
     def _step(self, size: PromptSize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """As `DecodeGraphs._step`."""
+        """Returns a padded step, as `DecodeGraphs._step` does."""
         sizes, limits = self.step_sizes(size), self._packer.limits
         words, step = empty_step(
             self._packer,
@@ -117,7 +125,10 @@ class PromptGraphs:
 
 
 def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
-    """Steps that are worth a graph, of more tokens the narrower the layers are; beside answers up to `max_answers`."""
+    """Returns the steps that get a graph, with up to `max_answers` decode rows.
+
+    The narrower the layers are, the more tokens they have.
+    """
     most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * layer_weights(config)), max_step_tokens)
     totals = step_sizes(max_step_tokens)
     alone = [PromptSize(0, tokens) for tokens in sorted((*_HALF_TILES, *totals)) if tokens <= most]
@@ -126,5 +137,5 @@ def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: i
 
 
 def largest(sizes: Sequence[PromptSize]) -> list[PromptSize]:
-    """The size in whose memory the others have room, if there is any."""
+    """Returns the size whose memory holds the others, if there is any."""
     return [max(sizes, key=lambda size: (size._total, size.answers))] if sizes else []

@@ -1,9 +1,9 @@
-"""Choosing the next tokens on the device: what `engine.sampler` chooses, without a word from the host.
+"""Sampling on the device: the same choice as `engine.sampler`, without synchronizing with the host.
 
 The host packs each row's parameters and its seeded uniform number into one array, before the logits exist; the device
 does the rest. The order of the filters, ties and the inverse of the cumulative distribution are those of
-`engine.sampler`; sums are exact in fixed point there, so a token may differ from it only where float32 probabilities
-round to another side of a filter's edge or of the drawn number.
+`engine.sampler`; sums are exact in fixed point here, so a token may differ from it only where float32 probabilities
+round to another side of a filter's threshold or of the drawn number.
 """
 
 from collections.abc import Sequence
@@ -24,21 +24,21 @@ CANDIDATES: int = triton_sampling.CANDIDATES.value
 SPLITS: int = triton_sampling.SPLITS.value
 BINS: int = triton_sampling.BINS.value
 IN_PROMPT: int = triton_sampling.IN_PROMPT.value
-"""See `DeviceSampler.sample`."""
+"""The bit that marks a token of the prompt (see `DeviceSampler.sample`)."""
 
 MASS_BITS = 62
-"""A row's whole mass, at most one unit a token, is at most 2**62 and fits into an int64."""
+"""A row's whole mass, at most one unit per token, is at most 2**62 and fits into an int64."""
 TILE, TILE_WARPS = 2048, 4
 CHOICE_TILE, CHOICE_WARPS = 4096, 16
 MANY_ROWS = 16
-"""Rows that fill the device with large blocks; fewer need small ones."""
+"""The number of rows that saturate the device with large blocks; fewer need small ones."""
 LARGE_BLOCK, LARGE_WARPS = 8192, 8
 SMALL_BLOCK, SMALL_WARPS = 2048, 4
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """A step's draws as the device wants them: params [rows, PARAMS] float64; whether every row is greedy."""
+    """A step's draws in the device's layout: params [rows, PARAMS] float64; True if every row is greedy."""
 
     params: NDArray[np.float64]
     greedy_only: bool
@@ -58,7 +58,7 @@ class DeviceSampler:
         part = triton.cdiv(vocab_size, SPLITS)
         self._split_tokens = triton.cdiv(part, TILE) * TILE
         self._splits = triton.cdiv(vocab_size, self._split_tokens)
-        # Of small blocks, for large ones too: the kernels after the first are then the same for any number of rows.
+        # The number of small blocks, for large ones too: kernels after the first then do not depend on the row count.
         self._padded_blocks = triton.next_power_of_2(triton.cdiv(vocab_size, SMALL_BLOCK))
         self._room = CANDIDATES + triton.cdiv(vocab_size, ALIGNED) * ALIGNED
 
@@ -76,7 +76,7 @@ class DeviceSampler:
     def plan(
         draws: Sequence[Draw], counted: Sequence[int] | None = None, into: NDArray[np.float64] | None = None
     ) -> SamplingPlan:
-        """Pack `draws` row by row, `into` [rows, PARAMS] if that is given. Touches no device.
+        """Packs `draws` row by row, `into` [rows, PARAMS] if that is given. Does not touch the device.
 
         `counted`: each draw's row of counts, -1 without penalties; None: no draw has any.
         """
@@ -92,19 +92,21 @@ class DeviceSampler:
     def sample(
         self, logits: Tensor, params: Tensor, out: Tensor, *, greedy_only: bool, counts: Tensor | None = None
     ) -> None:
-        """Launch the choice of one token a row → out [R] int64.
+        """Launches the choice of one token per row → out [R] int64.
 
         logits [R, vocab_size], contiguous rows, any float dtype; params [R, PARAMS] float64 on the device, a plan's
         `params`; greedy_only: the plan's, which makes it two short launches.
-        counts [any, vocab_size] int32 contiguous or None, none of the rows has a penalty: in the row that a plan names,
-        how often the answer has each token so far, plus IN_PROMPT where the prompt has it; the token drawn here is
-        added. No two rows may share one.
-        An id is in the vocabulary even where logits are not numbers. Nothing here waits for the device.
+
+        counts [any, vocab_size] int32 contiguous, or None if no row has a penalty: in the row that a plan names, how
+        often the answer has each token so far, plus IN_PROMPT where the prompt has it; the token drawn here is added.
+        No two rows may share one.
+
+        The ids are in the vocabulary even where logits are NaN. Nothing here waits for the device.
         """
         rows, vocab = logits.shape
         assert rows <= self.max_rows, f"{rows} rows: the sampler was made for {self.max_rows}"
         assert vocab == self._vocab, f"{vocab} tokens: the sampler was made for {self._vocab}"
-        # Without penalties nothing reads the counts; a kernel still wants a pointer.
+        # Without penalties nothing reads the counts, but a kernel still needs a pointer.
         seen = self._ids if counts is None else counts
         penalties = counts is not None
         blocks = self._find_best(logits, params, seen, penalties=penalties)
@@ -116,7 +118,7 @@ class DeviceSampler:
             self._choose(params, out, seen, blocks, penalties=penalties)
 
     def _find_best(self, logits: Tensor, params: Tensor, seen: Tensor, *, penalties: bool) -> int:
-        """The most likely token of each block of the vocabulary, into `_best`; returns the number of blocks."""
+        """Finds the most likely token of each block of the vocabulary, into `_best`; returns the number of blocks."""
         large = len(logits) >= MANY_ROWS
         block = LARGE_BLOCK if large else SMALL_BLOCK
         blocks: int = triton.cdiv(self._vocab, block)
@@ -151,7 +153,7 @@ class DeviceSampler:
         )
 
     def _weigh(self, logits: Tensor, params: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
-        """What each token weighs in a row that is drawn, into `_weights`; each part's mass and histogram."""
+        """Computes each token's weight in rows that are drawn, into `_weights`, and each part's mass and histogram."""
         triton_sampling.weigh[(len(logits), self._splits)](
             logits,
             logits.stride(0),
@@ -175,7 +177,7 @@ class DeviceSampler:
         )
 
     def _collect(self, params: Tensor, rows: int) -> None:
-        """The heaviest tokens of filtered rows, into `_ids`, with their weights in front of all others."""
+        """Collects the heaviest tokens of filtered rows, into `_ids`, with their weights in front of all others."""
         triton_sampling.collect[(rows, self._splits)](
             params,
             self._weights,
@@ -192,7 +194,7 @@ class DeviceSampler:
         )
 
     def _choose(self, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
-        """One token a row: its best where it is greedy, else what its number draws."""
+        """Chooses one token per row: its best where it is greedy, else the one that its number draws."""
         triton_choice.choose[(len(out),)](
             params,
             self._best,

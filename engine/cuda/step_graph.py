@@ -1,4 +1,4 @@
-"""One step as a CUDA graph: captured once for a size, replayed over whatever was packed into its words."""
+"""One step as a CUDA graph: captured once per size, replayed over the contents of its input words."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ from engine.steps.step_buffer import StepSizes
 from engine.steps.step_packer import PackedStep, StepPacker, view_step
 
 Pool = Any
-"""What `torch.cuda.graph_pool_handle` returns: memory that graphs share."""
+"""The return value of `torch.cuda.graph_pool_handle`: memory that graphs share."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step of up to `sizes`. Its tensors are where the next replay reads and writes; `logits` lie where every graph
-    has its own, see `engine/cuda/cuda_graphs.py`.
+    """A step of up to `sizes`.
+
+    The next replay reads and writes its tensors; `logits` are in the memory that all graphs share (see
+    `engine/cuda/cuda_graphs.py`).
     """
 
     sizes: StepSizes
@@ -26,11 +28,12 @@ class StepGraph:
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     chunks_at: int | None = None
-    """See `StepPacker.pack`."""
+    """The `chunks_at` of `StepPacker.pack`."""
 
     def replay(self, words: Tensor) -> Tensor:
-        """Run the step that was packed into pinned `words` [sizes.words] → logits [sizes.drawn, vocab], good until
-        the next replay of any graph.
+        """Runs the step packed into pinned `words` [sizes.words] → logits [sizes.drawn, vocab].
+
+        The logits are valid until the next replay of any graph.
         """
         self.words.copy_(words, non_blocking=True)
         self.graph.replay()
@@ -46,7 +49,7 @@ def empty_step(
     max_row_tokens: int,
     context: int,
 ) -> tuple[Tensor, PackedStep]:
-    """A step of `sizes` with nothing in it: the words on `device` that it reads, and its tensors, which lie in them.
+    """Returns an empty step of `sizes`: its input words on `device`, and its tensors, which are views of them.
 
     Its first `singles` rows have one token each, the others up to `max_row_tokens`.
     """
@@ -64,7 +67,7 @@ def capture_step(
     pool: Pool,
     chunks_at: int | None = None,
 ) -> StepGraph:
-    """The graph of `compute`, which reads `words` and returns logits, in the memory of `pool`."""
+    """Captures the graph of `compute`, which reads `words` and returns logits, in the memory of `pool`."""
     compute()  # compiles kernels, which a capture cannot
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -75,7 +78,7 @@ def capture_step(
 
 
 class _Borrowed:
-    """Memory of a tensor without the tensor, as `torch.as_tensor` takes it."""
+    """The memory of a tensor without the tensor, for `torch.as_tensor`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -87,8 +90,9 @@ class _Borrowed:
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """A tensor over the memory of a contiguous one on a GPU that does not keep it: whoever uses it knows that the
-    memory stays mapped and when its numbers are good.
+    """Returns a tensor over the memory of a contiguous one on a GPU, without keeping that memory alive.
+
+    The caller ensures that the memory stays mapped and knows when its contents are valid.
     """
     memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
     return memory.view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens and log probabilities, on the device: launches that never wait for it."""
+"""Tokens and log probabilities from a step's logits, on the device: launches that never wait for it."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from engine.steps.draws import Draws
 from wire.messages import SamplingParams, TokenLogprobs
 
 Drawn = tuple[list[int], list[TokenLogprobs | None]]
-"""A step's tokens, one a draw, and their log probabilities: one a draw, or none if no draw asked."""
+"""A step's tokens, one per draw, and their log probabilities: one per draw, or none if no draw asked."""
 
 _TRIAL_TOKEN = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DrawMemory:
-    """Host memory of one step's draws, on its way to the device and back: the step's until it has run."""
+    """Host memory of the transfers of one step's draws to and from the device; the step's until it has run."""
 
     params: Tensor
     rows: Tensor
@@ -34,7 +34,7 @@ class DrawMemory:
 
     @classmethod
     def of(cls, most: int, device: torch.device) -> "DrawMemory":
-        """For up to `most` draws; pinned if `device` is a GPU."""
+        """Allocates memory for up to `most` draws; pinned if `device` is a GPU."""
 
         def memory(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*sizes, dtype=dtype, pin_memory=device.type == "cuda")
@@ -43,14 +43,14 @@ class DrawMemory:
             params=memory(most, PARAMS, dtype=torch.float64),
             rows=memory(most, dtype=torch.int64),
             tokens=memory(most, dtype=torch.int64),
-            # Flat, as only one piece of memory is copied without waiting, and its rows are as long as a step asks for.
+            # Flat: only contiguous memory is copied without waiting, and its rows are as long as a step asks for.
             values=memory(most * (1 + MOST_TOP), dtype=torch.float32),
             top_ids=memory(most * MOST_TOP, dtype=torch.int64),
         )
 
 
 class TokenDraws:
-    """Draws every step's tokens into `drawn`, where the next step finds them."""
+    """Draws every step's tokens into `drawn`, from which the next step reads them."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class TokenDraws:
         *,
         pdl: bool,
     ) -> None:
-        """`drawn` [most draws of a step] int64; `counts` has as many rows as `sampler` samples at once. None of
-        `eos_token_ids` is drawn where an answer may not end yet.
+        """Takes `drawn` [most draws of a step] int64, and `counts` with as many rows as `sampler` samples at once.
+
+        None of `eos_token_ids` is drawn where an answer may not end yet.
         """
         self._sampler = sampler
         self._counts = counts
@@ -71,12 +72,13 @@ class TokenDraws:
         self._pdl = pdl
 
     def make_memory(self) -> DrawMemory:
-        """Host memory for one step."""
+        """Allocates host memory for one step."""
         return DrawMemory.of(len(self._drawn), self._drawn.device)
 
     def late_tokens(self, draws: Sequence[Draw], sources: Sequence[int | None]) -> list[Tensor | None]:
-        """For each draw with penalties the token [1] that its row takes from draw number `sources[…]` of the step
-        before, None elsewhere. To be kept before anything of this step is launched, which may overwrite it.
+        """Returns the token [1] that each draw with penalties takes from draw `sources[…]` of the step before.
+
+        None elsewhere. To be kept before anything of this step is launched, which may overwrite it.
         """
         if all(draw.history is None or source is None for draw, source in zip(draws, sources, strict=True)):
             return [None] * len(draws)
@@ -95,10 +97,10 @@ class TokenDraws:
         *,
         greedy_is_drawn: bool,
     ) -> Callable[[], Drawn]:
-        """Draw a token for each row of logits [at least draws, vocab]; `late` as `late_tokens` gave them.
+        """Draws a token for each row of logits [at least draws, vocab]; `late` is the return value of `late_tokens`.
 
-        `greedy_is_drawn`: the most likely tokens are in place already, which is all that plain greedy rows need.
-        Returns what reads the result out of `memory`, once the device is through.
+        `greedy_is_drawn`: the most likely tokens are already drawn, which is all that plain greedy rows need. Returns a
+        function that reads the result out of `memory`, once the device has finished.
         """
         draws = Draws.of(draws)
         if draws.may_not_end:
@@ -116,7 +118,7 @@ class TokenDraws:
         return lambda: (memory.tokens[:count].tolist(), scores_of(draws, values.tolist(), top_ids.tolist()))
 
     def trials(self, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-        """Draws of every kind, for `run_side_by_side`, so that no request waits for a compiler."""
+        """Returns draws of every kind, for `run_side_by_side`, so that no request waits for a compiler."""
 
         def run(penalty: float) -> None:
             for rows, temperature in itertools.product({1, min(MANY_ROWS, self._sampler.max_rows)}, (0.0, 1.0)):
@@ -125,11 +127,11 @@ class TokenDraws:
                 draws = [Draw(asked, 0, History((_TRIAL_TOKEN,), ()) if penalty else None) for _ in range(rows)]
                 self.launch(logits, draws, [None] * rows, self.make_memory(), greedy_is_drawn=False)
 
-        # Counts are lent to one step at a time, so what needs them is one trial.
+        # Counts are used by one step at a time, so the draws with penalties are one trial.
         return {"draws": partial(run, 0.0), "draws with penalties": partial(run, 1.0)}
 
     def _sample(self, logits: Tensor, draws: Draws, late: Sequence[Tensor | None], memory: DrawMemory) -> None:
-        """In pieces of as many rows as the sampler takes."""
+        """Samples in pieces of as many rows as the sampler takes."""
         most = self._sampler.max_rows
         penalized = draws.penalized
         for first in range(0, len(draws), most):
@@ -148,7 +150,7 @@ class TokenDraws:
     def _score(
         self, logits: Tensor, draws: Sequence[Draw], asking: Sequence[int], memory: DrawMemory
     ) -> tuple[Tensor, Tensor]:
-        """Host memory [asking, 1 + top] float32 and [asking, top] int64 where the log probabilities will be."""
+        """Returns host memory [asking, 1 + top] float32 and [asking, top] int64 of the log probabilities."""
         count = len(asking)
         top = min(max(draws[row].sampling.logprobs or 0 for row in asking), logits.shape[1])
         memory.rows[:count] = torch.tensor(asking)

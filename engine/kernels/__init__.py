@@ -1,0 +1,1 @@
+"""Kernels of all devices, behind one interface."""

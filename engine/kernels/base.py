@@ -1,8 +1,8 @@
-"""The seam to the hardware: everything a Llama-family layer computes, fused the way fast implementations want it.
+"""The interface to the hardware: the operations of a Llama-family layer, fused as fast implementations need it.
 
-`reference.py` is the plain PyTorch implementation, on any device, and the yardstick of all others. T is the number of
-tokens in the step over all rows, R the number of rows. Every tensor is contiguous unless said otherwise; `hidden`
-is the residual stream [T, hidden_size] in the model's dtype.
+`reference.py` is the plain PyTorch implementation, on any device, and the reference of all others. T is the number of
+tokens in the step over all rows, R the number of rows. Every tensor is contiguous unless said otherwise; `hidden` is
+the residual stream [T, hidden_size] in the model's dtype.
 """
 
 from abc import ABC, abstractmethod
@@ -16,10 +16,12 @@ from engine.config.attention import AttentionShape
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where a step's tokens live, shared by all layers; all int32 on the device unless said otherwise.
+    """The positions and cache slots of a step's tokens, shared by all layers.
+
+    All int32 on the device unless said otherwise.
 
     positions     [T]     position of each token in its request
-    slots         [T]     int64: page_id · page_tokens + offset, where each token's KV is stored
+    slots         [T]     int64: page_id · page_tokens + offset, at which each token's KV is stored
     row_starts    [R + 1] token t of the step belongs to row r when row_starts[r] <= t < row_starts[r + 1]
     context_lens  [R]     tokens in the cache once this step's are stored
     page_table    [R, max_pages] page ids of each row, padded with 0
@@ -41,6 +43,7 @@ class StepLayout:
 
     @property
     def decode_only(self) -> bool:
+        """True if every row has one token."""
         return self.max_row_tokens == 1
 
 
@@ -54,9 +57,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Tokens that are known on the device alone: where sources[t] >= 0, token t of the step is drawn[sources[t]].
+    """Tokens that only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
-    sources [T] int32; drawn [n] int64, the tokens that the step before drew
+    sources [T] int32; drawn [n] int64, the tokens that the step before drew.
     """
 
     sources: Tensor
@@ -72,33 +75,33 @@ class Kernels(ABC):
 
     @property
     def prompts_capturable(self) -> bool:
-        """Whether a CUDA graph may hold a step of prompts: nothing it launches asks the device how long rows are."""
+        """True if a CUDA graph may contain prefill: no launch asks the device for the rows' lengths."""
         return False
 
     def end_trials(self) -> None:  # noqa: B027 - most keep nothing
-        """Forget what trials that ran side by side (`engine/cuda/compile_ahead.py`) have left in scratch memory.
+        """Resets the scratch memory that concurrent trials (`engine/cuda/compile_ahead.py`) have used.
 
         Called once they are over. The default does nothing.
         """
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
-        """Called before a step's first layer, for what all layers share. The default does nothing."""
+        """Called before a step's first layer, for work that all layers share. The default does nothing."""
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
-        """Rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]; see `Feed`."""
+        """Returns the rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]; see `Feed`."""
 
     @abstractmethod
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
-        """RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
+        """Returns RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
 
     @abstractmethod
     def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
-        """silu(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate]."""
+        """Returns silu(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate]."""
 
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        """hidden += x · weightᵀ + bias, in place: attention's and the MLP's output products."""
+        """Adds x · weightᵀ + bias to `hidden` in place: attention's and the MLP's output products."""
 
     @abstractmethod
     def rope_and_store(
@@ -113,7 +116,7 @@ class Kernels(ABC):
         layout: StepLayout,
         shape: AttentionShape,
     ) -> Tensor:
-        """Per-head RMSNorm of q and k where given, rotary embedding, and the store of k and v into the cache.
+        """Applies per-head RMSNorm to q and k where given and rotary embedding, and stores k and v in the cache.
 
         qkv   [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
         rope  [max_context, head_dim] float32: cos of the first half of the dimensions, then sin, scaling included
@@ -123,9 +126,12 @@ class Kernels(ABC):
 
     @abstractmethod
     def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
-        """Causal attention of each row's tokens over its pages; q [T, heads, head_dim] → [T, heads·head_dim]."""
+        """Computes causal attention of each row's tokens over its pages.
+
+        Q [T, heads, head_dim] → [T, heads·head_dim].
+        """
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Whether `device` is host memory."""
+    """Returns True if `device` is host memory."""
     return device.type == "cpu"

@@ -1,7 +1,7 @@
-"""Libraries' kernels are compiled by processes of their own, into the folder where the libraries look for them.
+"""Compilation of libraries' kernels in separate processes, into the folder in which the libraries look for them.
 
-Such a compiler keeps Python's lock nearly all of its time. In the engine's process it takes turns with Triton's, with
-the library's own import and with itself, and the start waits for it longest of all (docs/decisions/0030).
+Such a compiler holds the GIL nearly all of its time. In the engine's process it would alternate with Triton's, with the
+library's own import and with itself, and dominate the start (docs/decisions/0030).
 """
 
 import contextlib
@@ -25,42 +25,42 @@ sys.path[:] = pickle.load(sys.stdin.buffer)
 function, arguments = pickle.load(sys.stdin.buffer)
 function(*arguments)
 """
-_PATIENCE_S = 60.0
-"""After that the engine compiles by itself."""
+_COMPILE_TIMEOUT_S = 60.0
+"""The time after which the engine compiles by itself, in seconds."""
 _PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A function of a module and what it is called with, both as `pickle` takes them."""
+    """A function of a module and its arguments, both picklable."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
 
 
 def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callable[[], None]:
-    """Begin `jobs`, each in a process of its own → what waits for them.
+    """Starts `jobs`, each in a separate process → a function that waits for them.
 
-    Nothing begins if an earlier start saw the same jobs through, on such a device and with the same libraries: a file
-    in `folder` says so. A job that fails or takes too long is left to the engine, which will do it by itself or say
-    what is wrong with it.
+    Nothing starts if an earlier start completed the same jobs, on such a device and with the same libraries: a file in
+    `folder` records that. A job that fails or takes too long is left to the engine, which compiles by itself or reports
+    the error.
     """
     facts = [device_name, *map(_version, _PACKAGES), *((job.function.__qualname__, job.arguments) for job in jobs)]
     mark = folder / hashlib.sha256(repr(facts).encode()).hexdigest()
     children = [] if mark.exists() else [_begin(job) for job in jobs]
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _COMPILE_TIMEOUT_S
 
     def wait() -> None:
         ends = [_ends_well(child, deadline) for child in children]
         if children and all(ends):
-            with contextlib.suppress(OSError):  # a full disk: the next start does it once more
+            with contextlib.suppress(OSError):  # a full disk: the next start compiles again
                 mark.touch()
 
     return wait
 
 
 def _begin(job: Job) -> "subprocess.Popen[bytes] | None":
-    """None if there can be no process."""
+    """Starts a process for a job; None if that fails."""
     try:
         child = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
@@ -72,7 +72,7 @@ def _begin(job: Job) -> "subprocess.Popen[bytes] | None":
         log.debug("no process to compile a library's kernels: %s", error)
         return None
     assert child.stdin is not None
-    with contextlib.suppress(OSError), child.stdin as pipe:  # it may have ended: its code says so
+    with contextlib.suppress(OSError), child.stdin as pipe:  # it may have ended: its exit code shows that
         pickle.dump(sys.path, pipe)
         pickle.dump((job.function, job.arguments), pipe)
     return child

@@ -1,5 +1,6 @@
-"""Kernels for NVIDIA GPUs: weight-streaming Triton products for few tokens, cuBLAS for many, fused elementwise work,
-attention that walks over pages for rows of one token and flash-attn-4 for longer ones.
+"""Kernels for NVIDIA GPUs: weight-streaming Triton products for few tokens, cuBLAS for many, fused row-wise kernels.
+
+Attention is paged decode attention for rows of one token and flash-attn-4 for longer ones.
 """
 
 from functools import cached_property
@@ -24,11 +25,14 @@ from engine.kernels.triton_launch import overlaps_launches
 from wire.errors import InvalidArgument
 
 _HEAD_DIMS = (64, 96, 128, 256)
-_IN_TURN = SecondStream(None)
+_ONE_STREAM = SecondStream(None)
 
 
 class CudaKernels(Kernels):
-    """Of one model on one GPU, called by one thread on one stream. Holds scratch memory that all layers share."""
+    """The kernels of one model on one GPU, called by one thread on one stream.
+
+    Holds scratch memory that all layers share.
+    """
 
     def __init__(
         self,
@@ -38,9 +42,9 @@ class CudaKernels(Kernels):
         page_tokens: int,
         max_decode_rows: int,
     ) -> None:
-        """`max_decode_rows`: most rows of one token that a step may have, or that count as such.
+        """Takes `max_decode_rows`: the maximum number of rows of one token that decode attention computes in a step.
 
-        InvalidArgument for a head dim that no kernel takes.
+        InvalidArgument for a head dim that no kernel supports.
         """
         if model.head_dim not in _HEAD_DIMS:
             raise InvalidArgument(
@@ -49,14 +53,14 @@ class CudaKernels(Kernels):
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
         gpu = device.type == "cuda"
-        self._second = SecondStream(device) if gpu else _IN_TURN
+        self._second = SecondStream(device) if gpu else _ONE_STREAM
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
         wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
         self._decode = {
             shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True)
             for shape in wanted.shapes
         }
-        # Libraries take seconds to import and to compile: meanwhile weights are loaded and other kernels compiled.
+        # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)
         self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
 
@@ -70,15 +74,18 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
-        # Asked before anything is captured, which a thread that still uses the device would spoil.
+        """True if prefill attention is flash-attn-4, which does not ask the device for lengths."""
+        # Waits before anything is captured, as a thread that uses the device would invalidate the capture.
         self._gated_soon.result()
         return isinstance(self._prefill, FlashPrefill)
 
     def end_trials(self) -> None:
+        """Resets decode attention's counters."""
         for attention in self._decode.values():
             attention.reset()
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:
+        """Prepares prefill attention of the long rows and decode attention of the others."""
         single = self._single_rows(layout)
         if single < len(layout.context_lens):
             self._prefill.begin_step(cache, layout, single)
@@ -87,22 +94,26 @@ class CudaKernels(Kernels):
                 attention.begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        """Looks up the rows of `table`, for tokens that only the device knows, too."""
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
         return embed(token_ids, sources, drawn, table, pdl=self._pdl)
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        """Computes RMSNorm and the product, as a streaming kernel for few tokens, else with cuBLAS."""
         if not _streams(hidden, linear):
             return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
         x, scale = self._normed(hidden, norm, eps)
         return triton_linear.norm_linear(x, scale, eps, linear.weight, linear.bias, pdl=self._pdl)
 
     def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+        """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
         if not _streams(hidden, gate_up):
             return self._gated(rms_norm(hidden, norm, eps, pdl=self._pdl), gate_up)
         x, scale = self._normed(hidden, norm, eps)
         return triton_linear.norm_gate_up(x, scale, eps, gate_up.weight, gate_up.bias, pdl=self._pdl)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Computes the product and adds it to `hidden`, as a streaming kernel for few tokens, else with cuBLAS."""
         if _streams(x, linear):
             triton_linear.linear_add(x, linear.weight, linear.bias, hidden, pdl=self._pdl)
             return
@@ -111,7 +122,7 @@ class CudaKernels(Kernels):
             hidden += linear.bias
 
     def _normed(self, hidden: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-        """What a streaming product takes, and the norm it still has to apply."""
+        """Returns the input of a streaming product, and the norm that the product still has to apply."""
         if len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32:
             return hidden, norm
         return rms_norm(hidden, norm, eps, pdl=self._pdl), None
@@ -128,27 +139,31 @@ class CudaKernels(Kernels):
         layout: StepLayout,
         shape: AttentionShape,
     ) -> Tensor:
+        """Computes norms, rotation and the KV store in one launch."""
         return triton_rope.rope_and_store(
             qkv, rope, q_norm, k_norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
         )
 
     def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+        """Computes decode attention of the rows of one token and prefill attention of the others."""
         single = self._single_rows(layout)
         if single == len(layout.context_lens):
             return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens)
         if single == 0:
             return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
-        return self._attention_beside(q, cache, layer, layout, shape, single)
+        return self._mixed_attention(q, cache, layer, layout, shape, single)
 
-    def _attention_beside(
+    def _mixed_attention(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, single: int
     ) -> Tensor:
-        """Of `single` rows of one token and longer ones behind them. A short chunk leaves most of the multiprocessors
-        idle: the others' keys and values are read meanwhile (docs/decisions/0034).
+        """Computes attention of `single` rows of one token and the longer ones after them.
+
+        A short chunk leaves most of the multiprocessors idle: the others' keys and values are read concurrently
+        (docs/decisions/0034).
         """
-        second = self._second if leaves_idle(len(q) - single, shape.heads, self._multiprocessors) else _IN_TURN
+        second = self._second if leaves_idle(len(q) - single, shape.heads, self._multiprocessors) else _ONE_STREAM
         with second.joined():
-            # The chunk first: its programs need whole multiprocessors, and would wait until the others' have ended.
+            # The chunk first: its programs need whole multiprocessors, and would wait for the others' to end.
             out = self._prefill(q, cache, layer, layout, shape, single).flatten(1)
             with second.turn():
                 self._decode[shape](
@@ -163,7 +178,10 @@ class CudaKernels(Kernels):
         return out
 
     def _single_rows(self, layout: StepLayout) -> int:
-        """Rows at the front that are decode attention's; the others are prefill attention's."""
+        """Returns the number of rows at the front that decode attention computes.
+
+        Prefill attention computes the others.
+        """
         return min(layout.single_rows, self._max_decode_rows)
 
 

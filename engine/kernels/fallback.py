@@ -1,4 +1,4 @@
-"""A library that is missing, or fails to be imported or to compile, is replaced by what needs none."""
+"""Fallbacks for a library that is missing, or fails to be imported or to compile."""
 
 import importlib
 import logging
@@ -9,12 +9,13 @@ from engine.memory import ran_out_of_memory
 log = logging.getLogger(__name__)
 
 _SHOWN = 300
-"""Characters of an error."""
+"""Maximum characters of an error in a message."""
 
 
 def why_not_imported(module: str, package: str) -> str:
-    """Empty once `module` of `package` is imported, which can take seconds; a broken one is warned of, as it was meant
-    to be used.
+    """Returns "" once `module` of `package` is imported, which can take seconds, else the reason why it is not.
+
+    A broken package is logged as a warning, as it was meant to be used.
     """
     try:
         importlib.import_module(module)
@@ -22,21 +23,22 @@ def why_not_imported(module: str, package: str) -> str:
         if error.name is not None and module.startswith(error.name):
             return f"the package {package} is not installed"
         return _broken(package, error)
-    except Exception as error:  # versions that do not go together fail in any way
+    except Exception as error:  # incompatible versions fail with any error
         return _broken(package, error)
     return ""
 
 
 def _broken(package: str, error: Exception) -> str:
     log.debug("the import of %s", package, exc_info=True)
-    reason = f"{package} cannot be imported: {_in_words(error)}"
+    reason = f"{package} cannot be imported: {_message(error)}"
     log.warning("%s", reason)
     return reason
 
 
 def failure_of(compile_kernels: Callable[[], object]) -> str:
-    """What went wrong in a library's compiler, empty if nothing did: there is another way to compute the same, and a
-    start must not fail over versions that do not go together. Running out of memory is raised.
+    """Returns the error of a library's compiler, "" if there is none.
+
+    A fallback computes the same, and a start must not fail over incompatible versions. Running out of memory is raised.
     """
     try:
         compile_kernels()
@@ -44,9 +46,9 @@ def failure_of(compile_kernels: Callable[[], object]) -> str:
         if isinstance(error, RuntimeError) and ran_out_of_memory(error):
             raise
         log.debug("a library's kernels", exc_info=True)
-        return _in_words(error)
+        return _message(error)
     return ""
 
 
-def _in_words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:_SHOWN]

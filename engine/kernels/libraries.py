@@ -1,4 +1,4 @@
-"""What libraries compute of a model, chosen and compiled in the background while everything else starts."""
+"""The kernels of libraries, chosen and compiled in the background during the rest of the start."""
 
 import os
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from engine.kernels.linear.gated_product import GatedProduct, choose_gated_produ
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What kernels are for."""
+    """The model and device for which kernels are compiled."""
 
     model: ModelConfig
     device: torch.device
@@ -33,23 +33,25 @@ class Wanted:
 
     @property
     def shapes(self) -> set[AttentionShape]:
+        """The attention shapes of the model's layers."""
         return {attention_shape(self.model, layer) for layer in range(self.model.layers)}
 
     def attention(self) -> PrefillAttention:
-        """Not compiled yet."""
+        """Returns prefill attention, not compiled yet."""
         model = self.model
         return choose_prefill_attention(self.device, self.dtype, model.head_dim, self.page_tokens, pdl=self.pdl)
 
     def gated_product(self) -> GatedProduct:
+        """Returns the product of gate and up, compiled."""
         model = self.model
         return choose_gated_product(self.device, self.dtype, model.hidden_size, model.intermediate_size, pdl=self.pdl)
 
 
 class Libraries:
-    """Attention of prompts, and the product of gate and up."""
+    """Prefill attention, and the product of gate and up, as futures."""
 
     def __init__(self, wanted: Wanted) -> None:
-        """Begins at once, in a thread, and on a GPU in processes of its own; what is chosen is named in the log."""
+        """Starts at once, in a thread, and on a GPU in separate processes; the choice is logged."""
         wait = _begin(wanted)
         thread = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(wanted.device,))
         self.attention: Future[PrefillAttention] = thread.submit(_attention, wanted, wait)
@@ -58,8 +60,9 @@ class Libraries:
 
 
 def keep_compiled() -> None:
-    """Let flash-attn-4 and quack find what they compiled for an earlier start, where the environment does not say
-    otherwise. Before either is imported.
+    """Lets flash-attn-4 and quack find what they compiled for an earlier start; the environment takes precedence.
+
+    To be called before either is imported.
     """
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(compiled_folder("flash-attn-4")))
@@ -67,7 +70,7 @@ def keep_compiled() -> None:
 
 
 def _begin(wanted: Wanted) -> Callable[[], None]:
-    """→ what waits until the libraries have compiled what they were told of."""
+    """Starts the compilation of the libraries' kernels → a function that waits for it."""
     if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # which no library computes
         return lambda: None
     keep_compiled()
@@ -76,7 +79,7 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
     compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
 
     def wait() -> None:
-        why_no_library()  # while the processes compile; not beside the other import: both import the same packages
+        why_no_library()  # while the processes compile; not concurrent with the other import of the same packages
         compiled_all()
 
     return wait
@@ -89,7 +92,7 @@ def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
 
 
 def _compile_attention(wanted: Wanted, tokens: int) -> None:
-    """In a process of its own."""
+    """Compiles prefill attention, in a separate process."""
     _use(wanted.device)
     attention = wanted.attention()
     if isinstance(attention, FlashPrefill):
@@ -97,12 +100,12 @@ def _compile_attention(wanted: Wanted, tokens: int) -> None:
 
 
 def _compile_product(wanted: Wanted) -> None:
-    """In a process of its own."""
+    """Compiles the gated product, in a separate process."""
     _use(wanted.device)
     wanted.gated_product()
 
 
 def _use(device: torch.device) -> None:
-    """Of a thread or process: its current device, which is another one than its starter's unless it is told."""
+    """Sets the current device of a thread or process, which is not inherited."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Kernels side by side: a second stream beside the step's own, for work that leaves parts of a device idle."""
+"""Concurrent kernels: a second stream in addition to the step's own, for work that leaves parts of a device idle."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,19 +7,19 @@ import torch
 
 
 class SecondStream:
-    """Of one GPU. None = there is no second one, and everything runs in its turn."""
+    """The second stream of one GPU. Without a device there is none, and everything runs in order."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def apart(self) -> bool:
-        """Whether there is one."""
+        """True if there is a second stream."""
         return self._stream is not None
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """What was launched before comes before both streams' work inside, and all of that before what comes after."""
+        """Orders the streams: both wait for earlier work, and later work waits for both."""
         if self._stream is None:
             yield
             return
@@ -31,5 +31,5 @@ class SecondStream:
             step.wait_stream(self._stream)
 
     def turn(self) -> AbstractContextManager[None]:
-        """Inside of `joined`: what is launched in here runs beside what is not. Its memory has to outlast `joined`."""
+        """Runs launches inside on the second stream, within `joined`. Their memory must outlive `joined`."""
         return torch.cuda.stream(self._stream)

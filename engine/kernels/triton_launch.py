@@ -1,7 +1,7 @@
-"""What every Triton kernel here shares: whether kernels overlap their launches, and how they say so.
+"""Programmatic dependent launch for all Triton kernels here, and Triton's interpreter mode.
 
 With programmatic dependent launch a kernel may start while the one before it still runs. It may read weights at once;
-before it touches anything that an earlier kernel writes or reads, it calls `wait_for_inputs`, which returns when all
+before it accesses anything that an earlier kernel writes or reads, it calls `wait_for_inputs`, which returns when all
 earlier kernels have ended and their writes are visible. Each kernel must call it exactly once, on every path, because
 the next kernel relies on this one having waited.
 """
@@ -16,27 +16,27 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on the CPU."""
+"""True if kernels run in Triton's interpreter, on the CPU."""
 
 _PREFERRED_CARVEOUT = 9
-"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"""
+"""The value of CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT."""
 
 OVERLAPPED_CAPABILITY = (9, 0)
-"""First compute capability whose kernels can overlap their launches."""
+"""The first compute capability whose kernels can overlap their launches."""
 
 
 def overlaps_launches() -> bool:
-    """Whether kernels of this process are launched with `launch_pdl=True` and `PDL=True`."""
+    """Returns True if kernels of this process are launched with `launch_pdl=True` and `PDL=True`."""
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OVERLAPPED_CAPABILITY
 
 
 def prefer_shared_memory(compiled: Any, percent: int) -> None:
-    """Let multiprocessors give this kernel about `percent` of their memory as shared memory, the rest as L1 cache.
+    """Makes multiprocessors use about `percent` of their memory as shared memory for this kernel, the rest as L1 cache.
 
-    `compiled` is what a launch returns. By default a kernel with large tiles gets all it can. A multiprocessor runs
-    kernels side by side only if they agree on that split, so the kernels before and after, which have no tiles, could
-    not overlap with it: the whole gain of overlapped launches in a decode step. And it has no room for more programs
-    than fit into their part. Both are measured in docs/decisions/0006-gpu-decode-step.md.
+    `compiled` is the return value of a launch. By default a kernel with large tiles gets all it can. A multiprocessor
+    runs kernels concurrently only if they agree on that split, so the kernels before and after, which have no tiles,
+    could not overlap with it: the whole gain of overlapped launches in a decode step. And it runs no more programs than
+    fit into their part. Both are measured in docs/decisions/0006-gpu-decode-step.md.
     """
     if not INTERPRETED:
         _prefer_carveout(compiled.function, percent)
@@ -51,13 +51,13 @@ def _prefer_carveout(function: int, percent: int) -> None:
 
 @triton.jit
 def launch_dependents(PDL: tl.constexpr):
-    """The next kernel may begin to start: called first, as starting early costs nothing but registers."""
+    """Allows the next kernel to start; called first, as starting early costs nothing but registers."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Everything earlier kernels wrote is visible after this."""
+    """Waits until everything that earlier kernels wrote is visible."""
     if PDL:
         gdc_wait()

@@ -1,0 +1,1 @@
+"""Layer components without weights."""

@@ -9,7 +9,7 @@ from engine.config.model import RopeConfig
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_context: int, device: torch.device) -> Tensor:
-    """[max_context, head_dim] float32: cos of half the dimensions, then sin, times the attention factor."""
+    """Returns [max_context, head_dim] float32: cos of half the dimensions, then sin, times the attention factor."""
     frequencies = rope_frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(max_context, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
@@ -17,7 +17,10 @@ def rope_table(rope: RopeConfig, head_dim: int, max_context: int, device: torch.
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians a position for each pair of dimensions: float32 [head_dim / 2] on the host, scaled by `rope.kind`."""
+    """Returns radians per position for each pair of dimensions: float32 [head_dim / 2] on the host.
+
+    They are scaled by `rope.kind`.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -30,7 +33,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: slow frequencies divided by the factor, fast ones kept, a linear blend between."""
+    """Scales as Llama 3.1 does: slow frequencies divided by the factor, fast ones kept, a linear blend between."""
     wavelength = 2 * math.pi / plain
     turns = rope.original_context / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -41,7 +44,10 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN (Peng et al. 2023, section 3.2): a ramp over the dimensions from kept to divided frequencies."""
+    """Scales as YaRN does (Peng et al.
+
+    2023, section 3.2): a ramp over the dimensions from kept to divided frequencies.
+    """
 
     def dimension(rotations: float) -> float:
         inner = rope.original_context / (rotations * 2 * math.pi)
@@ -51,7 +57,7 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    # Equal ends would divide by zero; any tiny width gives the same step.
+    # Equal ends would divide by zero; any tiny width gives the same step function.
     width = (high - low) or 0.001
     divided = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return plain / rope.factor * divided + plain * (1 - divided)

@@ -1,4 +1,4 @@
-"""A model's weights: one tensor a kind, stacked over layers, q/k/v and gate/up stacked as kernels want them."""
+"""A model's weights: one tensor per kind, stacked over layers, with q/k/v and gate/up stacked for the kernels."""
 
 from dataclasses import dataclass, fields
 
@@ -12,38 +12,38 @@ from engine.config.model import ModelConfig
 class Parameters:
     """L layers, H hidden size, I intermediate size; rows of q, k and v (gate and up) follow one another.
 
-    Allocated once and written in place through `destinations`; whoever holds this object holds the memory.
+    Allocated once and written in place through `destinations`; this object owns the memory.
     """
 
     embedding: Tensor
-    """[vocab, H]"""
+    """[vocab, H]."""
     lm_head: Tensor
     """[vocab, H]; the very same tensor as `embedding` where the model ties them."""
     final_norm: Tensor
-    """[H]"""
+    """[H]."""
     input_norm: Tensor
-    """[L, H]"""
+    """[L, H]."""
     post_norm: Tensor
-    """[L, H]"""
+    """[L, H]."""
     qkv: Tensor
-    """[L, (heads + 2·kv_heads)·head_dim, H]"""
+    """[L, (heads + 2·kv_heads)·head_dim, H]."""
     output: Tensor
-    """[L, H, heads·head_dim]"""
+    """[L, H, heads·head_dim]."""
     gate_up: Tensor
-    """[L, 2·I, H]"""
+    """[L, 2·I, H]."""
     down: Tensor
-    """[L, H, I]"""
+    """[L, H, I]."""
     qkv_bias: Tensor | None
     output_bias: Tensor | None
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     q_norm: Tensor | None
-    """[L, head_dim], as k_norm"""
+    """[L, head_dim], as k_norm."""
     k_norm: Tensor | None
 
 
 def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Uninitialised weights on `device`; the `meta` device gives the shapes alone."""
+    """Allocates uninitialised weights on `device`; the `meta` device gives the shapes alone."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -70,14 +70,14 @@ def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.d
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What `allocate_parameters` takes; tied embeddings are one tensor."""
+    """Returns the bytes that `allocate_parameters` takes; tied embeddings are one tensor."""
     shapes = allocate_parameters(config, dtype, torch.device("meta"))
     tensors: set[Tensor | None] = {getattr(shapes, field.name) for field in fields(shapes)}
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def destinations(parameters: Parameters, config: ModelConfig) -> dict[str, Tensor]:
-    """Where each tensor of a Hugging Face checkpoint goes: its name → a view into `parameters` of the same shape."""
+    """Maps the name of each tensor of a Hugging Face checkpoint to a view into `parameters` of the same shape."""
     found = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
     if not config.tied_embeddings:
         found["lm_head.weight"] = parameters.lm_head

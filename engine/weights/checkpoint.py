@@ -1,4 +1,4 @@
-"""A model folder in Hugging Face layout: checked by its headers alone, then read straight into place."""
+"""A model folder in Hugging Face layout: checked by its headers alone, then read directly into its tensors."""
 
 import hashlib
 import json
@@ -15,20 +15,20 @@ from engine.weights.tensor_reader import DTYPES, read_tensors
 from wire.errors import ModelError
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is done, 0 to 1."""
+"""Called with the name of an activity and its completed part, 0 to 1."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMED_AT_MOST = 3
 _REVISION_BYTES = 4096
-"""Of each tensor, that go into the revision: 1.2 MB for a model of 32 layers."""
+"""Bytes of each tensor that go into the revision: 1.2 MB for a model of 32 layers."""
 
 
 def check_model(folder: Path) -> ModelConfig:
-    """The configuration of a model that can be served; no weights are read.
+    """Returns the configuration of a model that can be served; no weights are read.
 
-    Raises ModelError, in one sentence: no folder or configuration, an unsupported architecture, a truncated or
-    corrupt file, tensors missing, extra or of the wrong shape.
+    Raises ModelError, in one sentence: no folder or configuration, an unsupported architecture, a truncated or corrupt
+    file, tensors missing, extra or of the wrong shape.
     """
     config = load_model_config(folder)
     shapes = allocate_parameters(config, torch.float32, torch.device("meta"))
@@ -39,7 +39,7 @@ def check_model(folder: Path) -> ModelConfig:
 def load_weights(
     folder: Path, config: ModelConfig, into: Mapping[str, Tensor], progress: Progress | None = None
 ) -> None:
-    """Copies every tensor of the folder to its place in `into` (name → view), cast to the view's dtype on the way.
+    """Copies every tensor of the folder to its view in `into` (by name), cast to the view's dtype during the copy.
 
     Raises ModelError as `check_model` does. The host holds no second copy, see `tensor_reader`.
     """
@@ -57,8 +57,11 @@ def load_weights(
 
 
 def revision_hash(folder: Path) -> str:
-    """Names this revision of the model, in hex: SHA-256 over config.json, every tensor's name, dtype and shape, and
-    the first bytes of each, so that a fine-tuned model of equal shapes has another name, cheaply."""
+    """Returns the name of this revision of the model, in hex.
+
+    It is the SHA-256 over config.json, every tensor's name, dtype and shape, and the first bytes of each, so that a
+    fine-tuned model of equal shapes has another name, at little cost.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name, entry in sorted(_read_entries(folder).items()):
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
@@ -69,7 +72,7 @@ def revision_hash(folder: Path) -> str:
 
 
 def stored_dtype(folder: Path) -> str:
-    """The dtype of the folder's largest tensor, in torch's spelling."""
+    """Returns the dtype of the folder's largest tensor, in torch's spelling."""
     largest = max(_read_entries(folder).values(), key=lambda entry: _elements(entry.shape))
     known = DTYPES.get(largest.dtype)
     return largest.dtype if known is None else str(known).removeprefix("torch.")
@@ -104,7 +107,7 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
 def _match(
     folder: Path, found: Mapping[str, TensorEntry], wanted: Mapping[str, Tensor], config: ModelConfig
 ) -> dict[str, TensorEntry]:
-    """The entries to load, all of them wanted, none missing, each of its shape."""
+    """Returns the entries to load, all of them wanted, none missing, each of its shape."""
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json calls for.")
@@ -125,7 +128,7 @@ def _match(
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:
-    """Old exports carry RoPE's constants and a copy of tied embeddings."""
+    """Returns True for tensors of old exports that may be ignored: RoPE's constants and a copy of tied embeddings."""
     return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
 
 

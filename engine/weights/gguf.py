@@ -1,4 +1,4 @@
-"""A GGUF file becomes a model folder, once, in the user's cache and in float32, so that loading has one path."""
+"""Conversion of a GGUF file to a model folder in float32, once, in the user's cache, so that there is one loader."""
 
 import fcntl
 import hashlib
@@ -25,15 +25,15 @@ Float32 = npt.NDArray[np.float32]
 
 _MAGIC = b"GGUF"
 _VERSION = b"1"
-"""Part of the cache's key: a change of what is written makes older folders stale."""
+"""Part of the cache's key: a change of the output makes older folders stale."""
 _HASHED_BYTES = 1 << 20
 
 
 def prepare_model(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
-    """A checked folder in Hugging Face layout: `path` itself, or what its GGUF file is converted to.
+    """Returns a checked folder in Hugging Face layout: `path` itself, or the conversion of its GGUF file.
 
     The conversion is kept below `cache_dir` (default: tandem/models in the XDG cache folder), in a folder named as the
-    file, and appears there whole or not at all. Raises ModelError for anything that cannot be served.
+    file, and appears there atomically. Raises ModelError for anything that cannot be served.
     """
     if path.is_dir():
         check_model(path)
@@ -58,12 +58,12 @@ def prepare_model(path: Path, cache_dir: Path | None = None, progress: Progress 
 
 
 def default_cache() -> Path:
-    """Where conversions are kept."""
+    """Returns the folder of conversions."""
     return user_cache("models")
 
 
 def _fingerprint(path: Path) -> str:
-    """Names the file's contents without reading all of it: size, time of change and the first MiB."""
+    """Returns a name of the file's contents without reading all of it: size, time of change and the first MiB."""
     status = path.stat()
     digest = hashlib.blake2b(_VERSION + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
     with path.open("rb") as stream:
@@ -75,7 +75,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _is_sound(folder: Path) -> bool:
-    """Whether an earlier conversion is there and whole; one that a full disk or a power cut broke is done again."""
+    """Returns True if an earlier conversion is complete; one that a full disk or a power cut broke is repeated."""
     if not folder.is_dir():
         return False
     try:
@@ -86,7 +86,7 @@ def _is_sound(folder: Path) -> bool:
 
 
 def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
-    """Writes into a hidden neighbour and renames it. The caller holds the lock, so leftovers are nobody's."""
+    """Writes into a hidden sibling folder and renames it. The caller holds the lock, so leftovers have no owner."""
     for leftover in [*folder.parent.glob(".partial-*"), folder]:
         shutil.rmtree(leftover, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
@@ -125,7 +125,7 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
-    """Compares the file's size with what its header promises before tensors are mapped."""
+    """A reader that checks the file's size against its header before tensors are mapped."""
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         needed = max((start_offs + _end(field) for field in fields), default=start_offs)
@@ -138,7 +138,7 @@ class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
 
 
 def _end(field: ReaderField) -> int:
-    """Where a tensor ends, in bytes behind the start of all tensors."""
+    """Returns the end of a tensor, in bytes after the start of all tensors."""
     _, _, _, dims, raw_type, offset = field.parts
     block_size, type_size = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
     return int(offset[0]) + int(math.prod(map(int, dims)) * type_size) // int(block_size)
@@ -181,20 +181,20 @@ def _dequantize(tensor: ReaderTensor) -> Float32:
 
 
 def _unpermute(weight: Float32, heads: int) -> Float32:
-    """Llama's q and k rows are stored with RoPE's pairs side by side; checkpoints keep the halves apart."""
+    """Reorders Llama's q and k rows: GGUF interleaves RoPE's pairs, checkpoints keep the halves apart."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _write_tokenizer(path: Path, folder: Path, progress: Progress | None) -> None:
-    # Seconds to import, and needed in a conversion alone.
+    # Imported here, as it takes seconds and only conversions need it.
     from transformers import AutoTokenizer
 
     if progress is not None:
         progress("converting tokenizer", 0.0)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        # The chat template belongs into tokenizer_config.json, where every reader looks.
+        # The chat template belongs into tokenizer_config.json, which every reader reads.
         tokenizer.save_pretrained(folder, save_jinja_files=False)
     except Exception as error:  # any part of another library may fail on a foreign file
         raise ModelError(f"its tokenizer cannot be converted ({error}).") from error

@@ -1,4 +1,4 @@
-"""What GGUF's metadata and tensor names mean in Hugging Face terms."""
+"""Translation of GGUF's metadata and tensor names to Hugging Face's."""
 
 import math
 import re
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from wire.errors import ModelError
 
 Read = Callable[[str], Any]
-"""Value of a metadata key, None where the file lacks it."""
+"""Returns the value of a metadata key, None where the file lacks it."""
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TOP_LEVEL = {
@@ -37,7 +37,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 def huggingface_name(name: str) -> str:
-    """The checkpoint name of a GGUF tensor; ModelError for one that no supported model has."""
+    """Returns the checkpoint name of a GGUF tensor; ModelError for one that no supported model has."""
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
@@ -49,7 +49,7 @@ def huggingface_name(name: str) -> str:
 def huggingface_config(
     read: Read, vocab_size: int, tensors: Collection[str], rope_factors: npt.NDArray[np.float32] | None
 ) -> dict[str, Any]:
-    """The contents of config.json; ModelError for a model that is not supported.
+    """Returns the contents of config.json; ModelError for a model that is not supported.
 
     vocab_size counts rows of the embedding; rope_factors are the values of `ROPE_FACTORS` where the file has them.
     """
@@ -94,7 +94,7 @@ def huggingface_config(
 
 
 def eos_token_ids(read: Read) -> list[int]:
-    """End of sequence and, for chat models, end of turn."""
+    """Returns the ids of end of sequence and, for chat models, end of turn."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     return sorted({int(value) for value in map(read, keys) if value is not None})
 
@@ -111,7 +111,7 @@ def _rope_scaling(read: Read, kind: str, factors: npt.NDArray[np.float32] | None
 
 
 def _llama3_scaling(factors: npt.NDArray[np.float32], theta: float) -> dict[str, Any]:
-    """The parameters behind the divisors: every Llama 3.x blends between 1 and 4 turns in 8192 tokens."""
+    """Returns the parameters that give the divisors: every Llama 3.x blends between 1 and 4 turns in 8192 tokens."""
     scaling = {
         "rope_type": "llama3",
         "factor": float(factors.max()),

@@ -1,4 +1,4 @@
-"""Weights for performance runs: random, of a real model's shapes, made on the device in seconds."""
+"""Random weights for performance runs: a real model's shapes, generated on the device in seconds."""
 
 import hashlib
 from dataclasses import fields
@@ -15,7 +15,10 @@ _SPREAD = 0.02
 
 
 def fill_randomly(parameters: Parameters) -> None:
-    """Normal numbers from a fixed seed; norms are 1, biases 0. Two processes on one kind of device get the same."""
+    """Fills with normal numbers from a fixed seed; norms are 1, biases 0.
+
+    Two processes on one kind of device get the same weights.
+    """
     generator = torch.Generator(parameters.embedding.device).manual_seed(_SEED)
     done: set[int] = set()
     for field in fields(parameters):
@@ -32,5 +35,5 @@ def fill_randomly(parameters: Parameters) -> None:
 
 
 def random_revision(folder: Path) -> str:
-    """Names these weights: the same for the same config.json, never that of a real model."""
+    """Returns the name of these weights: the same for the same config.json, never that of a real model."""
     return "random-" + hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()

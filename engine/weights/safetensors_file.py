@@ -20,7 +20,7 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor as its file's header has it: `dtype` in the format's spelling, `start` its first byte in the file."""
+    """A tensor in its file's header: `dtype` in the format's spelling, `start` its first byte in the file."""
 
     file: Path
     dtype: str
@@ -29,7 +29,7 @@ class TensorEntry:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """All tensors of a file, checked against the file's size; ModelError names a truncated or corrupt file."""
+    """Returns all tensors of a file, checked against the file's size; ModelError names a truncated or corrupt file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

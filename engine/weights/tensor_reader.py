@@ -1,8 +1,8 @@
-"""Tensors of safetensors files, read straight into place by a few threads.
+"""Tensors of safetensors files, read directly into their destination by a few threads.
 
-Bytes go from the file into the tensor itself where it lies in host memory and is stored in its own dtype; else through
-small staging buffers, pinned for a GPU, of which each thread fills one while the other is copied. So the host never
-holds a second copy of the weights, and a file in the page cache is read at the speed of memory.
+Bytes go from the file into the tensor itself if it is in host memory and stored in the same dtype; else through small
+staging buffers, pinned for a GPU, of which each thread fills one while the other is copied. So the host never holds a
+second copy of the weights, and a file in the page cache is read at the speed of memory.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from engine.weights.safetensors_file import TensorEntry
 from wire.errors import ModelError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What can be read, by the format's spelling."""
+"""The dtypes that can be read, by the format's spelling."""
 PIECE_BYTES = 8 << 20
-"""Read at a time."""
+"""Bytes per read."""
 MAX_THREADS = 8
 _BUFFERS = 2
 
@@ -31,11 +31,10 @@ _BUFFERS = 2
 def read_tensors(
     entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor], on_read: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Copies every entry to `into[name]`, contiguous and of its shape, cast to that dtype on the way. All of `into` is
-    on one device; the copies are complete on return.
+    """Copies every entry to `into[name]`, contiguous and of its shape, cast to that dtype during the copy.
 
-    `on_read` is called on the caller's thread with the elements of each piece. ModelError for a file that cannot be
-    read to its end.
+    All of `into` is on one device; the copies are complete on return. `on_read` is called on the caller's thread with
+    the elements of each piece. ModelError for a file that cannot be read to its end.
     """
     devices = {into[name].device for name in entries}
     if len(devices) != 1:
@@ -55,7 +54,7 @@ def read_tensors(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of a file from `start` on, stored as `dtype`, that belong into `place` [elements]."""
+    """Bytes of a file from `start` on, stored as `dtype`, with the destination `place` [elements]."""
 
     file: Path
     start: int
@@ -76,7 +75,7 @@ class _Staging(threading.local):
             self._free = [torch.cuda.Event() for _ in range(_BUFFERS)]  # type: ignore[no-untyped-call]
 
     def take(self, size: int) -> Tensor:
-        """A buffer [size] uint8 whose last copy has ended."""
+        """Returns a buffer [size] uint8 whose last copy has ended."""
         if not self._buffers:
             count = _BUFFERS if self._on_gpu else 1
             self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(count)]
@@ -87,13 +86,13 @@ class _Staging(threading.local):
         return self._buffers[0][:size]
 
     def copy(self, source: Tensor, place: Tensor) -> None:
-        """From the buffer taken last; it is not waited for on a GPU."""
+        """Copies from the buffer taken last; on a GPU it does not wait."""
         if not self._on_gpu:
             place.copy_(source)
             return
         with torch.cuda.stream(self.stream):
             if source.dtype != place.dtype:
-                # Cast over there: on the host it would take longer than the way.
+                # Cast on the device: on the host it would take longer than the copy.
                 source = source.to(place.device, non_blocking=True)
             place.copy_(source, non_blocking=True)
             self._free[0].record()
@@ -113,7 +112,7 @@ def _open(file: Path, until: contextlib.ExitStack) -> int:
 
 
 def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> Iterator[_Piece]:
-    """In the order of the files, so that a disk reads ahead."""
+    """Yields the pieces in the order of the files, so that a disk reads ahead."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].start)):
         dtype, flat = DTYPES[entry.dtype], into[name].view(-1)
         step = PIECE_BYTES // dtype.itemsize
@@ -122,7 +121,7 @@ def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> I
 
 
 def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
-    """Elements read."""
+    """Reads a piece; returns its number of elements."""
     place = piece.place
     # Threads do not inherit the mode in which weights are allocated and may be written.
     with torch.inference_mode():
@@ -136,7 +135,7 @@ def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
 
 
 def _fill(target: Any, piece: _Piece, opened: int) -> None:
-    """Read until `target`, an array of bytes, is full."""
+    """Reads until `target`, an array of bytes, is full."""
     done, size = 0, len(target)
     try:
         while done < size:

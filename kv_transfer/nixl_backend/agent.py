@@ -1,8 +1,8 @@
 """One NIXL agent over one page pool, for one thread: the only file that calls NIXL.
 
 The agent has no progress thread: NIXL's spins on a poll without a timeout and costs a whole core when idle (measured:
-1.0 CPU s a second against 0.0001). UCX moves on when this agent is asked for states or notices, by its one caller, so
-no lock is needed either.
+1.0 CPU s a second against 0.0001). UCX makes progress when this agent is asked for states or notices, by its one
+caller, so no lock is needed either.
 """
 
 import ctypes
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 UCX = "UCX"
 PROBE_BYTES = 4096
-"""Enough for UCX to have the kernel copy it from process to process."""
+"""The size of a probe, large enough that UCX has the kernel copy it from process to process."""
 
 
 class TransferState(Enum):
-    """Where a posted transfer is."""
+    """The state of a posted transfer."""
 
     MOVING = "moving"
     DONE = "done"
@@ -51,10 +51,11 @@ class Connection:
 
 
 def load_nixl() -> Any:
-    """NIXL's Python module. FailedPrecondition when no build of it can be imported.
+    """Returns NIXL's Python module. FailedPrecondition when no build of it can be imported.
 
-    The wheels differ in the CUDA runtime they were built for: prefer the one that fits a loaded torch. The metapackage
-    `nixl` is not used: it demands both wheels, and refuses the one that is there if torch is built for the other.
+    The wheels differ in the CUDA runtime they were built for: the one that fits a loaded torch is preferred. The
+    metapackage `nixl` is not used: it requires both wheels, and refuses the installed one if torch is built for the
+    other.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
@@ -71,14 +72,14 @@ def load_nixl() -> Any:
 
 
 def agent_name(peer: PeerRef) -> str:
-    """NIXL's name of one run of a worker: never the same twice."""
+    """Returns NIXL's name of one incarnation of a worker, which is never reused."""
     return f"{peer.worker_id}/{peer.incarnation}"
 
 
 class PoolAgent:
     """The agent of `me`. The pool is registered once, here, and stays the engine's; `close` deregisters it.
 
-    NIXL's own errors leave these methods as they are; the caller makes them typed.
+    NIXL's own errors pass through these methods unchanged; the caller converts them to typed ones.
     """
 
     def __init__(self, layout: KVLayout, me: PeerRef, *, trusted_network: bool = False) -> None:
@@ -104,7 +105,7 @@ class PoolAgent:
         self._local_probe = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [probe], "DRAM")
 
     def describe(self) -> PeerDescription:
-        """How peers reach the pool."""
+        """Returns what peers need to reach the pool."""
         layout = self._layout
         metadata = bytes(self._agent.get_agent_metadata())
         return PeerDescription(
@@ -121,7 +122,7 @@ class PoolAgent:
         )
 
     def connect(self, peer: PeerDescription) -> Connection:
-        """Load a peer's metadata and prepare its page list."""
+        """Loads a peer's metadata and prepares its page list."""
         name = self._agent.add_remote_agent(peer.agent_metadata).decode()
         if name != agent_name(peer.peer):
             raise FailedPrecondition(f"metadata of {agent_name(peer.peer)} is {name}'s; introduce the peer again")
@@ -133,17 +134,18 @@ class PoolAgent:
             raise
 
     def disconnect(self, connection: Connection) -> None:
-        """Drop list, metadata and endpoint. No transfer of mine with this peer may be in flight: UCX would follow freed
-        pointers.
+        """Drops list, metadata and endpoint of a peer.
+
+        No transfer of this agent with the peer may be in flight: UCX would follow freed pointers.
         """
         connection.remote_pages.release()
         self._agent.remove_remote_agent(connection.agent)
 
     def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
-        """Whether the peer's process has ended and UCX knows it now: it has failed all that waits for that peer.
+        """Returns True if the peer's process has ended; UCX then fails everything that waits for the peer.
 
-        UCX notices by itself only when it copies pages, not while notices wait in a segment that nobody reads. Here
-        it is made to copy: the kernel refuses, and the endpoint fails. On a trusted network UCX watches its peers.
+        UCX notices by itself only when it copies pages, not while notices wait in a segment that nothing reads. This
+        call makes it copy: the kernel refuses, and the endpoint fails. On a trusted network UCX's keepalive does this.
         """
         if self._trusted_network or not peer.probe_address or lives(peer.process) is not False:
             return False
@@ -158,8 +160,10 @@ class PoolAgent:
         return False
 
     def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> Any:
-        """A handle for `start`, `state` and `release`. The notice, which goes to the peer once all bytes are in place,
-        may be empty, the pages not; both are in range.
+        """Returns a handle for `start`, `state` and `release`.
+
+        The notice goes to the peer once all bytes are in place and may be empty. The pages may not be empty and must be
+        in range.
         """
         return self._agent.make_prepped_xfer(
             "WRITE",
@@ -172,30 +176,30 @@ class PoolAgent:
         )
 
     def start(self, handle: Any) -> TransferState:
-        """Post a prepared transfer. Over cma and cuda_ipc the copy may be over when this returns."""
+        """Posts a prepared transfer. Over cma and cuda_ipc the copy may be complete when this returns."""
         return self._seen(lambda: self._agent.transfer(handle))
 
     def state(self, handle: Any) -> TransferState:
-        """Make progress and look."""
+        """Makes progress and returns the transfer's state."""
         return self._seen(lambda: self._agent.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
-        """Free a handle. This stops nothing: UCX cannot cancel a put, so one in flight goes on, unwatched."""
+        """Frees a handle. A put in flight goes on, unobserved, because UCX cannot cancel it."""
         try:
             handle.release()
         except Exception as error:
-            log.warning("NIXL kept a transfer handle: %r", error)
+            log.warning("NIXL did not release a transfer handle: %r", error)
 
     def notify(self, connection: Connection, notice: bytes) -> None:
-        """Send a notice that belongs to no pages."""
+        """Sends a notice that belongs to no pages."""
         self._agent.send_notif(connection.agent, notice)
 
     def notices(self) -> list[tuple[str, bytes]]:
-        """Make progress; new notices as (agent name, bytes)."""
+        """Makes progress and returns new notices as (agent name, bytes)."""
         return [(name, data) for name, several in self._agent.get_new_notifs().items() for data in several]
 
     def close(self) -> None:
-        """Deregister the pool and destroy the agent. No transfer may be in flight."""
+        """Deregisters the pool and destroys the agent. No transfer may be in flight."""
         self._local_pages.release()
         self._local_probe.release()
         self._agent.deregister_memory(self._registration)
@@ -203,9 +207,10 @@ class PoolAgent:
         self._local_pages = self._local_probe = self._registration = self._probe_registration = self._agent = None
 
     def strand(self, handles: list[Any]) -> None:
-        """Instead of `close` with transfers in flight that never end: nothing is freed, not even when Python exits.
+        """Replaces `close` when transfers in flight never end: nothing is freed, not even when Python exits.
 
-        NIXL's and UCX's destructors would follow what those still hold. No thread moves them on.
+        NIXL's and UCX's destructors would follow the pointers that those transfers still hold. No thread makes progress
+        on them.
         """
         immortal = [self, *handles]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
@@ -214,13 +219,13 @@ class PoolAgent:
         try:
             state = look()
         except Exception as error:
-            log.info("NIXL says of a transfer: %r", error)
+            log.info("a NIXL transfer failed: %r", error)
             return TransferState.FAILED
         return {"DONE": TransferState.DONE, "PROC": TransferState.MOVING}.get(state, TransferState.FAILED)
 
 
 def _page_list(base: int, page_bytes: int, pages: int, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """[pages, 3]: address, bytes and device of each page."""
+    """Returns [pages, 3]: address, bytes and device of each page."""
     table = np.empty((pages, 3), dtype=np.uint64)
     table[:, 0] = np.uint64(base) + np.arange(pages, dtype=np.uint64) * np.uint64(page_bytes)
     table[:, 1] = page_bytes

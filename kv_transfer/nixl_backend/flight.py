@@ -1,4 +1,4 @@
-"""A write that was asked for, from the call to the end of its future."""
+"""A write from the call that requests it to the end of its future."""
 
 import time
 from collections.abc import Sequence
@@ -16,60 +16,63 @@ class Flight:
 
     write: PageWrite
     begun_at: float
-    """When it was asked for, until it begins."""
+    """The time of the request until the write begins, then the time at which it began."""
     deadline: float
     future: "Future[WriteDone]"
     doomed: str = ""
-    """Why it will fail, however it comes to rest: its peer was removed."""
+    """The reason why it will fail, no matter how it ends: its peer was removed. Empty = none."""
 
     @property
-    def told(self) -> bool:
-        """Whether the caller knows how it ended."""
+    def settled(self) -> bool:
+        """True if the future is done."""
         return self.future.done()
 
     @property
     def late(self) -> bool:
+        """True if the deadline has passed."""
         return time.monotonic() >= self.deadline
 
     @property
     def forbidden(self) -> bool:
-        """Whether it may not begin any more."""
+        """True if the write may not begin any more."""
         return time.monotonic() >= self.write.begin_by()
 
     def fail(self, why: str) -> None:
-        if not self.told:
+        """Fails the future with TransferFailed, unless it is done; `doomed` takes precedence over `why`."""
+        if not self.settled:
             error = TransferFailed(f"write to {self.write.peer.worker_id}: {self.doomed or why}; prefill again")
             self.future.set_exception(error)
 
     def land(self, moved: int) -> None:
-        """All `moved` bytes are there; too late all the same, unless a notice has left; and in vain if it is doomed.
+        """Settles the write after all `moved` bytes have landed; it fails when doomed, or when late without a notice.
 
-        A notice cannot be called back: the peer goes on with the request, so the write was a success.
+        A notice cannot be recalled: once it has left, the peer continues the request, so a late write with one is a
+        success.
         """
         if self.doomed:
             self.fail(self.doomed)
         elif self.late and self.write.notice is None:
-            self.fail("it came to rest after its deadline")
-        elif not self.told:
+            self.fail("it ended after its deadline")
+        elif not self.settled:
             took_s = time.monotonic() - self.begun_at
             self.future.set_result(WriteDone(moved, int(took_s * 1e9), time.time_ns()))
 
     def wrong(self, link: Link | None, pages_here: int) -> str:
-        """Why it cannot begin, over the link to its peer from a pool of so many pages; "" = it can."""
+        """Returns why it cannot begin over the link to its peer from a pool of `pages_here` pages; "" = it can."""
         write = self.write
         if link is None:
-            return "that peer is not known here; introduce it first"
+            return "that peer is unknown here; introduce it first"
         if self.late:
             return "it was past its deadline before it began"
         if self.forbidden:
-            return "the peer gave its pages for a time that was over before it began"
+            return "the permission to write the peer's pages had expired before it began"
         if not write.local_pages and not write.remote_pages and write.notice is None:
             return "it has neither pages nor a notice"
         return misfit(write.local_pages, pages_here, write.remote_pages, link.description.pages)
 
 
 def misfit(local: Sequence[int], pages_here: int, remote: Sequence[int], pages_there: int) -> str:
-    """Why pages of this pool and of a peer's cannot pair one to one; "" = they can."""
+    """Returns why pages of this pool and of a peer's cannot be paired one to one; "" = they can."""
     if len(local) != len(remote):
         return f"{len(local)} pages do not go onto {len(remote)}"
     for side, pages, total in (("local", local, pages_here), ("remote", remote, pages_there)):

@@ -1,21 +1,21 @@
-"""How closely a worker looks for what comes in from its peers."""
+"""The time that a worker has spent polling for incoming data."""
 
 import time
 
 LOOK_GAP_S = 0.1
-"""Looks that lie further apart do not count as listening."""
+"""Polls that are further apart than this do not count as listening, in seconds."""
 
 
 class Listening:
-    """Told of each look. For the transport's thread; `seconds` for every thread."""
+    """A clock that counts while polls follow each other. For the transport's thread; `seconds` for every thread."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """How long it has listened."""
+        """The time that it has listened."""
         self._looked_at = time.monotonic()
 
     def look(self) -> None:
-        """It is about to look."""
+        """Records that a poll is about to happen."""
         now = time.monotonic()
         gap = now - self._looked_at
         if gap <= LOOK_GAP_S:

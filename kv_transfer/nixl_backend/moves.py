@@ -1,15 +1,17 @@
-"""NIXL transfers in flight, and when each is known to be quiet.
+"""NIXL transfers in flight, and the time when each is quiescent.
 
-A put of UCX cannot be taken back: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent
-closes the endpoint with a flush. So one is quiet only
-- when NIXL says DONE: every byte is in its place (NIXL flushes the endpoint after puts);
-- here, `ERROR_REST_S` after it failed: UCX ends everything on a failed endpoint and posts no more; what a network card
-  or a copy engine had begun to read ends within microseconds. There nothing is proven: what TCP had taken lies in the
-  peer's socket buffers and lands when that looks. So whoever hears that one failed may use its own pages again, and
-  the decode worker keeps its for a grace (`fence.py`).
-A deadline therefore ends none in flight; it decides how it ends when it has come to rest. Nor does the removal of its
-peer, which may be alive. Even when nobody wants to hear of its end, it is looked after until UCX is done with it:
-before that its handle, the peer's metadata and the endpoint may not be freed (UCX still follows their pointers).
+A put of UCX cannot be cancelled: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent closes the
+endpoint with a flush. So a transfer is quiescent only
+
+- when NIXL says DONE: every byte is in place (NIXL flushes the endpoint after puts);
+- on this side, `ERROR_REST_S` after it failed: UCX completes everything on a failed endpoint and posts no more; a read
+  that a network card or a copy engine had begun ends within microseconds. On the peer's side nothing is proven: bytes
+  that TCP has taken are in the peer's socket buffers and land at its next poll. So after a failure the sender may reuse
+  its own pages, and the decode worker quarantines its pages for a grace period (`fence.py`).
+
+A deadline therefore ends none in flight; it decides how the transfer ends once it is quiescent. The same holds for the
+removal of its peer, which may be alive. Even when no caller waits for its end, it is polled until UCX has finished with
+it: before that its handle, the peer's metadata and the endpoint may not be freed (UCX still follows their pointers).
 """
 
 import time
@@ -19,7 +21,7 @@ from typing import Any
 
 from kv_transfer.nixl_backend.agent import PoolAgent, TransferState
 from kv_transfer.nixl_backend.peers import Link, Links
-from kv_transfer.pace import LAST_LOOK_S, Pace
+from kv_transfer.poll_backoff import LAST_LOOK_S, PollBackoff
 from wire.errors import TransferFailed
 from wire.messages import PeerDescription
 
@@ -28,7 +30,10 @@ ERROR_REST_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """`rests_at`: when it will be quiet here after its failure; `abandoned`: nobody wants to hear of its end."""
+    """A posted transfer.
+
+    `rests_at`: when it will be quiescent on this side after its failure; `abandoned`: no caller waits for its end.
+    """
 
     link: Link
     handle: Any
@@ -44,32 +49,36 @@ class Moves:
     def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
         self._agent, self._links, self._page_bytes = agent, links, page_bytes
         self._moves: list[_Move] = []
-        self._pace = Pace()
+        self._poll_backoff = PollBackoff()
         self._turn = 0
         self.reached: list[PeerDescription] = []
-        """Peers of connections whose first transfer has ended well, for whoever takes them off."""
+        """Peers of connections whose first transfer has succeeded; the reader removes them."""
 
     def __len__(self) -> int:
         return len(self._moves)
 
     @property
     def waited_for(self) -> bool:
+        """True if a caller waits for any of them."""
         return any(not move.abandoned for move in self._moves)
 
     @property
     def handles(self) -> list[Any]:
+        """NIXL's handles of the transfers that are not quiescent."""
         return [move.handle for move in self._moves]
 
     @property
     def next_look_s(self) -> float:
-        return self._pace.wait_s(self._moves[0].bytes) if self._moves else LAST_LOOK_S
+        """The time to wait before the next `poll`, in seconds."""
+        return self._poll_backoff.wait_s(self._moves[0].bytes) if self._moves else LAST_LOOK_S
 
     def begin(
         self, link: Link, local: Sequence[int], remote: Sequence[int], notice: bytes, on_end: Callable[[bool], None]
     ) -> None:
-        """Post one; `on_end` hears once that it is quiet, and whether every byte is there: perhaps before this returns.
+        """Posts a transfer; `on_end(whole)` is called once it is quiescent, perhaps before this returns.
 
-        TransferFailed when the peer is out of reach or NIXL refuses: nothing moved, and `on_end` hears nothing.
+        `whole`: every byte has landed. TransferFailed when the peer is out of reach or NIXL refuses: nothing moved, and
+        `on_end` is not called.
         """
         connection = self._links.connected(link)
         try:
@@ -77,17 +86,15 @@ class Moves:
         except Exception as error:
             link.broken = True
             peer = link.description.peer.worker_id
-            raise TransferFailed(
-                f"pages of {peer}: NIXL does not take the transfer: {error!r}; prefill again"
-            ) from error
+            raise TransferFailed(f"pages of {peer}: NIXL refused the transfer: {error!r}; prefill again") from error
         link.in_flight += 1
-        self._pace.began(len(self._moves))
+        self._poll_backoff.began(len(self._moves))
         move = _Move(link, handle, len(local) * self._page_bytes, on_end)
         self._moves.append(move)
         self._note(move, self._agent.start(handle))
 
     def poll(self) -> None:
-        """Make progress and end what has come to rest."""
+        """Makes progress and ends the transfers that are quiescent."""
         for move in self._worth_a_look():
             if move.rests_at is None:
                 self._note(move, self._agent.state(move.handle))
@@ -95,8 +102,9 @@ class Moves:
                 self._end(move, whole=False)
 
     def _worth_a_look(self) -> Iterator[_Move]:
-        """Of each link from the oldest on up to the first that goes on, and then one of all others, in turn: one look
-        moves them all on, and each costs as much as a page takes.
+        """Yields the transfers to poll: each link's oldest ones up to the first in flight, then one other in turn.
+
+        One poll makes progress on all, and each costs as much as the copy of a page.
         """
         going: set[Link] = set()
         others: list[_Move] = []
@@ -112,7 +120,7 @@ class Moves:
             yield others[self._turn % len(others)]
 
     def abandon_all(self) -> None:
-        """Nobody wants to hear of any."""
+        """Stops reporting the end of all transfers."""
         for move in self._moves:
             move.abandoned = True
 
@@ -125,7 +133,7 @@ class Moves:
             move.rests_at = time.monotonic() + ERROR_REST_S
             return
         if not move.abandoned:
-            self._pace.ended(move.bytes)
+            self._poll_backoff.ended(move.bytes)
             if not move.link.reached:
                 move.link.reached = True
                 self.reached.append(move.link.description)

@@ -1,4 +1,4 @@
-"""The peers a NIXL transport moves pages to: one link a worker id, the latest incarnation only."""
+"""The peers that a NIXL transport writes to: one link per worker id, the latest incarnation only."""
 
 import logging
 import time
@@ -11,13 +11,16 @@ from wire.messages import PeerDescription, PeerRef
 log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
-"""How often to ask whether peers' processes live."""
+"""The interval between checks that peers' processes live, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A known peer. `connection` is None before the first use and after a failure; `broken`: its endpoint has failed
-    and is rebuilt once the last of `in_flight` transfers has come to rest; `reached`: one over it has ended well."""
+    """A known peer.
+
+    `connection` is None before the first use and after a failure; `broken`: its endpoint has failed and is rebuilt once
+    the last of `in_flight` transfers is quiescent; `reached`: a transfer over it has succeeded.
+    """
 
     description: PeerDescription
     connection: Connection | None = None
@@ -36,21 +39,21 @@ class Links:
         self._watch_at = 0.0
 
     def find(self, peer: PeerRef) -> Link | None:
-        """The link to exactly this incarnation."""
+        """Returns the link to exactly this incarnation."""
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.description.peer == peer else None
 
     def find_until(self, peer: PeerRef) -> Link | None:
-        """The link to this incarnation or to an earlier one."""
+        """Returns the link to this incarnation or to an earlier one."""
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.description.peer.incarnation <= peer.incarnation else None
 
     def replaced_by(self, description: PeerDescription) -> Link | None:
-        """The link that `add` would drop: an earlier incarnation of the same worker."""
+        """Returns the link that `add` would drop: an earlier incarnation of the same worker."""
         return self.find_until(PeerRef(description.peer.worker_id, description.peer.incarnation - 1))
 
     def add(self, description: PeerDescription) -> None:
-        """Know this peer and connect to it; what is known of it, or of a later incarnation, stays."""
+        """Registers this peer and connects to it, unless it or a later incarnation is registered."""
         if description.peer.worker_id in self._links:
             return
         link = self._links[description.peer.worker_id] = Link(description)
@@ -60,7 +63,7 @@ class Links:
             log.info("%s; the next write tries again", error.message)
 
     def connected(self, link: Link) -> Connection:
-        """The link's connection, built anew if need be; TransferFailed when the peer cannot be reached."""
+        """Returns the link's connection, rebuilt if necessary; TransferFailed when the peer cannot be reached."""
         peer = link.description.peer
         if link.broken:
             if link.in_flight:
@@ -69,37 +72,37 @@ class Links:
         if link.connection is None:
             if any(leaving.description.peer == peer for leaving in self._leaving):
                 # NIXL knows one agent of a name: the end of the old connection would be that of the new one.
-                raise TransferFailed(f"writes to {peer.worker_id} from before it came back have not ended; try again")
+                raise TransferFailed(f"writes to {peer.worker_id} from before its return have not ended; try again")
             try:
                 link.connection = self._agent.connect(link.description)
             except Exception as error:
                 raise TransferFailed(f"no connection to {peer.worker_id}: {error!r}; prefill again") from error
         return link.connection
 
-    def tell(self, link: Link, note: bytes) -> None:
-        """Send a notification that belongs to no pages. TransferFailed: it has not left."""
+    def notify(self, link: Link, note: bytes) -> None:
+        """Sends a notification that belongs to no pages. TransferFailed: it has not left."""
         connection = self.connected(link)
         try:
             self._agent.notify(connection, note)
         except Exception as error:
             link.broken = True
             peer = link.description.peer.worker_id
-            raise TransferFailed(f"{peer} cannot be told: {error!r}; prefill again") from error
+            raise TransferFailed(f"a notification to {peer} could not be sent: {error!r}; prefill again") from error
 
     def drop(self, link: Link) -> None:
-        """Forget a peer; its connection ends when its last write in flight has come to rest (`sweep`)."""
+        """Forgets a peer; its connection ends when its last write in flight is quiescent (`sweep`)."""
         self._links.pop(link.description.peer.worker_id, None)
         self._leaving.append(link)
         self.sweep()
 
     def sweep(self) -> None:
-        """End the connections of forgotten peers that nothing uses any more."""
+        """Ends the connections of forgotten peers that no transfer uses any more."""
         for link in [link for link in self._leaving if not link.in_flight]:
             self._leaving.remove(link)
             self._disconnect(link)
 
     def watch(self) -> None:
-        """Break the links to peers whose processes have ended; asked each `WATCH_S`."""
+        """Breaks the links to peers whose processes have ended; checks once per `WATCH_S`."""
         now = time.monotonic()
         if now < self._watch_at:
             return
@@ -112,12 +115,12 @@ class Links:
             link.broken = self._agent.fail_if_dead(link.description, link.connection)
 
     def drop_all(self) -> None:
-        """Forget everybody."""
+        """Forgets all peers."""
         for link in list(self._links.values()):
             self.drop(link)
 
     def _disconnect(self, link: Link) -> None:
-        self._break_if_dead(link)  # else UCX waits for the dead to read their notices
+        self._break_if_dead(link)  # else UCX waits for the dead process to read its notices
         connection, link.connection, link.broken, link.reached = link.connection, None, False, False
         if connection is not None:
             try:

@@ -1,4 +1,4 @@
-"""Whether a process lives, as this host's kernel says: proof, where the lack of an answer is a belief."""
+"""Liveness of a process as this host's kernel reports it: proof, where a missing reply is only a hint."""
 
 import os
 from functools import cache
@@ -6,12 +6,12 @@ from pathlib import Path
 
 PROC = Path("/proc")
 _STATE, _STARTED_AT = 0, 19
-"""Fields of /proc/PID/stat behind the command's name: see proc(5)."""
+"""Fields of /proc/PID/stat after the command's name: see proc(5)."""
 
 
 @cache
 def this_process() -> str:
-    """Names this process to those who share its PID namespace; "" where the kernel does not say."""
+    """Returns a name of this process for those that share its PID namespace; "" where the kernel does not say."""
     try:
         namespace, pid = os.readlink(PROC / "self/ns/pid"), os.getpid()
         return f"{namespace} {pid} {_stat(pid)[_STARTED_AT]}"
@@ -20,10 +20,10 @@ def this_process() -> str:
 
 
 def lives(process: str) -> bool | None:
-    """Whether the process of this host that called itself so lives; None = it cannot be seen from here.
+    """Returns True if the process with this name (`this_process`) lives; None = it cannot be observed from here.
 
-    One that is stopped lives. One that has ended and is not yet waited for does not, if none of its threads is left.
-    That a process is not there proves nothing where it was never seen.
+    A stopped process lives. One that has ended and is not yet reaped does not, if none of its threads is left. The
+    absence of a process proves nothing in another PID namespace.
     """
     try:
         namespace, pid, started_at = process.split()
@@ -42,5 +42,5 @@ def lives(process: str) -> bool | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields behind the name, which may hold anything."""
+    """Returns the fields after the name, which may contain anything."""
     return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

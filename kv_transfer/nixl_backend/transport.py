@@ -1,11 +1,12 @@
 """KV pages over NIXL and its UCX back end, in host or device memory.
 
-One thread owns the agent; everybody else talks to it through a queue of commands. It waits on that queue, and how
-long depends on what is going on:
-- writes in flight: looks when the oldest should be over (`kv_transfer/pace.py`), every 20 µs to 500 µs;
-- a notice is due: looks every `DUE_LISTEN_S`;
-- notices or a peer's connection expected: looks every `LISTEN_S`, as UCX moves only while somebody looks;
-- nothing: looks every `REST_S`, so that a peer in the middle of something is answered, late but certainly.
+One thread owns the agent; all other threads talk to it through a queue of commands. It waits on that queue, and the
+timeout depends on what is expected:
+
+- writes in flight: polls when the oldest should be over (`kv_transfer/poll_backoff.py`), every 20 µs to 500 µs;
+- a notice is due: polls every `DUE_LISTEN_S`;
+- notices or a peer's connection expected: polls every `LISTEN_S`, as UCX makes progress only while polled;
+- nothing: polls every `REST_S`, so that a peer in the middle of a transfer is served late, but always.
 """
 
 import logging
@@ -28,7 +29,7 @@ from kv_transfer.nixl_backend.peers import Links
 from kv_transfer.nixl_backend.wire import UCX_LOG
 from kv_transfer.nixl_backend.wires import Wires, host_id
 from kv_transfer.nixl_backend.writes import Writes
-from kv_transfer.pace import wait_precisely
+from kv_transfer.poll_backoff import wait_precisely
 from wire.errors import FailedPrecondition, TandemError, TransferFailed
 from wire.messages import PeerDescription, PeerRef, TransferNotice
 
@@ -44,10 +45,10 @@ _CLOSED = "this worker's transport is closed"
 
 
 class NixlTransport(Transport):
-    """A registered pool, its agent, and the writes of its pages. The pool's memory stays the engine's and
-    must outlive `close`.
+    """A registered pool, its agent, and the writes of its pages.
 
-    FailedPrecondition when NIXL is missing; TransferFailed when the pool cannot be registered, or not in time.
+    The pool's memory stays the engine's and must outlive `close`. FailedPrecondition when NIXL is missing;
+    TransferFailed when the pool cannot be registered, or not in time.
     """
 
     backend = UCX
@@ -84,6 +85,10 @@ class NixlTransport(Transport):
     # ---- for every thread ----
 
     def add_peer(self, description: PeerDescription) -> None:
+        """Registers a peer.
+
+        FailedPrecondition if its pages differ in size or it is beyond a network that is not trusted.
+        """
         if description.page_bytes != self._layout.page_bytes:
             raise FailedPrecondition(
                 f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
@@ -92,14 +97,16 @@ class NixlTransport(Transport):
         if description.host and description.host != host_id() and not self._trusted_network:
             raise FailedPrecondition(
                 f"{description.peer.worker_id} is on another host, and KV pages cross no network that is not declared"
-                " trusted; start the cluster with --trusted-network if nobody but workers reaches workers there"
+                " trusted; start the cluster with --trusted-network if only workers can reach workers there"
             )
         self._command(partial(self._add_peer, description))
 
     def remove_peer(self, peer: PeerRef) -> None:
+        """Forgets this incarnation of a peer and earlier ones; writes in flight to it will fail."""
         self._command(partial(self._remove_peer, peer))
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
+        """Posts a write on the transport's thread."""
         future: Future[WriteDone] = Future()
         # A running future cannot be cancelled: a posted write is always waited for.
         future.set_running_or_notify_cancel()
@@ -110,49 +117,58 @@ class NixlTransport(Transport):
         return future
 
     def describe(self) -> PeerDescription:
+        """Returns the agent's metadata and the pool's layout."""
         return self._description
 
     def expect(self, leases: int) -> None:
+        """Sets the number of leases that may see a notice or a write, which decides how often the thread polls."""
         if leases != self._expected:
             self._expected = leases
             self._command(lambda: None)
 
     def listened_s(self) -> float:
+        """Returns for how long the thread has polled, in seconds."""
         return self._listening.seconds
 
     def transport_name(self) -> str:
+        """Returns `UCX` and its transports to the peers."""
         return self._wires.name
 
     def transport_kinds(self) -> str:
+        """Returns `UCX` and its transports, without peers."""
         return self._wires.kinds
 
     def facts(self) -> tuple[tuple[str, str], ...]:
+        """Returns whether KV pages may cross a network, which both workers must agree on."""
         network = "trusted" if self._trusted_network else "none"
         return (("kv_network", network),)
 
     def open_ports(self) -> tuple[str, ...]:
+        """Returns host:port of each TCP socket on which UCX listens."""
         return self._open_ports
 
     def warnings(self) -> tuple[str, ...]:
+        """Returns the peers that are reached over a slow transport, and what to do."""
         return self._wires.warnings
 
     def close(self) -> None:
+        """Waits for writes in flight (bounded), deregisters the pool and stops the thread."""
         with self._gate:
             if not self._closing:
                 self._closing = True
                 self._commands.put(lambda: None)
         self._thread.join(timeout=2 * CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("the transfer thread of %s does not end; it is left behind", agent_name(self._me))
+            log.warning("the transfer thread of %s did not stop; it is abandoned", agent_name(self._me))
 
     def _command(self, command: Callable[[], None]) -> bool:
-        """Hand a command to the thread; False when it takes none any more."""
+        """Queues a command for the thread; False when it accepts none any more."""
         with self._gate:
             if not self._closing:
                 self._commands.put(command)
             return not self._closing
 
-    # ---- the thread ----
+    # ---- for its own thread ----
 
     def _take(self, flight: Flight) -> None:
         write = flight.write
@@ -161,7 +177,7 @@ class NixlTransport(Transport):
         hold(write.behind, partial(self._begin, flight))
 
     def _begin(self, flight: Flight, why_not: str) -> None:
-        """What it goes behind, if anything, has landed, unless it may not begin."""
+        """Begins a write after the writes that it depends on, unless it may not begin."""
         if why_not or self._left:
             flight.fail(why_not or _CLOSED)
             return
@@ -181,7 +197,9 @@ class NixlTransport(Transport):
             started.set_exception(error)
             return
         except Exception as error:
-            started.set_exception(TransferFailed(f"NIXL could not take the page pool: {error!r}; try `tandem doctor`"))
+            started.set_exception(
+                TransferFailed(f"NIXL could not register the page pool: {error!r}; try `tandem doctor`")
+            )
             return
         pause_s = LISTEN_S
         while not self._closing:
@@ -189,15 +207,15 @@ class NixlTransport(Transport):
         self._guarded(self._finish)
 
     def _step(self) -> None:
-        self._obey(self._patience_s())
+        self._obey(self._poll_timeout_s())
         self._writes.poll()
         self._links.watch()
         self._links.sweep()
-        self._hear()
+        self._receive()
         while self._writes.reached:
             self._wires.learn(self._writes.reached.pop(), UCX_LOG.text())
 
-    def _patience_s(self) -> float:
+    def _poll_timeout_s(self) -> float:
         if self._writes.notice_due:
             return DUE_LISTEN_S
         if self._writes.waited_for:
@@ -206,24 +224,24 @@ class NixlTransport(Transport):
             return LISTEN_S
         return REST_S
 
-    def _obey(self, patience_s: float) -> None:
-        """Run what is in the queue; wait for the first command at most so long."""
+    def _obey(self, timeout_s: float) -> None:
+        """Runs the queued commands; waits at most so long for the first one."""
         try:
-            command = self._commands.get(timeout=patience_s)
+            command = self._commands.get(timeout=timeout_s)
             while True:
                 self._guarded(command)
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         self._listening.look()
         for sender, data in self._agent.notices():
-            self._guarded(partial(self._hear_one, sender, data))
+            self._guarded(partial(self._receive_one, sender, data))
 
-    def _hear_one(self, sender: str, data: bytes) -> None:
+    def _receive_one(self, sender: str, data: bytes) -> None:
         try:
-            self._writes.hear(sender, data)
+            self._writes.receive(sender, data)
         except DecodeError:
             log.warning("a notice from %s cannot be read; it was dropped", sender)
 
@@ -250,7 +268,7 @@ class NixlTransport(Transport):
             self._wires.forget(link.description.peer)
 
     def _finish(self) -> None:
-        """Wait for what is unfinished, bounded; then leave."""
+        """Waits for unfinished transfers, bounded, then closes the agent."""
         self._obey(0)
         self._left = True
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
@@ -258,24 +276,25 @@ class NixlTransport(Transport):
             time.sleep(self._writes.next_look_s)
             self._links.watch()
             self._writes.poll()
-            self._hear()
+            self._receive()
         self._writes.abandon_all("this worker is closing")
         handles = self._writes.handles
         if handles:
-            log.warning("%d transfers of %s never came to rest", len(handles), agent_name(self._me))
+            log.warning("%d transfers of %s never completed", len(handles), agent_name(self._me))
             self._agent.strand([self._links, *handles])
             return
         self._links.drop_all()
         self._agent.close()
 
     def _guarded(self, act: Callable[[], None], pause_s: float = LISTEN_S) -> bool:
-        """Whether it went well. The thread outlives every error; one that comes back with every step does not become a
-        busy loop.
+        """Runs `act` and returns True if it raised nothing.
+
+        The thread survives every error; the pause keeps one that recurs in every step from becoming a busy loop.
         """
         try:
             act()
         except Exception:
-            log.exception("the transfer thread of %s goes on after an error", agent_name(self._me))
+            log.exception("the transfer thread of %s continues after an error", agent_name(self._me))
             time.sleep(pause_s)
             return False
         return True

@@ -1,13 +1,13 @@
-"""Which transports UCX may use, so that a stranger finds no way into a worker's memory.
+"""The transports that UCX may use, so that no stranger can reach a worker's memory.
 
-UCX's TCP transport listens, and so do RDMA's: an active message that comes in may ask for a write to any address of the
-process, and UCX carries it out for whoever has connected, without a key. NIXL asks UCX for endpoints that notice a
-peer's death; UCX's shared memory can do that, but says so only where it is configured to, which is why UCX fails
-without TCP when nothing but `UCX_TLS` is set ("no peer failure handler").
+UCX's TCP transport listens, and so do RDMA's: an incoming active message may ask for a write to any address of the
+process, and UCX carries it out for any connected peer, without a key. NIXL asks UCX for endpoints that notice a peer's
+death; UCX's shared memory can do that, but says so only where it is configured to, which is why UCX fails without TCP
+when nothing but `UCX_TLS` is set ("no peer failure handler").
 
 So on one host UCX gets these: `posix` for its messages, whose segments are files without a name that a process reaches
 through /proc, as the same user alone (those of `sysv` would be open to the user's group); `cma` for pages, which the
-kernel allows the same user alone; `cuda` for pages on GPUs. What else there is needs a network that is trusted.
+kernel allows the same user alone; `cuda` for pages on GPUs. All other transports need a trusted network.
 """
 
 from collections.abc import Mapping
@@ -29,33 +29,34 @@ _WITHIN_A_HOST_SETTINGS = {
     "UCX_SYSV_ERROR_HANDLING": "y",
     # With it, a connection begins with a request that UCX answers by opening the sender's segment; if the sender has
     # ended meanwhile, UCX 1.23 crashes (`ucp_ep_set_lanes_failed` of an endpoint without a configuration). Without it
-    # there is no such request. `PoolAgent.fail_if_dead` does what it was for.
+    # there is no such request. `PoolAgent.fail_if_dead` replaces it.
     "UCX_KEEPALIVE_INTERVAL": "inf",
 }
 TCP_PORTS = "UCX_TCP_PORT_RANGE"
-"""The variable that says at which ports UCX's TCP may listen, e.g. 21000-21099; a firewall has to know them."""
+"""The variable with the ports on which UCX's TCP may listen, e.g. 21000-21099; a firewall has to know them."""
 
 
 def check_transports(environment: Mapping[str, str], *, trusted_network: bool) -> None:
-    """InvalidArgument if the user's `UCX_TLS` asks for what listens to a network that nobody called trusted."""
+    """Raises InvalidArgument if the user's `UCX_TLS` asks for a network transport and no network is trusted."""
     chosen = environment.get("UCX_TLS", TRANSPORTS)
     beyond = [name for name in chosen.split(",") if name.strip().lower() not in WITHIN_A_HOST]
     if beyond and not trusted_network:
         raise InvalidArgument(
             "UCX_TLS",
             f"{chosen} lets UCX listen to a network ({', '.join(beyond)}), where whoever reaches it can write into"
-            " workers' memory; unset it, or give --trusted-network if nobody but workers reaches it",
+            " workers' memory; unset it, or give --trusted-network if only workers can reach it",
         )
 
 
 def ucx_settings(*, trusted_network: bool) -> dict[str, str]:
-    """What to tell UCX where the user does not."""
+    """Returns the settings for UCX; the user's own take precedence."""
     return {} if trusted_network else dict(_WITHIN_A_HOST_SETTINGS)
 
 
 def listening(process: int | None = None) -> frozenset[str]:
-    """host:port of each TCP socket at which a process, by default this one, listens; none where the kernel does not
-    say.
+    """Returns host:port of each TCP socket on which a process (default: this one) listens.
+
+    Empty where the kernel does not say.
     """
     try:
         sockets = psutil.Process(process).net_connections("tcp")

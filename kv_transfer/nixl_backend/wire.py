@@ -1,4 +1,4 @@
-"""Which wire UCX uses for KV pages, in UCX's own words.
+"""The UCX transport that carries KV pages, read from UCX's log.
 
 With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the protocols it chose:
 
@@ -7,11 +7,10 @@ With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the pr
     | Range  | Description | Config                                   |
     | 0..inf | zero-copy   | cma/memory                               |
 
-NIXL posts its writes with the `multi` flag, so that table, for our agent's name, is the truth about pages that it
-writes; tables of other operations (tcp carries the
-notices even where cma carries the pages) are not. The log goes to an anonymous
-file in memory, which also keeps UCX's chatter off the terminal. When the user has set these variables, or nothing
-that fits is found, the wire is unknown, and is not guessed.
+NIXL posts its writes with the `multi` flag, so that table, for our agent's name, is the one of the pages that it
+writes; tables of other operations are not (tcp carries the notices even where cma carries the pages). The log goes to
+an anonymous file in memory, which also keeps UCX's output off the terminal. When the user has set these variables, or
+no table matches, the transport is unknown and is not guessed.
 """
 
 import ctypes
@@ -30,7 +29,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def find_wire(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
-    """Transports in the newest table for writes of `page_bytes` by `agent`, e.g. `cma`, `rc_mlx5`; None if unknown.
+    """Returns the newest table's transports for writes of `page_bytes` by `agent`, e.g. `cma`; None if unknown.
 
     Tables for peers on this host count if `near`, those for other hosts if not; any if None, or if there is no other.
     """
@@ -62,7 +61,7 @@ def _covers(row: re.Match[str], size: int) -> bool:
 
 
 class UcxLog:
-    """UCX's log of this process in memory. UCX opens its log once a process, so there is one of these."""
+    """UCX's log of this process in memory. UCX opens its log once per process, so there is one instance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,8 +70,9 @@ class UcxLog:
 
     @contextmanager
     def captured(self, settings: Mapping[str, str]) -> Iterator[None]:
-        """Create agents inside: the log's variables, and `settings` of UCX where the user has none, are in the
-        environment only meanwhile and not inherited by children.
+        """Sets the log's variables and `settings`, where the user has none, while agents are created inside.
+
+        They are in the environment only meanwhile and not inherited by children.
         """
         with self._lock:
             if self._file is None and "UCX_LOG_FILE" not in os.environ:
@@ -89,7 +89,7 @@ class UcxLog:
                     del os.environ[name]
 
     def text(self) -> str:
-        """All UCX has said so far; empty when the user sends its log elsewhere."""
+        """Returns UCX's log so far; empty when the user sends it elsewhere."""
         if self._file is None or self._libc is None:
             return ""
         self._libc.fflush(None)

@@ -1,8 +1,7 @@
-"""The wire that pages take to each peer, once it is known: said once, and loudly if it is the slow one.
+"""The UCX transport to each peer, logged once it is known, with a warning if a faster one should be available.
 
-A wire is known to the sender, after the first of them, from UCX's own tables (`nixl_wire.py`). These do
-not name peers, but say whether they speak of this host or of others, so where a peer lives decides which table is its
-own.
+The sender knows it after its first pages, from UCX's own tables (`wire.py`). These do not name peers, but say if they
+are for this host or for others, so the peer's host decides which table applies.
 """
 
 import logging
@@ -22,7 +21,7 @@ TCP = "tcp"
 
 
 def host_id() -> str:
-    """Names the running host; equal in all of its containers."""
+    """Returns an id of the running host, equal in all of its containers."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -30,7 +29,10 @@ def host_id() -> str:
 
 
 class Wires:
-    """The wires of one transport. `learn` and `forget` belong to its thread; the rest may be read from any."""
+    """The UCX transports to one transport's peers.
+
+    `learn` and `forget` belong to its thread; any thread may read the rest.
+    """
 
     def __init__(self, backend: str, agent: str, layout: KVLayout, host: str) -> None:
         self._backend = backend
@@ -39,27 +41,27 @@ class Wires:
         self._host = host
         self._known: dict[PeerRef, tuple[str, str]] = {}
         self.name = self._backend
-        """Back end and wires, e.g. `UCX (cma)`, with the peers where they differ."""
+        """Back end and UCX transports, e.g. `UCX (cma)`, with the peers where they differ."""
         self.kinds = self._backend
-        """The same without peers, e.g. `UCX (cma, tcp)`: there are as many as combinations of wires."""
+        """The same without peers, e.g. `UCX (cma, tcp)`: one value per combination of UCX transports."""
         self.warnings: tuple[str, ...] = ()
-        """What is slower than it could be, with each peer, and what to do."""
+        """The peers that are reached over a slow UCX transport, and what to do."""
 
     def learn(self, peer: PeerDescription, ucx_log: str, environment: Mapping[str, str] = os.environ) -> None:
-        """First pages have moved to `peer`; `ucx_log` is all that UCX has said. Logs what was found."""
+        """Finds and logs the UCX transport to `peer` after its first pages; `ucx_log` is UCX's whole log."""
         near = bool(self._host) and peer.host == self._host
         place = near if peer.host else None
         wire = find_wire(ucx_log, self._agent, self._layout.page_bytes, near=place) or ""
-        way, on_gpu = f"go to {peer.peer.worker_id}", "VRAM" in (self._layout.memory, peer.memory)
-        slow = slow_wire(wire, way, near=near, on_gpu=on_gpu, environment=environment)
-        log.info("KV pages %s by %s (%s)", way, self._backend, wire or "UCX does not say which wire")
+        route, on_gpu = f"go to {peer.peer.worker_id}", "VRAM" in (self._layout.memory, peer.memory)
+        slow = slow_wire(wire, route, near=near, on_gpu=on_gpu, environment=environment)
+        log.info("KV pages %s by %s (%s)", route, self._backend, wire or "UCX does not report the transport")
         if slow:
             log.warning("%s", slow)
         self._known[peer.peer] = (wire, slow)
         self._sum_up()
 
     def forget(self, peer: PeerRef) -> None:
-        """That peer is gone, or its connection."""
+        """Drops a peer that is gone, or whose connection is."""
         if self._known.pop(peer, None) is not None:
             self._sum_up()
 
@@ -75,15 +77,16 @@ class Wires:
         return f"{self._backend} ({', '.join(wires)})" if wires else self._backend
 
 
-def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
-    """What to tell people of a `wire` that is TCP where a faster one should be there, or that is not known though pages
-    are on a GPU; "" = nothing.
+def slow_wire(wire: str, route: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
+    """Returns a warning about a `wire` that is TCP where a faster one should exist, or unknown with pages on a GPU.
 
-    `way`: where pages go, e.g. `go to decode-0`. `near`: both workers are on one host. `on_gpu`: the pages of either
-    are in GPU memory.
+    "" = no warning. `route`: the direction of the pages, e.g. `go to decode-0`. `near`: both workers are on one host.
+    `on_gpu`: the pages of either are in GPU memory.
     """
     if not wire and on_gpu:
-        return f"KV pages {way} by a wire that UCX does not name: it may be TCP; unset UCX_LOG_FILE and UCX_LOG_LEVEL"
+        return (
+            f"KV pages {route} by a transport that UCX does not name, maybe TCP; unset UCX_LOG_FILE and UCX_LOG_LEVEL"
+        )
     if TCP not in wire.split("+") or not (near or on_gpu):
         return ""
     if near and on_gpu:
@@ -94,4 +97,4 @@ def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Map
         why, better = "pages are on a GPU", "RDMA: the network cards' drivers, and nvidia-peermem or DMA-BUF"
     chosen = environment.get("UCX_TLS", "")
     advice = f"UCX_TLS={chosen} asks for it: unset it for {better}" if chosen else f"give it {better}"
-    return f"KV pages {way} over TCP though {why}, many times slower than they could: {advice}"
+    return f"KV pages {route} over TCP though {why}, many times slower than they could: {advice}"

@@ -1,1 +1,1 @@
-"""What clients speak: gRPC, OpenAI's HTTP, probes and metrics, at the ports where the router listens."""
+"""The router's listeners for clients: gRPC, OpenAI-compatible HTTP, probes and metrics."""

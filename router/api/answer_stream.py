@@ -1,4 +1,4 @@
-"""An answer as server-sent events: its headers, its events, and comments while there are none."""
+"""An answer as server-sent events: its headers, its events, and keep-alive comments between them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from router.requests.choices import Choices
 from wire.errors import TandemError
 
 COMMENT = b": waiting\n\n"
-"""What clients skip, and by which proxies see that the connection is alive."""
+"""A comment that clients skip and that shows proxies that the connection is alive."""
 
 
 class AnswerStream(Response):
-    """The response to a request that has been admitted and queued. Its headers go out at once, so what fails later is
-    an event behind which no DONE follows; what is refused at admission, or as the queue or a class has no room, is
-    known before and has a status of its own. The first events wait for the first token: clients take their time there.
+    """The streamed response to a request that has been validated and queued.
 
-    It closes `choices` and cancels `watch` when it is over, in every case.
+    The headers are sent at once, so a later failure is an event that no DONE follows; rejections happen before and have
+    an HTTP status of their own. The first events are sent with the first token, because clients measure TTFT there.
+
+    Closes `choices` and cancels `watch` when it is over, in every case.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class AnswerStream(Response):
         headers: Mapping[str, str],
         comment_s: float,
     ) -> None:
-        """A comment is sent after each so many seconds without an event."""
+        """`comment_s` is the time without an event after which a comment is sent, in seconds."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._choices = choices
@@ -46,11 +47,11 @@ class AnswerStream(Response):
         self._opened = False
         self._over = False
         self._sent_s = 0.0
-        """When something was last sent, by the event loop's clock."""
+        """The event loop's time of the last send, in seconds."""
         self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI application."""
+        """Serve the response as an ASGI application."""
         comments: asyncio.Task[None] | None = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -74,9 +75,9 @@ class AnswerStream(Response):
         self._sending = False
 
     async def _comment(self, send: Send) -> None:
-        """Send comments. None while an event is on its way to a slow client."""
+        """Send comments; none while an event is being sent to a slow client."""
         clock = asyncio.get_running_loop().time
-        # Whoever sends the events meets the same failure, and reports it.
+        # The task that sends the events meets the same failure and reports it.
         with contextlib.suppress(Exception):
             while True:
                 wait_s = self._comment_s if self._sending else self._sent_s + self._comment_s - clock()
@@ -91,7 +92,7 @@ class AnswerStream(Response):
         opening = b"" if self._opened else self._shape.opening(len(self._choices))
         self._opened = True
         if not isinstance(event, Ending):
-            return opening + self._shape.piece(index, event)
+            return opening + self._shape.chunk(index, event)
         self._endings[index] = event
         self._over = self._choices.over
         closing = self._shape.closing(self._endings) if self._over else b""

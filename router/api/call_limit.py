@@ -1,4 +1,4 @@
-"""How many requests are answered at once over HTTP."""
+"""The limit on concurrent HTTP requests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from wire.limits.call_count import CallCount
 
 
 class CallLimit:
-    """An ASGI application that refuses requests where too many are in progress, before it reads anything of them."""
+    """An ASGI application that rejects requests while too many are in progress, before it reads their bodies."""
 
     def __init__(self, app: ASGIApp, limit: int, apart: Collection[str]) -> None:
-        """`apart`: paths that are answered at once, and always: whoever looks after the router needs them then."""
+        """`apart` lists the paths that are exempt, such as probes and metrics, which operators need under overload."""
         self._app = app
         self._count = CallCount(limit)
         self._apart = apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request, or reject it with `ResourceExhausted`."""
         if scope["type"] != "http" or scope["path"] in self._apart:
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""What is done for a client ends when it leaves."""
+"""Cancels work for a client that has left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 async def unless_gone(work: Coroutine[Any, Any, _T], gone: asyncio.Future[None]) -> _T:
-    """What `work` returns or raises; it is cancelled, and `Cancelled` raised, when `gone` is done before it."""
+    """Return what `work` returns or raise what it raises; if `gone` is done first, cancel it and raise `Cancelled`."""
     working = asyncio.ensure_future(work)
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)

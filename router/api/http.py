@@ -1,6 +1,4 @@
-"""The HTTP listener: OpenAI's chat completions, completions and models, metrics and probes. FastAPI routes, one answer a
-call.
-"""
+"""The HTTP listener: OpenAI's chat completions, completions and models, metrics, traces and probes."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from router.api.client_gone import unless_gone
 from router.api.http_body import disconnected, read_body
 from router.api.model_routes import add_models
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
-from router.api.openai_replies import ReplyShape, Whole, error_body, error_headers, json_error
+from router.api.openai_replies import CompleteAnswer, ReplyShape, error_body, error_headers, json_error
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.api.probes import PROBE_PATHS, add_probes
 from router.config import RouterConfig
@@ -31,7 +29,7 @@ from router.requests.choices import Choices
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
 from router.requests.tenants import tenant_of
-from router.requests.validation import Admission
+from router.requests.validation import RequestValidator
 from router.text.token_scores import TokenScore
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
@@ -48,11 +46,11 @@ _OPERATORS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
 Parser = Callable[..., OpenAICall]
 
 
-def make_app(config: RouterConfig, admission: Admission, dispatcher: Dispatcher) -> ASGIApp:
-    """The whole listener, keys included."""
+def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> ASGIApp:
+    """Return the whole application, with the check of API keys."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
-    exposition = Exposition(dispatcher.metrics.board)
-    listener = _HttpListener(config, admission, dispatcher, metrics_page(exposition), IgnoredLog())
+    exposition = Exposition(dispatcher.metrics.registry)
+    listener = _HttpListener(config, validator, dispatcher, metrics_page(exposition), IgnoredLog())
     app.add_api_route("/v1/chat/completions", listener.chat, methods=["POST"])
     app.add_api_route("/v1/completions", listener.completions, methods=["POST"])
     add_models(app, config, dispatcher)
@@ -69,8 +67,10 @@ def make_app(config: RouterConfig, admission: Admission, dispatcher: Dispatcher)
 
 
 def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """`app`, which pages of these `origins` may call: their browsers ask for leave without a key (CORS), so this stands
-    before the check of keys, and its refusals can be read by pages, too.
+    """Add CORS for web pages of these `origins`.
+
+    Browsers send the preflight request without a key, so CORS comes before the key check; its rejections then have
+    the headers that let pages read them.
     """
     if not origins:
         return app
@@ -86,26 +86,29 @@ def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 @dataclass(frozen=True, slots=True)
 class _HttpListener:
     config: RouterConfig
-    admission: Admission
+    validator: RequestValidator
     dispatcher: Dispatcher
     metrics_page: Page
     ignored: IgnoredLog
 
     async def chat(self, request: Request) -> Response:
+        """Serve POST /v1/chat/completions."""
         return await self._answer(request, parse_chat, chat=True)
 
     async def completions(self, request: Request) -> Response:
+        """Serve POST /v1/completions."""
         return await self._answer(request, parse_completion, chat=False)
 
     async def metrics(self, request: Request) -> Response:
+        """Serve GET /metrics."""
         body, content_type = await self.metrics_page(request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
     async def traces(self, request: Request) -> Response:
-        """`?id=` of a request or a trace, `?slow`; else the newest."""
-        book, asked = self.dispatcher.metrics.traces, request.query_params
-        found = book.find(asked["id"]) if "id" in asked else book.slow() if "slow" in asked else book.newest()
-        return Response(traces_to_json(found, book.kept), media_type=_JSON)
+        """Serve GET /traces: `?id=` for one request or trace, `?slow` for the slowest; else the newest."""
+        store, asked = self.dispatcher.metrics.traces, request.query_params
+        found = store.find(asked["id"]) if "id" in asked else store.slow() if "slow" in asked else store.newest()
+        return Response(traces_to_json(found, store.kept), media_type=_JSON)
 
     async def _answer(self, request: Request, parse: Parser, *, chat: bool) -> Response:
         received = EdgeStamp.now(Edge.RECEIVED)
@@ -131,7 +134,7 @@ class _HttpListener:
             created=received.unix_nanos // 10**9,
             stream_options=call.stream_options,
             prompt_tokens=len(admitted.prompt_token_ids),
-            logprobs=call.ask.options.alternatives is not None,
+            logprobs=call.request.options.alternatives is not None,
         )
         if call.stream:
             return AnswerStream(choices, shape, gone, headers=headers, comment_s=self.config.sse_comment_s)
@@ -153,12 +156,12 @@ class _HttpListener:
     ) -> tuple[OpenAICall, Admitted]:
         tenant = tenant_of(matching_key(request.headers.getlist("authorization"), self.config.api_keys))
         try:
-            call = await self.admission.reader.json(tenant, body, parse)
+            call = await self.validator.reader.json(tenant, body, parse)
         except TandemError as error:
             self.dispatcher.metrics.refused("", error)
             raise
-        ask = replace(call.ask, tenant=tenant, traceparent=only(request.headers.getlist(TRACEPARENT)))
-        return call, await self.admission.admit(ask)
+        client_request = replace(call.request, tenant=tenant, traceparent=only(request.headers.getlist(TRACEPARENT)))
+        return call, await self.validator.admit(client_request)
 
 
 async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
@@ -172,12 +175,15 @@ async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
         else:
             texts[index].append(event.text)
             scores[index].extend(event.scores)
-    return shape.whole([Whole("".join(texts[index]), scores[index], endings[index]) for index in sorted(endings)])
+    return shape.whole(
+        [CompleteAnswer("".join(texts[index]), scores[index], endings[index]) for index in sorted(endings)]
+    )
 
 
 class _KeyCheck:
-    """Lets only callers with a key through, to every route but the probes; metrics have keys of their own. Where there
-    are no keys, nobody is asked.
+    """ASGI middleware that requires a key on every route but the probes; metrics have keys of their own.
+
+    An empty set of keys means that no key is required.
     """
 
     def __init__(self, app: ASGIApp, keys: frozenset[str], metrics_keys: frozenset[str]) -> None:

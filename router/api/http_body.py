@@ -1,4 +1,4 @@
-"""What an HTTP client sends: its request's body, and that it leaves."""
+"""Reads the body of an HTTP request and detects that its client has left."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from router.text.request_reader import check_size
 from wire.errors import Cancelled
 
 _DRAIN_BYTES = 64 << 20
-"""A body over the limit is read this far, so that the client sees the answer instead of a broken pipe."""
+"""A body over the limit is read up to this size, so that the client gets the error instead of a broken pipe."""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; `InvalidArgument` if it is over `limit` bytes, `Cancelled` if the client leaves."""
+    """Return the whole body; raises InvalidArgument if it exceeds `limit` bytes, Cancelled if the client leaves."""
     parts: list[bytes] = []
     size, more = 0, True
     while more and size <= _DRAIN_BYTES:
@@ -30,6 +30,6 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client of a request whose body is read has left."""
+    """Return when the client has left; the request's body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""Where clients come in: a gRPC and an HTTP server on one event loop."""
+"""The router's listeners for clients: a gRPC and an HTTP server on one event loop."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from wire.rpc import open_server
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0
-"""Time for the last messages to leave, after every request has ended."""
+"""Time to send the last messages after every request has ended, in seconds."""
 _HEALTH_METHODS = "/grpc.health.v1.Health/"
 
 
 @dataclass(frozen=True, slots=True)
 class RouterEndpoints:
-    """Where the listeners are, host:port each."""
+    """The addresses of the listeners, host:port each."""
 
     grpc_address: str
     http_address: str
 
 
 class Listeners(Protocol):
-    """Both listeners, wherever they are. `open` once, `leave` once, `gone` behind that."""
+    """The interface of both listeners. Call `open` once, then `leave` once, then `gone`."""
 
     async def open(self) -> RouterEndpoints:
-        """Let clients in. FailedPrecondition names the setting of a port that is taken."""
+        """Start to accept clients; FailedPrecondition names the setting of a port that is taken."""
 
     def set_serving(self, serving: bool) -> None:
-        """Whether a request could be served now, for those who ask gRPC's health service."""
+        """Set the status of gRPC's health service: True if a request could be served now."""
 
     async def leave(self, grace_s: float) -> None:
-        """Take no more calls; those that run have so long, and a moment for their last messages."""
+        """Accept no more calls; running calls may take `grace_s` seconds and `GOODBYE_S` for their last messages."""
 
     async def gone(self) -> None:
-        """Wait for the last call, behind `leave`."""
+        """Wait for the last call; call it after `leave`."""
 
 
 class InProcessListeners:
-    """Both listeners in this process."""
+    """The listeners as servers of this process."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class InProcessListeners:
         limits: ListenerLimits = DEFAULT_LIMITS,
         shared: bool = False,
     ) -> None:
-        """`ports`: of gRPC and HTTP, 0 = any free one. `add_inference` adds `tandem.v1.Inference` to a server.
-        `shared`: other processes of this user listen there, too.
+        """`ports` are those of gRPC and HTTP, 0 = any free one.
+
+        `add_inference` adds `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
+        the same ports.
         """
         self._host, (self._grpc_port, self._http_port) = host, ports
         self._api_keys = frozenset(api_keys)

@@ -1,4 +1,4 @@
-"""What the HTTP listener tells about itself: `/v1/models` as OpenAI and vLLM have it, and `/version`."""
+"""The HTTP routes about the server itself: `/v1/models` as in OpenAI and vLLM, and `/version`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
 
 
 def model_card(config: RouterConfig, created: int, max_context: int | None) -> dict[str, Any]:
-    """One entry of /v1/models. As vLLM has it, `root` is the model's folder, where load generators on this host find
-    the tokenizer, and `max_model_len` its context in tokens, None until a worker has loaded it.
+    """Return one entry of /v1/models.
+
+    As in vLLM, `root` is the model's folder, where load generators on this host find the tokenizer, and
+    `max_model_len` is its context in tokens, None until a worker has loaded it.
     """
     return {
         "id": config.model_name,
@@ -56,7 +58,7 @@ def model_card(config: RouterConfig, created: int, max_context: int | None) -> d
 
 
 def installed_version() -> str:
-    """Of this package; "0+source" where it is not installed."""
+    """Return the version of this package; "0+source" if it is not installed."""
     try:
         return version("tandem")
     except PackageNotFoundError:
@@ -64,7 +66,7 @@ def installed_version() -> str:
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:
-    """Everybody whom the listener lets in may use the model, and nobody may change it."""
+    """Return OpenAI's permission object: every client may use the model, none may change it."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

@@ -1,8 +1,8 @@
-"""Fields of OpenAI's API and of vLLM's and SGLang's extensions that this server does not act on, in one table.
+"""The fields of OpenAI's API, and of vLLM's and SGLang's extensions, that this server does not implement.
 
-Three classes: a field that would change the answer is refused by name with the reason, unless its value asks for what
-happens anyway (`UNSERVED`); a field that changes nothing here is accepted in silence (`INERT`); every other field is
-ignored, with a log line and a response header, or refused where requests are strict (`RouterConfig.strict_requests`).
+There are three classes. A field that would change the answer is rejected by name with the reason, unless its value
+equals the default behavior (`UNSERVED`). A field without effect is accepted silently (`INERT`). Every other field is
+ignored, with a log line and a response header, or rejected if requests are strict (`RouterConfig.strict_requests`).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 IGNORED_HEADER = "x-tandem-ignored"
-"""Names the fields of a request that were ignored, separated by commas."""
+"""The response header with the names of the ignored fields, separated by commas."""
 _LOGGED_MAX = 256
-"""Most names of ignored fields that are logged by one router, one line each; clients choose the names."""
+"""Most names of ignored fields that one router logs, one line each, because clients choose the names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A field that is refused, and the values of it that ask for nothing beside what happens anyway."""
+    """A field that is rejected, and its values that equal the default behavior."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
     empty: bool = True
-    """Whether "", [], {} and false ask for nothing, too."""
+    """True if "", [], {} and false equal the default behavior, too."""
 
     def asks_nothing(self, value: Any) -> bool:
-        """Whether the answer to a request with this `value` is the same as without the field."""
+        """Return True if the answer to a request with this `value` is the same as without the field."""
         if self.empty and value in ("", [], {}, False) and not _is_number(value):
             return True
-        # 1 == True in Python: the types must agree as well, numbers among themselves aside.
+        # 1 == True in Python, so booleans are compared with booleans only.
         return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
 
 
@@ -45,7 +45,7 @@ _TOOLS = "calls of tools are not served"
 _GRAMMAR = "output that follows a schema or a grammar is not served"
 _PROMPT_LOGPROBS = "log probabilities of the prompt are not served"
 _TEMPLATE = "the model's own chat template is the only one, and it always asks for the assistant's next turn"
-_CHOICE = "this way to choose tokens is not served"
+_CHOICE = "this sampling option is not supported"
 _DETOKENIZING = "special tokens are always left out of the text"
 
 UNSERVED: Mapping[str, Unserved] = {
@@ -73,7 +73,7 @@ UNSERVED: Mapping[str, Unserved] = {
     "no_stop_trim": Unserved("ask by include_stop_str_in_output"),
     "min_new_tokens": Unserved("ask by min_tokens", (0,)),
     "echo": Unserved("the prompt is not repeated in the answer"),
-    "suffix": Unserved("text behind the answer is not taken into account"),
+    "suffix": Unserved("text after the answer is not supported"),
     "prompt_logprobs": Unserved(_PROMPT_LOGPROBS, empty=False),
     "return_token_ids": Unserved("token ids are answered by gRPC alone"),
     "return_tokens_as_token_ids": Unserved("tokens are named by their text"),
@@ -94,7 +94,7 @@ UNSERVED: Mapping[str, Unserved] = {
     "vllm_xargs": Unserved("it speaks to extensions of another server"),
     "kv_transfer_params": Unserved("the cluster itself decides where KV is moved", empty=False),
 }
-"""What would change the answer and is not served, by name; what begins with `guided_` besides."""
+"""The rejected fields by name; names that begin with `guided_` are rejected too."""
 CHAT_UNSERVED: Mapping[str, Unserved] = {
     **UNSERVED,
     "add_special_tokens": Unserved("the chat template brings its own special tokens"),
@@ -104,7 +104,7 @@ COMPLETION_UNSERVED: Mapping[str, Unserved] = {
     "add_special_tokens": Unserved("prompts get the model's special tokens; send token ids instead", (True,), False),
 }
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {"tool_calls": Unserved(_TOOLS), "function_call": Unserved(_TOOLS)}
-"""The same inside of messages."""
+"""The rejected fields inside messages."""
 _GUIDED = Unserved(_GRAMMAR)
 
 INERT = frozenset(
@@ -113,24 +113,24 @@ INERT = frozenset(
         "prediction", "parallel_tool_calls", "verbosity", "include_reasoning", "spaces_between_special_tokens",
     }
 )  # fmt: skip
-"""Hints, names for the client's own use, and choices about what is never made: accepted in silence."""
+"""Fields without effect here, such as hints and the client's own metadata; they are accepted silently."""
 MESSAGE_INERT = frozenset({"name", "refusal", "annotations", "audio"})
-"""The same inside of messages."""
+"""The fields without effect inside messages."""
 
 
 def unserved(table: Mapping[str, Unserved], name: str) -> Unserved | None:
-    """Why a field of this `name` is refused; None if it is not."""
+    """Return the rule that rejects a field of this `name`; None if there is none."""
     return _GUIDED if name.startswith("guided_") and table is not MESSAGE_UNSERVED else table.get(name)
 
 
 class IgnoredLog:
-    """Says once of each field name that it is ignored. Belongs to the event loop."""
+    """Logs each ignored field name once. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """A request had these fields, which were ignored."""
+        """Log the ignored fields of one request that were not logged before."""
         for name in names:
             if name not in self._said and len(self._said) < _LOGGED_MAX:
                 self._said.add(name)

@@ -6,17 +6,17 @@ from typing import Any
 from router.text.token_scores import ScoredToken, TokenScore
 
 _LEAST = -9999.0
-"""Stands for what JSON has no number for: the logarithm of 0, or of what a broken model gives."""
+"""The value in place of -inf and NaN, which JSON has no number for."""
 
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/chat/completions: an entry for each token, the end of sequence included."""
+    """Return `logprobs` of a choice of /v1/chat/completions: one entry per token, end of sequence included."""
     content = [{**_entry(each.chosen), "top_logprobs": [_entry(other) for other in each.top]} for each in scores]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/completions; the chosen token is among the top ones, or stands beside them."""
+    """Return `logprobs` of a choice of /v1/completions; the top tokens always include the chosen one."""
     return {
         "tokens": [_text(each.chosen.utf8) for each in scores],
         "token_logprobs": [_number(each.chosen.logprob) for each in scores],
@@ -32,7 +32,7 @@ def _entry(token: ScoredToken) -> dict[str, Any]:
 
 
 def _text(utf8: bytes) -> str:
-    """As OpenAI writes a part of a character: tokens that differ must not become one replacement character."""
+    """Return the text of a token; a partial character becomes its bytes in hex, so that tokens stay distinct."""
     try:
         return utf8.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""What OpenAI clients expect back: bodies, stream events and errors, as bytes ready to send."""
+"""The replies of the OpenAI-compatible API: bodies, stream events and errors, as bytes ready to send."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from router.api.openai_logprobs import chat_logprobs, completion_logprobs
 from router.api.openai_requests import StreamOptions
-from router.requests.answer import Ending, Piece
+from router.requests.answer import AnswerChunk, Ending
 from router.text.token_scores import TokenScore
 from wire.errors import InvalidArgument, NotFound, TandemError, clipped
 from wire.messages import FinishReason
@@ -23,15 +23,15 @@ _ERROR_TYPES = {
 }
 
 _MESSAGE_CHARS = 2048
-"""Longest message of an error."""
+"""Longest message of an error, in characters."""
 
 DONE = b"data: [DONE]\n\n"
-"""The last event of a stream that ended well."""
+"""The last event of a stream that ended without an error."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """One answer that is complete."""
+class CompleteAnswer:
+    """One complete answer of a request that is not streamed."""
 
     text: str
     scores: Sequence[TokenScore]
@@ -39,7 +39,7 @@ class Whole:
 
 
 class ReplyShape:
-    """Chat completions and text completions differ in names only."""
+    """Builds the replies to one request; chat completions and text completions differ in names only."""
 
     def __init__(
         self,
@@ -52,20 +52,20 @@ class ReplyShape:
         stream_options: StreamOptions,
         logprobs: bool,
     ) -> None:
-        """`created` in Unix seconds."""
+        """`created` is in Unix seconds."""
         self._chat = chat
         self._logprobs = logprobs
         self._include_usage = stream_options.include_usage
         self._continuous_usage = stream_options.continuous_usage
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
-        """Of all choices, as far as they have been sent."""
+        """Number of tokens sent so far, over all choices."""
         self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}", "created": created, "model": model}
-        # One event a token and stream: everything but the text is made once for each choice.
+        # There is one event per token, so everything but the text is serialized once for each choice.
         self._around: list[tuple[str, str]] = []
 
     def opening(self, choices: int = 1) -> bytes:
-        """The first events of a stream, one for each choice."""
+        """Return the first events of a stream, one for each choice."""
         for index in range(choices):
             whole = _dumps(
                 {**self._stream_head(), "choices": [self._choice(index, "\x00", None)], **self._usage_so_far()}
@@ -77,12 +77,12 @@ class ReplyShape:
         begun: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return b"".join(self._event([{"index": index, **begun}]) for index in range(choices))
 
-    def piece(self, index: int, piece: Piece) -> bytes:
-        """The event that carries the next text and log probabilities; empty if there are none of either."""
-        text = piece.text
-        self._completion_tokens += len(piece.token_ids)
-        if self._logprobs and (text or piece.scores):
-            return self._event([{**self._choice(index, text, None), "logprobs": self._scores(piece.scores)}])
+    def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
+        """Return the event with the next text and log probabilities; empty if there is neither."""
+        text = chunk.text
+        self._completion_tokens += len(chunk.token_ids)
+        if self._logprobs and (text or chunk.scores):
+            return self._event([{**self._choice(index, text, None), "logprobs": self._scores(chunk.scores)}])
         if not text:
             return b""
         if self._continuous_usage:
@@ -91,24 +91,24 @@ class ReplyShape:
         return f"{before}{json.dumps(text)}{after}".encode()
 
     def ending(self, index: int, ending: Ending) -> bytes:
-        """The last event of a choice: its finish reason."""
+        """Return the last event of a choice, which has its finish reason."""
         return self._event([self._choice(index, None if self._chat else "", _FINISH[ending.finish_reason])])
 
     def closing(self, endings: Mapping[int, Ending]) -> bytes:
-        """The last events of a stream, behind those of its choices: usage if asked for, DONE."""
+        """Return the last events of a stream: usage if requested, then DONE."""
         if not self._include_usage:
             return DONE
         ends = [endings[index] for index in sorted(endings)]
         return _sse({**self._stream_head(), "choices": [], "usage": _usage(ends)}) + DONE
 
-    def whole(self, choices: Sequence[Whole]) -> bytes:
-        """The body of answers that are not streamed."""
+    def whole(self, choices: Sequence[CompleteAnswer]) -> bytes:
+        """Return the body of a reply that is not streamed."""
         kind = "chat.completion" if self._chat else "text_completion"
         made = [self._whole_choice(index, each) for index, each in enumerate(choices)]
         usage = _usage([each.ending for each in choices])
         return _dumps({**self._head, "object": kind, "choices": made, "usage": usage}).encode()
 
-    def _whole_choice(self, index: int, whole: Whole) -> dict[str, Any]:
+    def _whole_choice(self, index: int, whole: CompleteAnswer) -> dict[str, Any]:
         finish = _FINISH[whole.ending.finish_reason]
         logprobs = self._scores(whole.scores) if self._logprobs else None
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
@@ -125,7 +125,7 @@ class ReplyShape:
         return _sse({**self._stream_head(), "choices": choices, **self._usage_so_far()})
 
     def _usage_so_far(self) -> dict[str, Any]:
-        """What an event of a choice says of usage: the tokens of the request until then, or that the end will."""
+        """Return the `usage` field of a chunk: the counts so far, null if only the end has them, or nothing."""
         if self._continuous_usage:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
         return {"usage": None} if self._include_usage else {}
@@ -143,7 +143,7 @@ class ReplyShape:
 
 
 def error_body(error: TandemError) -> bytes:
-    """OpenAI's error object; `param` is the field that is wrong, if one is."""
+    """Return OpenAI's error object; `param` is the field that is wrong, if any."""
     return json_error(
         error.http_status,
         error.message,
@@ -153,19 +153,19 @@ def error_body(error: TandemError) -> bytes:
 
 
 def json_error(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
-    """OpenAI's error object for an HTTP status."""
+    """Return OpenAI's error object for an HTTP status."""
     kind = _ERROR_TYPES.get(status, "server_error")
     message = clipped(message, _MESSAGE_CHARS)
     return _dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 
 def error_event(error: TandemError) -> bytes:
-    """The event that ends a stream with an error; no DONE follows it."""
+    """Return the event that ends a stream with an error; no DONE follows it."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
 def error_headers(error: TandemError) -> dict[str, str]:
-    """Retry-After in whole seconds, if a retry makes sense."""
+    """Return the Retry-After header in whole seconds if the error has a retry hint."""
     return {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s else {}
 
 
@@ -176,7 +176,7 @@ def _param(error: TandemError) -> str | None:
 
 
 def _usage(endings: Sequence[Ending]) -> dict[str, Any]:
-    """The prompt counts once, as the first answer found it."""
+    """Return the total usage of all answers; the prompt counts once, with the first answer's cached tokens."""
     first = endings[0]
     completion = sum(ending.completion_tokens for ending in endings)
     return {

@@ -1,7 +1,8 @@
-"""What OpenAI clients send: from a JSON body to an `Ask`. Field meanings follow OpenAI's API reference, and vLLM's for
-what goes beyond it: top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, min_tokens,
-include_stop_str_in_output, chat_template_kwargs, priority, cache_salt; and slo_class.
-`router/api/openai_fields.py` says what becomes of other fields.
+"""Parses the JSON bodies of the OpenAI-compatible API into a `ClientRequest`.
+
+Field meanings follow OpenAI's API reference, and vLLM's for its extensions: top_k, min_p, repetition_penalty,
+ignore_eos, stop_token_ids, min_tokens, include_stop_str_in_output, chat_template_kwargs, priority, cache_salt.
+`slo_class` is Tandem's own. `router/api/openai_fields.py` has the other fields.
 """
 
 import json
@@ -10,56 +11,56 @@ from typing import Any
 
 from router.api.json_fields import JsonFields, UnknownFields, is_integers
 from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, MESSAGE_INERT, MESSAGE_UNSERVED
-from router.requests.request import Ask, Conversation, Options, Prompt
+from router.requests.request import ClientRequest, Conversation, Options, Prompt
 from router.text.chat_template import ChatTurn
 from wire.errors import InvalidArgument
 from wire.tracing.timeline import EdgeStamp
 
 _COMPLETION_LOGPROBS_MAX = 5
-"""OpenAI's own limit of that API."""
+"""OpenAI's limit for the completions API."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What events of a stream carry beside the answer."""
+    """The additional contents of a stream's events."""
 
     include_usage: bool = False
-    """Whether an event behind the answer counts its tokens."""
+    """True if an event after the answer has its usage."""
     continuous_usage: bool = False
-    """Whether every event does, too."""
+    """True if every event has the usage so far, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAICall:
-    """A parsed body: the request, and how the client wants its answer."""
+    """A parsed body: the request, and the requested form of the reply."""
 
-    ask: Ask
+    request: ClientRequest
     stream: bool
     stream_options: StreamOptions
     ignored: tuple[str, ...] = ()
-    """Names of fields that were ignored, fit for a header (`UnknownFields`)."""
+    """Names of the ignored fields, fit for a header (`UnknownFields`)."""
 
 
 def parse_chat(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
-    """Body of /v1/chat/completions; `InvalidArgument` names what is wrong. `strict` refuses unknown fields."""
+    """Parse the body of /v1/chat/completions; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
     unknown = UnknownFields(strict=strict)
     fields = _fields(body, unknown)
     fields.refuse(CHAT_UNSERVED)
     top_logprobs = _top_logprobs(fields)
-    ask, stream, stream_options = _call(fields, _conversation(fields), received, top_logprobs=top_logprobs)
-    return OpenAICall(ask, stream, stream_options, unknown.names)
+    request, stream, stream_options = _call(fields, _conversation(fields), received, top_logprobs=top_logprobs)
+    return OpenAICall(request, stream, stream_options, unknown.names)
 
 
 def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
-    """Body of /v1/completions; as `parse_chat`."""
+    """Parse the body of /v1/completions, with the errors and arguments of `parse_chat`."""
     unknown = UnknownFields(strict=strict)
     fields = _fields(body, unknown)
     fields.refuse(COMPLETION_UNSERVED)
     logprobs = fields.integer("logprobs")
     if logprobs is not None and logprobs > _COMPLETION_LOGPROBS_MAX:
         raise fields.wrong("logprobs", f"is {str(logprobs)[:40]}, the limit is {_COMPLETION_LOGPROBS_MAX}")
-    ask, stream, stream_options = _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
-    return OpenAICall(ask, stream, stream_options, unknown.names)
+    request, stream, stream_options = _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
+    return OpenAICall(request, stream, stream_options, unknown.names)
 
 
 def _fields(body: bytes, unknown: UnknownFields) -> JsonFields:
@@ -73,7 +74,7 @@ def _fields(body: bytes, unknown: UnknownFields) -> JsonFields:
 
 
 def _top_logprobs(fields: JsonFields) -> int | None:
-    """How many, None without log probabilities."""
+    """Return the requested number of top log probabilities, None without log probabilities."""
     wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs") or 0
     if top and not wanted:
         raise fields.wrong("top_logprobs", "needs logprobs to be true")
@@ -87,8 +88,8 @@ def _call(
     *,
     logprobs: int | None = None,
     top_logprobs: int | None = None,
-) -> tuple[Ask, bool, StreamOptions]:
-    """The request, whether it is streamed, and how."""
+) -> tuple[ClientRequest, bool, StreamOptions]:
+    """Return the request, True if it is streamed, and the stream's options."""
     fields.drop(INERT)
     model = fields.text("model") or ""
     options = Options(
@@ -117,11 +118,11 @@ def _call(
     stream = fields.boolean("stream")
     stream_options = _stream_options(fields, stream)
     fields.end()
-    return Ask("", model, prompt, options, received), stream, stream_options
+    return ClientRequest("", model, prompt, options, received), stream, stream_options
 
 
 def _unless_minus_one(value: int | None, off: int | None) -> int | None:
-    """vLLM's clients say -1 for a filter that is off and for any seed."""
+    """Replace -1 by `off`: vLLM's clients send -1 for a disabled filter and for a random seed."""
     return off if value == -1 else value
 
 
@@ -137,7 +138,7 @@ def _stop(fields: JsonFields) -> tuple[str, ...]:
 
 
 def _stream_options(fields: JsonFields, stream: bool) -> StreamOptions:
-    """As vLLM reads them: counts in every event come only with those at the end."""
+    """Parse `stream_options` with vLLM's meaning: usage in every event requires `include_usage`."""
     value = fields.take("stream_options")
     if value is None:
         return StreamOptions()
@@ -190,7 +191,7 @@ def _turn(call: JsonFields, value: Any, path: str) -> ChatTurn:
 
 
 def _content(fields: JsonFields, path: str, role: str) -> str:
-    """A string, or text parts joined. Assistants may have said nothing."""
+    """Return the content, with text parts joined; only an assistant's message may have none."""
     value = fields.take("content")
     if isinstance(value, str):
         return value

@@ -1,5 +1,6 @@
-"""The probes of the HTTP listener, open without a key: `/health`, `/ready` and `/ping` say whether a request would be
-answered now, `/live` says that this process answers.
+"""The probes of the HTTP listener, which need no key.
+
+`/health`, `/ready` and `/ping` succeed if a request would be served now, `/live` while this process responds.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from router.requests.dispatch import Dispatcher
 LIVE_PATH = "/live"
 READY_PATHS = ("/health", "/ready")
 PING_PATH = "/ping"
-"""As SageMaker asks, by GET or POST."""
+"""SageMaker's probe, by GET or POST."""
 PROBE_PATHS = frozenset({LIVE_PATH, PING_PATH, *READY_PATHS})
 _METHODS = ["GET", "HEAD"]
 _NOT_STORED = {"cache-control": "no-store"}
 
 
 def add_probes(app: FastAPI, dispatcher: Dispatcher) -> None:
-    """Add the routes to `app`. Readiness is 503 with the reason and Retry-After while `dispatcher.refusal` names
-    one; liveness is 200 whatever the workers do.
+    """Add the routes to `app`.
+
+    Readiness is 503 with the reason and Retry-After while `dispatcher.refusal` has one; liveness is always 200.
     """
 
     async def live() -> JSONResponse:

@@ -1,4 +1,4 @@
-"""The gRPC listener: `tandem.v1.Inference`. From messages to an `Ask`, from an answer to messages."""
+"""The gRPC service `tandem.v1.Inference`: parses messages into a `ClientRequest` and sends answers as messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from google.protobuf.message_factory import GetMessageClass
 from router.api.client_gone import unless_gone
 from router.api.model_routes import installed_version
 from router.config import RouterConfig
-from router.requests.answer import Ending, Piece
+from router.requests.answer import AnswerChunk, Ending
 from router.requests.dispatch import Dispatcher
-from router.requests.request import Admitted, Ask, Conversation, Options, Prompt
+from router.requests.request import Admitted, ClientRequest, Conversation, Options, Prompt
 from router.requests.tenants import tenant_of
-from router.requests.validation import Admission
+from router.requests.validation import RequestValidator
 from router.text.chat_template import ChatTurn
+from router.text.request_items import check_template_kwargs_size
 from router.text.request_reader import check_message_count
 from router.text.token_scores import ScoredToken, TokenScore
 from wire import convert
@@ -39,42 +40,48 @@ _M = TypeVar("_M", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """Whose call it is."""
+    """The caller of one gRPC method."""
 
     received: EdgeStamp
     tenant: str
     traceparent: str
     gone: asyncio.Future[None]
-    """Done once the call is over, whoever ended it."""
+    """A future that is done once the call is over, whichever side ended it."""
 
 
 class InferenceServicer:
-    """Answers clients, each method from the bytes of its request: no more is made of a request on the event loop than
-    its size allows. Raises typed errors, which the server's interceptor turns into status codes.
+    """Serves the client's gRPC methods.
+
+    Each method takes the bytes of its request, so that a large one is parsed outside the event loop. Raises typed
+    errors, which the server's interceptor turns into status codes.
     """
 
-    def __init__(self, config: RouterConfig, admission: Admission, dispatcher: Dispatcher) -> None:
+    def __init__(self, config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> None:
         self._config = config
-        self._admission = admission
+        self._validator = validator
         self._dispatcher = dispatcher
         self._started_unix_nanos = time.time_ns()
 
     def Generate(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Continue a prompt."""
         caller = self._caller(context)
-        return self._answer(inference_pb2.GenerateRequest, request, partial(self._generate_ask, caller), caller)
+        return self._answer(inference_pb2.GenerateRequest, request, partial(self._from_generate, caller), caller)
 
     def Chat(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Answer a conversation through the model's chat template."""
         caller = self._caller(context)
-        return self._answer(inference_pb2.ChatRequest, request, partial(self._chat_ask, caller), caller)
+        return self._answer(inference_pb2.ChatRequest, request, partial(self._from_chat, caller), caller)
 
     async def Abort(self, request: bytes, context: _Context) -> inference_pb2.AbortResponse:
+        """Cancel a request by its client's id."""
         tenant = self._tenant(context)
-        asked = await self._admission.reader.message(tenant, inference_pb2.AbortRequest, request, lambda each: each)
+        asked = await self._validator.reader.message(tenant, inference_pb2.AbortRequest, request, lambda each: each)
         if not asked.request_id:
             raise InvalidArgument("request_id", "is empty; name the request to abort")
         return inference_pb2.AbortResponse(found=self._dispatcher.abort(tenant, asked.request_id))
 
     async def GetModelInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetModelInfoResponse:
+        """Return the facts of the served model; Unavailable until a worker has loaded it."""
         served = self._dispatcher.pool.model
         if served is None:
             message = "no worker has loaded the model yet; try again in a moment"
@@ -88,6 +95,7 @@ class InferenceServicer:
         )
 
     async def GetServerInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetServerInfoResponse:
+        """Return the router's version and mode, and the workers it sees."""
         return inference_pb2.GetServerInfoResponse(
             version=installed_version(),
             started_unix_nanos=self._started_unix_nanos,
@@ -116,6 +124,7 @@ class InferenceServicer:
         )
 
     async def GetLoads(self, _request: bytes, _context: _Context) -> inference_pb2.GetLoadsResponse:
+        """Return the numbers of waiting and running requests."""
         return inference_pb2.GetLoadsResponse(waiting=self._dispatcher.waiting, running=self._dispatcher.running)
 
     def _tenant(self, context: _Context) -> str:
@@ -124,40 +133,53 @@ class InferenceServicer:
 
     def _caller(self, context: _Context) -> _Caller:
         gone = asyncio.get_running_loop().create_future()
-        # A cancelled call may leave its generator suspended until it is collected; the context tells at once.
+        # A cancelled call may leave its generator suspended until it is collected; the context's callback runs at once.
         context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         return _Caller(EdgeStamp.now(Edge.RECEIVED), self._tenant(context), _traceparent(context), gone)
 
-    def _generate_ask(self, caller: _Caller, request: inference_pb2.GenerateRequest) -> Ask:
+    def _from_generate(self, caller: _Caller, request: inference_pb2.GenerateRequest) -> ClientRequest:
         prompt: Prompt = request.text
         if request.WhichOneof("prompt") == "token_ids":
-            self._admission.check_token_count(len(request.token_ids.ids))
+            self._validator.check_token_count(len(request.token_ids.ids))
             prompt = tuple(request.token_ids.ids)
-        return self._ask(caller, request, prompt)
+        return self._client_request(caller, request, prompt)
 
-    def _chat_ask(self, caller: _Caller, request: inference_pb2.ChatRequest) -> Ask:
+    def _from_chat(self, caller: _Caller, request: inference_pb2.ChatRequest) -> ClientRequest:
         check_message_count(len(request.messages), self._config.max_messages)
         turns = tuple(ChatTurn(message.role, message.content) for message in request.messages)
-        return self._ask(caller, request, Conversation(turns, _variables(request.chat_template_kwargs)))
+        return self._client_request(caller, request, Conversation(turns, self._variables(request.chat_template_kwargs)))
 
-    def _ask(
+    def _client_request(
         self, caller: _Caller, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, prompt: Prompt
-    ) -> Ask:
+    ) -> ClientRequest:
         options = _options(request.options)
-        return Ask(
+        return ClientRequest(
             request.request_id, request.model, prompt, options, caller.received, caller.tenant, caller.traceparent
         )
 
-    async def _admitted(self, kind: type[_M], request: bytes, build: Callable[[_M], Ask], tenant: str) -> Admitted:
+    def _variables(self, text: str) -> dict[str, Any]:
+        """Reads the variables of the chat template; their size is checked before they are read."""
+        check_template_kwargs_size(len(text.encode()), self._config.max_template_kwargs_bytes)
         try:
-            ask = await self._admission.reader.message(tenant, kind, request, build)
+            value = json.loads(text or "{}")
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument("chat_template_kwargs", f"is not valid JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise InvalidArgument("chat_template_kwargs", "must be a JSON object")
+        return value
+
+    async def _admitted(
+        self, kind: type[_M], request: bytes, build: Callable[[_M], ClientRequest], tenant: str
+    ) -> Admitted:
+        try:
+            client_request = await self._validator.reader.message(tenant, kind, request, build)
         except TandemError as error:
             self._dispatcher.metrics.refused("", error)
             raise
-        return await self._admission.admit(ask)
+        return await self._validator.admit(client_request)
 
     async def _answer(
-        self, kind: type[_M], request: bytes, build: Callable[[_M], Ask], caller: _Caller
+        self, kind: type[_M], request: bytes, build: Callable[[_M], ClientRequest], caller: _Caller
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         admitted = await unless_gone(self._admitted(kind, request, build, caller.tenant), caller.gone)
         choices = self._dispatcher.submit(admitted)
@@ -172,7 +194,7 @@ class InferenceServicer:
 
 
 def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
-    """Let a server answer calls of `tandem.v1.Inference` with this servicer's methods."""
+    """Register this servicer's methods as `tandem.v1.Inference` on a server."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for each in service.methods:
@@ -192,9 +214,9 @@ def _traceparent(context: _Context) -> str:
     return only(values_of(context.invocation_metadata(), TRACEPARENT))
 
 
-def _chunk(piece: Piece) -> dict[str, Any]:
+def _chunk(event: AnswerChunk) -> dict[str, Any]:
     chunk = inference_pb2.Chunk(
-        text=piece.text, token_ids=piece.token_ids, logprobs=[_score(score) for score in piece.scores]
+        text=event.text, token_ids=event.token_ids, logprobs=[_score(score) for score in event.scores]
     )
     return {"chunk": chunk}
 
@@ -217,17 +239,6 @@ def _complete(ending: Ending) -> dict[str, Any]:
         timeline=convert.timeline_to_proto(ending.timeline),
     )
     return {"complete": complete}
-
-
-def _variables(text: str) -> dict[str, Any]:
-    """Of the chat template."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument("chat_template_kwargs", f"is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument("chat_template_kwargs", "must be a JSON object")
-    return value
 
 
 def _options(message: inference_pb2.GenerationOptions) -> Options:

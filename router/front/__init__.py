@@ -1,1 +1,1 @@
-"""Processes that hold clients' connections for a router, and the router's end of them."""
+"""Front processes, which hold clients' connections for a router, and the router's side of them."""

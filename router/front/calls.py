@@ -1,4 +1,4 @@
-"""The router's end of a front process: its clients' calls, made here, and what they are answered."""
+"""The router's side of a front process: serves the calls of its clients."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class FrontCalls:
     """All calls of one front process. Belongs to the event loop."""
 
     def __init__(self, stream: RouterStream, inference: InferenceServicer, app: ASGIApp) -> None:
-        """`inference` and `app` answer as they answer clients of this process's own listeners."""
+        """`inference` and `app` serve the calls as they serve those of the router's own listeners."""
         self._stream = stream
         self._methods = methods_of(inference)
         self._app = app
         self.opened = False
-        """Whether that process has opened its listeners."""
+        """True if the front process has opened its listeners."""
         self._pulse = Pulse(lambda: stream.send(0, ask=front_pb2.Ask()))
         self._calls: dict[int, GrpcCall | HttpCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         stream.on_failed = self._fail
 
     async def run(self, on_opened: Callable[[], None], on_alive: Callable[[int], None]) -> None:
-        """Until the process is gone; what its clients still wait for is cancelled. `on_opened`: its listeners are open;
-        `on_alive` hears now and then how many connections it holds.
+        """Serve calls until the front process is gone, then cancel those that still run.
+
+        `on_opened` is called when its listeners are open, `on_alive` with its number of connections now and then.
         """
         try:
             async for frame in self._stream.received():
@@ -55,21 +56,21 @@ class FrontCalls:
                 elif frame.HasField("gone"):
                     self._leave(frame.call)
                 elif frame.call in self._calls:
-                    self._calls[frame.call].hear(frame)
+                    self._calls[frame.call].on_frame(frame)
         finally:
             for number in list(self._calls):
                 self._leave(number)
 
     async def hangs(self) -> None:
-        """Returns when that process has said nothing for long, if it ever does."""
+        """Return when the front process has sent no heartbeat for too long."""
         await self._pulse.stops()
 
     def set_serving(self, serving: bool) -> None:
-        """For the health service of that process."""
+        """Set the status of the front process's health service."""
         self._stream.send(0, serving=serving)
 
     def leave(self, grace_s: float) -> None:
-        """Take no more calls there, and end."""
+        """Let the front process accept no more calls, and end after `grace_s` seconds at the latest."""
         self._stream.send(0, leave_s=grace_s)
 
     def _begin(self, number: int, call: GrpcCall | HttpCall) -> None:
@@ -85,7 +86,7 @@ class FrontCalls:
             call.leave()
 
     def _fail(self, number: int) -> None:
-        """A part of its answer could not be sent."""
+        """End a call with Internal, because a frame of its answer could not be sent."""
         if number in self._calls:
             details = Internal("a part of the answer could not be sent; the server's log has the details")
             self._stream.send(number, end=front_pb2.CallEnd(status=_INTERNAL, details=details.message))
@@ -93,7 +94,7 @@ class FrontCalls:
 
     def _send_for(self, number: int) -> _Send:
         def send(**what: Any) -> None:
-            if number in self._calls:  # a client that has left hears nothing
+            if number in self._calls:  # nothing is sent to a client that has left
                 self._stream.send(number, **what)
 
         return send

@@ -1,4 +1,4 @@
-"""How many clients' connections this process holds: gRPC does not say it of its own."""
+"""Counts the client connections of this process, which gRPC does not report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _DESCRIPTORS = "/dev/fd"
 
 
 def count_connections(ports: Collection[int]) -> int:
-    """TCP connections that came in at these ports and are open; some microseconds each. 0 where nobody can look."""
+    """Return the number of open TCP connections accepted at these ports; 0 if descriptors cannot be listed.
+
+    It takes some microseconds per open descriptor.
+    """
     try:
         descriptors = [int(name) for name in os.listdir(_DESCRIPTORS)]
     except OSError:

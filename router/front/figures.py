@@ -1,4 +1,4 @@
-"""What operators see of front processes, each by its number, over all its lives."""
+"""Metrics of the front processes by number; counters continue over restarts."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from telemetry import families as f
-from telemetry.board import Board, Reading
+from telemetry.registry import Reading, Registry
 from wire.frames import Tally
 
 
 @dataclass(slots=True)
 class FrontFigures:
-    """Of one of them."""
+    """The metrics of one front process."""
 
     number: int
     tally: Tally = field(default_factory=Tally)
     connections: int = 0
-    """Of clients, as it said last; 0 while there is no process."""
+    """Number of client connections in its last heartbeat; 0 while there is no process."""
     restarts: int = 0
 
     def hold(self, connections: int) -> None:
-        """So many now."""
+        """Set the current number of client connections."""
         self.connections = connections
 
 
-def show(fronts: Sequence[FrontFigures], board: Board) -> None:
-    """At each scrape."""
+def show(fronts: Sequence[FrontFigures], registry: Registry) -> None:
+    """Export the metrics of all front processes, read at each scrape."""
 
     def each(value: Callable[[FrontFigures], int]) -> Reading:
         return {(str(front.number),): float(value(front)) for front in fronts}
 
-    board.read(
+    registry.read(
         lambda: {
             f.FRONT_CONNECTIONS: each(lambda front: front.connections),
             f.FRONT_MESSAGES: each(lambda front: front.tally.frames),

@@ -1,4 +1,4 @@
-"""One gRPC call of a front process's client, answered by the servicer that answers the router's own."""
+"""One gRPC call from a front process, served by the router's servicer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from router.front.headers import packed, unpacked
-from router.front.window import PassedOn, Window
+from router.front.window import Acknowledger, Window
 from wire.errors import Cancelled, Internal
 from wire.generated.tandem.v1 import front_pb2, inference_pb2
 from wire.rpc import guarded_stream, guarded_unary
@@ -24,20 +24,20 @@ Method = Callable[[bytes, "CallContext", _Pass], Awaitable[None]]
 
 
 class GrpcCall:
-    """One call of `tandem.v1.Inference`."""
+    """One call of `tandem.v1.Inference` from a front process."""
 
     def __init__(self, asked: front_pb2.GrpcCall, methods: dict[str, Method], send: _Send) -> None:
         self._asked = asked
         self._methods = methods
         self._send = send
         self._window = Window()
-        self._read = PassedOn(lambda count: send(passed=count))
+        self._read = Acknowledger(lambda count: send(passed=count))
         self._parts: asyncio.Queue[front_pb2.HttpBody | None] = asyncio.Queue()
-        """Of the message, behind its first; None: the client has left."""
+        """The parts of the message after the first one; None = the client has left."""
         self._context = CallContext([(name.decode(), _text(value)) for name, value in unpacked(asked.metadata)])
 
     async def run(self) -> None:
-        """Answer it, and say how that ended."""
+        """Serve the call, and send its status at the end."""
         context = self._context
         try:
             method = self._methods.get(self._asked.method)
@@ -54,21 +54,21 @@ class GrpcCall:
             context.over()
             self._send(end=context.end)
 
-    def hear(self, frame: front_pb2.FrontFrame) -> None:
-        """A part of the message, or how far the client is with the answer."""
+    def on_frame(self, frame: front_pb2.FrontFrame) -> None:
+        """Process a frame: a part of the message, or the client's progress in reading the answer."""
         if frame.HasField("passed"):
             self._window.passed(frame.passed)
         else:
             self._parts.put_nowait(frame.body)
 
     def leave(self) -> None:
-        """The client is gone: whoever answers hears of it, as from gRPC."""
+        """Run the callbacks of a client that has left, as gRPC would."""
         self._window.lift()
         self._parts.put_nowait(None)
         self._context.over()
 
     async def _message(self) -> bytes:
-        """The whole message; Cancelled if the client leaves before that."""
+        """Return the whole message; raises Cancelled if the client leaves before its end."""
         read, more = [self._asked.message], self._asked.more
         while more:
             part = await self._parts.get()
@@ -85,48 +85,51 @@ class GrpcCall:
 
 
 class CallContext:
-    """What handlers use of gRPC's `ServicerContext`."""
+    """The part of gRPC's `ServicerContext` that handlers use."""
 
     def __init__(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         self.end = front_pb2.CallEnd()
-        """How the call ended."""
+        """The status of the call."""
         self._metadata = metadata
         self._callbacks: list[Callable[[Any], None]] = []
         self._over = False
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
-        """See gRPC."""
+        """Return the call's metadata."""
         return self._metadata
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """See gRPC: called once the call is over, whoever ended it."""
+        """Call `callback` once the call is over, whichever side ended it."""
         if self._over:
             callback(self)
         else:
             self._callbacks.append(callback)
 
     def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
-        """See gRPC."""
+        """Set the metadata that is sent with the status."""
         self.end.trailing_metadata.extend(packed(metadata))
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
-        """See gRPC."""
+        """End the call with a status; always raises AbortError."""
         self.end.status, self.end.details = code.value[0], details
         raise grpc.aio.AbortError
 
     def over(self) -> None:
-        """The call is."""
+        """Mark the call as over and run its callbacks."""
         self._over = True
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
                 callback(self)
             except Exception as error:
-                log.error("unexpected failure behind a call", exc_info=error)
+                log.error("a callback at the end of a call failed", exc_info=error)
 
 
 def methods_of(servicer: Any) -> dict[str, Method]:
-    """By name, from and to bytes; `servicer` reads requests itself, as `router.api.service.InferenceServicer` does."""
+    """Return the methods of a servicer by name, from bytes to bytes.
+
+    `servicer` parses requests itself, as `router.api.service.InferenceServicer` does.
+    """
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     return {
         each.name: (_streaming if each.server_streaming else _unary)(getattr(servicer, each.name))
@@ -155,7 +158,7 @@ def _unary(handler: Any) -> Method:
 
 
 def _text(value: bytes) -> str | bytes:
-    """Metadata are text, but for those whose names end in -bin."""
+    """Decode a metadata value; those whose names end in -bin may stay bytes."""
     try:
         return value.decode()
     except UnicodeDecodeError:

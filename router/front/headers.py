@@ -1,4 +1,4 @@
-"""Headers of HTTP and metadata of gRPC as frames have them."""
+"""Converts HTTP headers and gRPC metadata to and from frames."""
 
 from collections.abc import Iterable
 
@@ -6,12 +6,12 @@ from wire.generated.tandem.v1 import front_pb2
 
 
 def packed(pairs: Iterable[tuple[str | bytes, str | bytes]]) -> list[front_pb2.Header]:
-    """Names and values, as text or as bytes."""
+    """Return the frame headers for names and values, which may be text or bytes."""
     return [front_pb2.Header(name=_bytes(name), value=_bytes(value)) for name, value in pairs]
 
 
 def unpacked(headers: Iterable[front_pb2.Header]) -> list[tuple[bytes, bytes]]:
-    """The same as bytes."""
+    """Return the names and values of frame headers as bytes."""
     return [(each.name, each.value) for each in headers]
 
 

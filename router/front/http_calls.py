@@ -1,4 +1,4 @@
-"""One HTTP request of a front process's client, answered by the application that answers the router's own."""
+"""One HTTP request from a front process, served by the router's ASGI application."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Scope
 
 from router.front.headers import packed, unpacked
-from router.front.window import PassedOn, Window, parts
+from router.front.window import Acknowledger, Window, parts
 from wire.errors import Internal
 from wire.generated.tandem.v1 import front_pb2
 
@@ -17,19 +17,19 @@ log = logging.getLogger(__name__)
 
 
 class HttpCall:
-    """One HTTP request."""
+    """One HTTP request from a front process."""
 
     def __init__(self, asked: front_pb2.HttpRequest, app: ASGIApp, send: Callable[..., None]) -> None:
         self._asked = asked
         self._app = app
         self._send = send
         self._window = Window()
-        self._read = PassedOn(lambda count: send(passed=count))
-        self._heard: asyncio.Queue[Message] = asyncio.Queue()
+        self._read = Acknowledger(lambda count: send(passed=count))
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._whole = False
 
     async def run(self) -> None:
-        """Answer it; cut the answer off if that fails in its middle."""
+        """Serve the request; cut the response off if the application fails in the middle of it."""
         try:
             await self._app(_scope(self._asked), self._receive, self._take)
         except Exception as error:
@@ -37,20 +37,20 @@ class HttpCall:
         if not self._whole:
             self._send(end=front_pb2.CallEnd(details=Internal("the answer could not be finished").message))
 
-    def hear(self, frame: front_pb2.FrontFrame) -> None:
-        """A part of the request's body, or how far the client is with the answer."""
+    def on_frame(self, frame: front_pb2.FrontFrame) -> None:
+        """Process a frame: a part of the request's body, or the client's progress in reading the response."""
         if frame.HasField("passed"):
             self._window.passed(frame.passed)
             return
-        self._heard.put_nowait({"type": "http.request", "body": frame.body.data, "more_body": frame.body.more})
+        self._messages.put_nowait({"type": "http.request", "body": frame.body.data, "more_body": frame.body.more})
 
     def leave(self) -> None:
-        """The client is gone: whoever answers hears of it, as from an ASGI server."""
+        """Tell the application that the client has left, as an ASGI server would."""
         self._window.lift()
-        self._heard.put_nowait({"type": "http.disconnect"})
+        self._messages.put_nowait({"type": "http.disconnect"})
 
     async def _receive(self) -> Message:
-        message = await self._heard.get()
+        message = await self._messages.get()
         if message["type"] == "http.request":
             self._read.add(len(message["body"]))
         return message

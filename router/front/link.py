@@ -1,4 +1,4 @@
-"""A front process's end of its stream to the router: calls, each with a number."""
+"""The front process's side of its stream to the router: numbered calls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from router.front.window import PART_BYTES_MAX, PassedOn, Window, parts
+from router.front.window import PART_BYTES_MAX, Acknowledger, Window, parts
 from wire.errors import Cancelled, Internal, ResourceExhausted, TandemError, Unavailable
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 
 MESSAGES_BYTES_MAX = 64 << 20
-"""Most of all gRPC messages of clients that wait here until the router has read them. gRPC brings a message as a whole,
-so its client cannot be made to wait, as one of HTTP is; small messages always find room."""
+"""Most bytes of gRPC messages that wait until the router has read them; small messages are exempt.
+
+gRPC delivers whole messages, so its clients cannot be slowed down by back-pressure as HTTP clients are.
+"""
 _RETRY_AFTER_S = 1.0
 _LOST = "the router ended while it answered; send the request again"
 _NOT_SENT = "a part of the request could not be sent to the router; the server's log has the details"
@@ -24,7 +26,7 @@ FrontStream = FrameStream[front_pb2.FrontFrames, front_pb2.RouterFrames]
 
 
 class Call:
-    """One client's call on its way to the router and back. Whoever opened it closes it."""
+    """One client's call, relayed to the router. The opener must close it."""
 
     def __init__(self, number: int, stream: FrontStream, forget: Callable[[int], None]) -> None:
         self._number = number
@@ -33,18 +35,18 @@ class Call:
         self._frames: deque[front_pb2.RouterFrame] = deque()
         self._changed = asyncio.Event()
         self._window = Window()
-        self._read = PassedOn(lambda count: stream.send(number, passed=count))
+        self._read = Acknowledger(lambda count: stream.send(number, passed=count))
         self._handed_out: int | None = None
-        """Bytes of the frame that `next` has brought last."""
+        """Bytes of the frame that `next` returned last."""
         self._error: TandemError | None = None
         self._ended = self._closed = False
 
     async def begin(self, **what: Any) -> None:
-        """Send the first `FrontFrame`, of one field, when the router has read what was sent before."""
+        """Send the first `FrontFrame`, of one field, once the router has read what was sent before."""
         await self._stream.send_in_turn(self._number, **what)
 
     async def send_body(self, data: bytes, *, more: bool) -> None:
-        """Send a part of the request, as fast as whoever answers reads it; behind the call's end, nothing."""
+        """Send a part of the request at the speed at which the handler reads it; nothing after the call's end."""
         *first, last = parts(data)
         for part in first:
             await self._send_part(part, more=True)
@@ -58,8 +60,10 @@ class Call:
             await self._window.sent(len(data))
 
     async def next(self) -> front_pb2.RouterFrame:
-        """The router's next frame. `Unavailable` if the router is gone, `Internal` if the request could not be sent,
-        `Cancelled` once the call is closed.
+        """Return the router's next frame.
+
+        Raises Unavailable if the router is gone, Internal if the request could not be sent, and Cancelled once the call
+        is closed.
         """
         while not self._frames:
             if self._closed:
@@ -68,14 +72,14 @@ class Call:
                 raise self._error
             self._changed.clear()
             await self._changed.wait()
-        if self._handed_out is not None:  # whoever asks for the next has passed it on
+        if self._handed_out is not None:  # the caller has passed the last frame on when it asks for the next
             self._read.add(self._handed_out)
         frame = self._frames.popleft()
         self._handed_out = len(frame.message) + len(frame.body.data)
         return frame
 
     def take(self, frame: front_pb2.RouterFrame) -> None:
-        """Link side: a frame has come."""
+        """Link side: add a received frame."""
         if frame.HasField("passed"):
             self._window.passed(frame.passed)
             return
@@ -86,13 +90,13 @@ class Call:
         self._changed.set()
 
     def fail(self, error: TandemError) -> None:
-        """Link side: no frames will come, and why."""
+        """Link side: end the call with `error`, because no more frames will arrive."""
         self._error = error
         self._window.lift()
         self._changed.set()
 
     def close(self) -> None:
-        """The client has its answer, or has left: whoever waits for a frame hears so. Idempotent."""
+        """End the call after the client has its answer or has left; a waiting `next` raises Cancelled. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -108,7 +112,7 @@ class Call:
 
 
 class RouterLink:
-    """All calls of one front process. Belongs to the event loop."""
+    """Relays all calls of one front process to the router. Belongs to the event loop."""
 
     def __init__(self, stream: FrontStream) -> None:
         self._stream = stream
@@ -119,7 +123,7 @@ class RouterLink:
         stream.on_failed = self._fail
 
     def call(self) -> Call:
-        """A new one; Unavailable if the router is gone."""
+        """Open a new call; raises Unavailable if the router is gone."""
         if self._lost:
             raise Unavailable(_LOST)
         self._count += 1
@@ -128,10 +132,10 @@ class RouterLink:
 
     @contextlib.contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """A message of so many bytes waits here meanwhile; ResourceExhausted if too many do."""
+        """Count a waiting message of `size` bytes; raises ResourceExhausted above `MESSAGES_BYTES_MAX`."""
         size = 0 if size <= PART_BYTES_MAX else size
         if size and self._messages_bytes + size > MESSAGES_BYTES_MAX:
-            message = "too many large requests are on their way to the router; try again later"
+            message = "too many large requests are waiting for the router; try again later"
             raise ResourceExhausted(message, retry_after_s=_RETRY_AFTER_S)
         self._messages_bytes += size
         try:
@@ -140,18 +144,20 @@ class RouterLink:
             self._messages_bytes -= size
 
     def opened(self) -> None:
-        """Both listeners are open."""
+        """Report that both listeners are open."""
         self._stream.send(0, opened=front_pb2.Opened())
 
     def alive(self, connections: int) -> None:
-        """This process does its work, for so many connections of clients."""
+        """Send a heartbeat with the number of client connections."""
         self._stream.send(0, alive=front_pb2.Alive(connections=connections))
 
     async def run(
         self, on_serving: Callable[[bool], None], on_leave: Callable[[float], None], on_ask: Callable[[], None]
     ) -> None:
-        """Bring frames to their calls until the router is gone. `on_serving` hears whether requests could be served,
-        `on_leave` in how many seconds calls must have ended, `on_ask` that the router waits for `alive`.
+        """Deliver frames to their calls until the router is gone.
+
+        `on_serving` is called with the health status, `on_leave` with the seconds in which calls must have ended,
+        `on_ask` when the router asks for a heartbeat.
         """
         async for frame in self._stream.received():
             call = self._calls.get(frame.call)
@@ -171,6 +177,6 @@ class RouterLink:
         self._calls.pop(number, None)
 
     def _fail(self, number: int) -> None:
-        """A frame of it could not be sent."""
+        """Fail a call, because a frame of it could not be sent."""
         if number in self._calls:
             self._calls[number].fail(Internal(_NOT_SENT))

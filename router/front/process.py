@@ -1,6 +1,7 @@
-"""A front process: gRPC and HTTP at the router's ports, every call carried to the router. `python -m router.front.process`
-with the router's socket as its standard input: a `FrontConfig` as JSON on one line, then frames. It ends when the
-router does.
+"""A front process: listens on the router's ports and relays every call to the router.
+
+Started as `python -m router.front.process` with the router's socket as its standard input, which carries a
+`FrontConfig` as one line of JSON, then frames. It ends when the router does.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ from wire.turns import take_short_turns
 log = logging.getLogger(__name__)
 
 STREAM_LIMIT_BYTES = 1 << 20
-"""Of the first line, and about what is read ahead of messages."""
+"""The limit of the first line, and about the read-ahead of messages, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontConfig:
-    """What a front process needs to know."""
+    """The settings of a front process."""
 
     name: str
-    """In its log."""
+    """The process name in its log."""
     host: str
     grpc_port: int
     http_port: int
     api_keys: tuple[str, ...]
     log: LogConfig
     limits: ListenerLimits
-    """Of each of its listeners."""
+    """The limits of each of its listeners."""
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the settings as one line of JSON."""
         return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> FrontConfig:
-        """What `to_json` made."""
+        """Parse the settings that `to_json` wrote."""
         fields = json.loads(text)
         keys, limits, log = tuple(fields["api_keys"]), ListenerLimits(**fields["limits"]), fields["log"]
         file = None if log["file"] is None else Path(log["file"])
@@ -63,7 +64,7 @@ class FrontConfig:
 
 
 async def serve(router: socket.socket) -> None:
-    """Until the router says so, or is gone."""
+    """Serve until the router ends this process or is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=router, limit=STREAM_LIMIT_BYTES)
     line = await reader.readline()
     if not line:
@@ -118,6 +119,7 @@ def _set_once(future: asyncio.Future[float], seconds: float) -> None:
 
 
 def main() -> None:
+    """Run a front process on the socket at standard input."""
     take_short_turns()
     asyncio.run(serve(socket.socket(fileno=sys.stdin.fileno())))
 

@@ -1,4 +1,4 @@
-"""Both listeners in processes of their own, so that writing to clients does not take the router's time."""
+"""The listeners in processes of their own, so that writing to clients does not take the router's time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.api.service import InferenceServicer
 from router.front.calls import FrontCalls, RouterStream
 from router.front.figures import FrontFigures, show
 from router.front.process import STREAM_LIMIT_BYTES, FrontConfig
-from telemetry.board import Board
+from telemetry.registry import Registry
 from wire.address import address_of
 from wire.errors import FailedPrecondition, Unavailable
 from wire.frames import FrameStream
@@ -29,18 +29,19 @@ from wire.logging.logs import LogConfig
 log = logging.getLogger(__name__)
 
 _START_S = 60.0
-"""For the first of them to open its listeners."""
+"""Timeout for the first front process to open its listeners, in seconds."""
 _AGAIN_S = 1.0
-"""Before one that died is started again."""
+"""Pause before a process that died is restarted, in seconds."""
 _END_S = 2 * GOODBYE_S
-"""For one that has ended its stream, or whose calls' time is over, to be gone: it hangs otherwise."""
+"""Time for a process to exit after its stream ended or its grace is over, in seconds; after it, it is killed."""
 _PORT_S, _PORT_LOOK_S = 5.0, 0.1
-"""How long those of a router that died may keep its ports, and how often that is looked at."""
+"""Timeout and polling interval for the ports of an earlier router to become free, in seconds."""
 
 
 class FrontListeners:
-    """As `router.api.listeners.Listeners`, in `count` processes among which the kernel distributes connections. One that
-    dies takes its connections with it, and another takes its place.
+    """Implements `router.api.listeners.Listeners` by several front processes.
+
+    The kernel distributes connections among them. A process that dies loses its connections and is restarted.
     """
 
     def __init__(
@@ -53,15 +54,16 @@ class FrontListeners:
         inference: InferenceServicer,
         app: ASGIApp,
         log_config: LogConfig,
-        board: Board,
+        registry: Registry,
         limits: ListenerLimits = DEFAULT_LIMITS,
     ) -> None:
-        """`ports`: of gRPC and HTTP, 0 = any free one; `inference` and `app` answer clients' calls; `board` shows what
-        each process carries.
+        """`count` is the number of processes, `ports` are those of gRPC and HTTP, 0 = any free one.
+
+        `inference` and `app` serve the calls; `registry` gets the metrics of the processes.
         """
         self._host, self._ports = host, ports
         self._figures = [FrontFigures(number) for number in range(count)]
-        show(self._figures, board)
+        show(self._figures, registry)
         self._api_keys = tuple(api_keys)
         self._inference, self._app = inference, app
         self._log = log_config
@@ -75,7 +77,7 @@ class FrontListeners:
         self._cleanup = contextlib.ExitStack()
 
     async def open(self) -> RouterEndpoints:
-        """See `Listeners`; returns when the first process serves. Unavailable if none does."""
+        """See `Listeners`; returns when the first process serves, raises Unavailable if none does in time."""
         if self._ports[0] and self._ports[0] == self._ports[1]:
             raise FailedPrecondition(f"http_port: {self._ports[1]} is the gRPC listener's; choose another port")
         try:
@@ -122,7 +124,7 @@ class FrontListeners:
         for front, process in self._fronts.items():
             if front.opened:
                 front.leave(grace_s)
-            else:  # it has no clients, and shall get none
+            else:  # it has no clients yet and must get none
                 _kill(process)
         self._end = asyncio.get_running_loop().call_later(grace_s + _END_S, self._kill_all)
 
@@ -134,17 +136,18 @@ class FrontListeners:
         self._cleanup.close()
 
     async def _hold(self, port: int, setting: str) -> int:
-        """A port that only processes of this user can listen at, while this router lives. Nobody else's is taken: it
-        must have been free.
+        """Reserve a free port for processes of this user while this router lives; returns its number.
+
+        The port is first bound exclusively, so that no port in use by another program is shared.
         """
         loop = asyncio.get_running_loop()
-        patience = loop.time() + _PORT_S
+        deadline = loop.time() + _PORT_S
         while True:
             try:
                 found = Listener(self._host, port, setting)
                 break
             except FailedPrecondition:
-                if loop.time() > patience:
+                if loop.time() > deadline:
                     raise
                 await asyncio.sleep(_PORT_LOOK_S)
         number: int = found.socket.getsockname()[1]
@@ -157,7 +160,7 @@ class FrontListeners:
         while not self._leaving:
             try:
                 code = await self._live(config, figures)
-            except Exception as error:  # there may be no room for a process now
+            except Exception as error:  # e.g. no process can be started now
                 log.error("%s failed", config.name, exc_info=error)
             else:
                 if not self._leaving:
@@ -167,7 +170,7 @@ class FrontListeners:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _live(self, config: FrontConfig, figures: FrontFigures) -> int:
-        """One process, from its birth to its death → its exit code."""
+        """Run one process from its start to its end; returns its exit code."""
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=STREAM_LIMIT_BYTES)
@@ -204,8 +207,10 @@ class FrontListeners:
 
 
 async def _spawn(stream: socket.socket) -> asyncio.subprocess.Process:
-    """A front process with its end of the stream as standard input. It finds what this process finds, wherever that
-    was started, and a terminal's signals to all its processes do not reach it: the router alone ends it.
+    """Start a front process with its end of the stream as standard input.
+
+    It gets this process's import path, and a session of its own, so that a terminal's signals do not reach it: only
+    the router ends it.
     """
     command = sys.executable, "-P", "-m", "router.front.process"
     folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
@@ -214,14 +219,14 @@ async def _spawn(stream: socket.socket) -> asyncio.subprocess.Process:
 
 
 async def _kill_if_it_hangs(front: FrontCalls, process: asyncio.subprocess.Process, name: str) -> None:
-    """Its stream ends with it."""
+    """Kill the process when its heartbeats stop; its stream ends with it."""
     await front.hangs()
-    log.error("%s says nothing any more: it hangs, and another takes its place", name)
+    log.error("%s sends no heartbeats any more and is restarted", name)
     _kill(process)
 
 
 async def _gone(process: asyncio.subprocess.Process) -> int:
-    """Its exit code, soon."""
+    """Return the exit code, after killing a process that does not end in time."""
     try:
         async with asyncio.timeout(_END_S):
             return await process.wait()

@@ -1,5 +1,6 @@
-"""Whether a front process does its work. The kernel gives one that hangs its share of new connections on and on, and
-nobody answers these.
+"""The router's heartbeat checks of a front process.
+
+The kernel keeps assigning new connections to a process that hangs, where they get no response.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from collections.abc import Callable
 from wire.heartbeat import Heartbeat
 
 LOOK_S = 5.0
-"""How often it is asked."""
+"""Interval of the checks, in seconds."""
 SILENT_LOOKS = 6
-"""So many looks in a row without a word of it, half a minute, and it hangs. Where two cores do all the work of a
-cluster, a process may wait for a core for seconds, and each restart costs its clients their connections."""
+"""Number of consecutive checks without a response, half a minute, after which the process counts as hung.
+
+On a host with two cores a process may wait for a core for seconds, and a restart loses its clients' connections.
+"""
 STARTING_LOOKS = 12
-"""The same before its first word: it imports its modules meanwhile, perhaps from a slow disk."""
+"""The same before its first response, while it imports its modules, perhaps from a slow disk."""
 
 
 class Pulse(Heartbeat):
-    """The router's heartbeat of one of them; whatever comes from it is an answer."""
+    """The heartbeat checks of one front process; every frame from it counts as a response."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
-        """`ask` sends the question."""
+        """`ask` sends a request for a heartbeat."""
         super().__init__(ask, LOOK_S, lambda begun: SILENT_LOOKS if begun else STARTING_LOOKS)

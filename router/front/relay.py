@@ -1,4 +1,4 @@
-"""What a front process does with a call: carry it to the router, and the answer back."""
+"""Relays calls from a front process to the router, and the responses back."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class GrpcRelay(grpc.GenericRpcHandler):
-    """Every method of one service, as bytes. On the wire one answer is a stream of one message."""
+    """Relays every method of one service as bytes; a unary response is a stream of one message."""
 
     def __init__(self, link: RouterLink, service: str) -> None:
         self._link = link
         self._prefix = f"/{service}/"
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See gRPC."""
+        """Return the handler of a method of the service, None for other methods."""
         path = handler_call_details.method
         if not path.startswith(self._prefix):
             return None
@@ -44,7 +44,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         self, method: str, message: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[bytes]:
         call = self._link.call()
-        # A cancelled call may leave this generator suspended until it is collected; the context tells at once.
+        # A cancelled call may leave this generator suspended until it is collected; the callback runs at once.
         context.add_done_callback(lambda _: call.close())  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         metadata = packed(context.invocation_metadata() or ())
         try:
@@ -63,13 +63,13 @@ class GrpcRelay(grpc.GenericRpcHandler):
 
 
 class HttpRelay:
-    """An ASGI application whose answers the router gives."""
+    """An ASGI application that relays requests to the router."""
 
     def __init__(self, link: RouterLink) -> None:
         self._link = link
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Relay one request."""
         begun = False
         call: Call | None = None
         feeding: asyncio.Task[None] | None = None
@@ -93,7 +93,7 @@ class HttpRelay:
             return
         except TandemError as error:
             if begun:
-                return  # the server cuts the connection: nobody takes the answer for a whole one
+                return  # the server cuts the connection, so that the client sees an incomplete response
             await _refusal(error)(scope, receive, send)
         finally:
             if feeding is not None:
@@ -103,7 +103,7 @@ class HttpRelay:
 
 
 async def _send(call: Call, method: str, metadata: list[front_pb2.Header], message: bytes) -> None:
-    """A gRPC call, its message in parts."""
+    """Send a gRPC call, its message in parts."""
     first = message[:PART_BYTES_MAX]
     more = len(message) > len(first)
     await call.begin(grpc=front_pb2.GrpcCall(method=method, metadata=metadata, message=first, more=more))
@@ -112,7 +112,7 @@ async def _send(call: Call, method: str, metadata: list[front_pb2.Header], messa
 
 
 async def _feed(call: Call, receive: Receive) -> None:
-    """The request's body, as fast as whoever answers reads it, and that the client has left."""
+    """Send the request's body at the speed at which the handler reads it; close the call when the client leaves."""
     while (message := await receive())["type"] == "http.request":
         await call.send_body(message.get("body", b""), more=message.get("more_body", False))
     call.close()

@@ -1,1 +1,1 @@
-"""How requests went: verdicts by service class, goodput, recent traces, OpenTelemetry spans."""
+"""Observability of requests: verdicts by SLO class, goodput, recent traces, OpenTelemetry spans."""

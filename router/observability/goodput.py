@@ -1,4 +1,4 @@
-"""Requests that met their class, per second, of late."""
+"""Goodput: the rate of requests that met their SLO class, over a sliding window."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -7,10 +7,10 @@ _BINS = 60
 
 
 class Goodput:
-    """A sliding window over a virtual or monotonic clock; keeps a count for each sixtieth of it."""
+    """A sliding window over a virtual or monotonic clock, with a count for each sixtieth of it."""
 
     def __init__(self, classes: Iterable[str], window_s: float, clock: Callable[[], float]) -> None:
-        """`window_s` seconds back from now; in a shorter life, as far back as that."""
+        """`window_s` is the window's length in seconds; before that much time has passed, the window is shorter."""
         self._window_s = window_s
         self._bin_s = window_s / _BINS
         self._clock = clock
@@ -18,7 +18,7 @@ class Goodput:
         self._bins: dict[str, deque[tuple[int, int]]] = {name: deque() for name in classes}
 
     def met(self, slo_class: str) -> None:
-        """One more met it, now."""
+        """Count a request that met its class now."""
         number, bins = int(self._clock() / self._bin_s), self._bins[slo_class]
         if bins and bins[-1][0] == number:
             bins[-1] = (number, bins[-1][1] + 1)
@@ -28,7 +28,7 @@ class Goodput:
                 bins.popleft()
 
     def per_second(self) -> dict[str, float]:
-        """Of each class."""
+        """Return the goodput of each class, in requests per second."""
         now = self._clock()
         seconds = min(self._window_s, max(now - self._born, self._bin_s))
         oldest = int(now / self._bin_s) - _BINS

@@ -1,12 +1,12 @@
-"""Ended requests as OpenTelemetry spans, by OTLP/gRPC: one of the whole request, and under it one for each phase.
+"""Exports ended requests as OpenTelemetry spans by OTLP/gRPC: a root span, and a child span for each phase.
 
-Made from the timeline when a request is over; nothing else in Tandem knows of OpenTelemetry. Attributes are those of
-its semantic conventions for generative AI (`gen_ai.*`), what these have no name for begins with `tandem.`. Names of
-spans and attributes hold no text of prompts or answers.
+Spans are made from the timeline when a request is over; no other module depends on OpenTelemetry. Attributes follow
+the semantic conventions for generative AI (`gen_ai.*`); those without a conventional name begin with `tandem.`. Spans
+contain no text of prompts or answers.
 
-opentelemetry-sdk and its exporter come with `pip install 'tandem[otlp]'`. Spans are made on a thread, as that takes
-some tenths of a millisecond for each request, and sent by the SDK's own; where nobody listens, or not fast enough, they
-are dropped and the log says so: requests never wait.
+opentelemetry-sdk and its exporter come with `pip install 'tandem[otlp]'`. Spans are made on a thread of their own, as
+that takes some tenths of a millisecond per request, and sent by the SDK's thread. If the collector is absent or too
+slow, spans are dropped with a log line: requests never wait.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ SETTING = "--otlp-endpoint"
 _SERVICE = "tandem"
 _ENDED_WELL = ("stop", "length", "abort")
 _CLOSE_MS = 2000
-"""How long the last spans may take to leave, in milliseconds."""
+"""Timeout for sending the last spans, in milliseconds."""
 _PENDING_MAX = 1024
-"""Requests whose spans are not made yet, beyond which further ones are dropped."""
+"""Most requests that wait for their spans to be made; further ones are dropped."""
 
 log = logging.getLogger(__name__)
 
 
 class TraceExporter(Protocol):
-    """Who sends traces elsewhere."""
+    """The interface of an exporter of traces."""
 
     def export(self, trace: RequestTrace) -> None:
-        """A request has ended; does not wait."""
+        """Export an ended request without waiting."""
 
     def close(self) -> None:
-        """Send what is left; waits a moment. Nothing is exported afterwards."""
+        """Send the remaining spans, with a short timeout; nothing may be exported afterwards."""
 
 
 def check_endpoint(endpoint: str) -> None:
-    """InvalidArgument if nothing could be sent there, FailedPrecondition if what sends is not installed; an empty one
-    is none.
+    """Raise InvalidArgument for a malformed endpoint, FailedPrecondition if OpenTelemetry's SDK is not installed.
+
+    An empty endpoint disables the export.
     """
     if not endpoint:
         return
@@ -69,7 +70,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def otlp_exporter(endpoint: str, router_id: str) -> TraceExporter:
-    """Sends to `endpoint`; the exporter's environment variables (OTEL_EXPORTER_OTLP_HEADERS, …) hold too."""
+    """Return an exporter to `endpoint`; its environment variables (OTEL_EXPORTER_OTLP_HEADERS, …) apply too."""
     check_endpoint(endpoint)
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -79,8 +80,9 @@ def otlp_exporter(endpoint: str, router_id: str) -> TraceExporter:
 
 
 class SpanMaker:
-    """Makes spans of traces and hands them to `processor`, which it owns. Its methods belong to one thread, spans to
-    one of its own.
+    """Makes spans of traces and passes them to `processor`, which it owns.
+
+    Its methods must be called from one thread; spans are made on a thread of its own.
     """
 
     def __init__(self, processor: SpanProcessor, router_id: str) -> None:
@@ -106,13 +108,13 @@ class SpanMaker:
         self._dropped = 0
 
     def export(self, trace: RequestTrace) -> None:
-        """What its client does not record (the flag of its traceparent says so) is left out."""
+        """Export a trace, unless the flags of its client's traceparent exclude it from sampling."""
         if not trace.context.sampled:
             return
         if self._asked - self._made >= _PENDING_MAX:
             self._dropped += 1
             if self._dropped == 1:
-                log.warning("requests end faster than spans of them are made: some have none from now on")
+                log.warning("requests end faster than their spans are made: spans of some requests are dropped")
             return
         self._asked += 1
         self._thread.submit(self._make, trace)
@@ -152,7 +154,7 @@ class SpanMaker:
         root.end(spans[-1].end_nanos)
 
     def flush(self) -> bool:
-        """Wait until what was exported so far has left; False if it does not within a moment."""
+        """Wait until everything exported so far is sent; returns False after a short timeout."""
         self._thread.submit(int).result()
         return self._provider.force_flush(_CLOSE_MS)
 
@@ -179,7 +181,10 @@ def _parent(trace: RequestTrace) -> Context:
 
 
 def _request_attributes(trace: RequestTrace) -> dict[str, AttributeValue]:
-    """https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/"""
+    """Return the attributes of the root span.
+
+    https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
+    """
     well = trace.outcome in _ENDED_WELL
     found: dict[str, AttributeValue] = {
         "gen_ai.operation.name": trace.operation,

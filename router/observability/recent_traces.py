@@ -1,8 +1,8 @@
-"""The router's memory of requests that have ended: the newest ones, and the slowest by exemplar.
+"""The traces of ended requests that a router keeps: the newest ones, and the slowest of each latency bucket.
 
-Each bucket of the histograms of first tokens and of whole answers has one exemplar: the slowest request that fell into
-it within a window of time, until one of a later window does. A slow request is rare in its bucket and so is kept for
-long, while thousands of fast ones pass by. Memory is bounded by the newest and the buckets.
+Each bucket of the TTFT and end-to-end latency histograms has one exemplar: the slowest request observed in it within
+a time window, until it is replaced by one of a later window. Slow requests are rare in their buckets and are
+therefore kept for long. Memory is bounded by the number of newest requests and of buckets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from telemetry.board import EXAMPLE_CHARS, Example, Spread
+from telemetry.registry import EXEMPLAR_CHARS, Exemplar, Histogram
 from wire.tracing.request_trace import RequestTrace
 from wire.tracing.timeline import Edge
 
@@ -30,42 +30,42 @@ class _Held:
 
 
 class Exemplars:
-    """Of one histogram. What it holds can be found by the ids that are exported."""
+    """The exemplars of one histogram; their traces can be found by the exported ids."""
 
-    def __init__(self, spread: Spread, window_s: float, clock: Callable[[], float]) -> None:
-        """`clock` in seconds; a window is `window_s` long."""
+    def __init__(self, spread: Histogram, window_s: float, clock: Callable[[], float]) -> None:
+        """`clock` and `window_s`, the length of a window, are in seconds."""
         self._spread = spread
         self._window_s = window_s
         self._clock = clock
         self._held: dict[int, _Held] = {}
 
     def offer(self, seconds: float, trace: RequestTrace) -> None:
-        """`trace` was observed there with so many seconds."""
+        """Offer `trace`, which the histogram observed with `seconds`, as an exemplar."""
         place, window = self._spread.place(seconds), int(self._clock() / self._window_s)
         held = self._held.get(place)
         if held is None or held.window != window or held.seconds < seconds:
             self._held[place] = _Held(window, seconds, trace)
             ended = trace.timeline.at(Edge.FINISHED) or 0
-            self._spread.examples[place] = Example(seconds, ended / 1e9, _labels(trace))
+            self._spread.exemplars[place] = Exemplar(seconds, ended / 1e9, _labels(trace))
 
     def traces(self) -> list[RequestTrace]:
-        """All that are held."""
+        """Return the traces of all exemplars."""
         return [held.trace for held in self._held.values()]
 
 
-class TraceBook:
-    """Belongs to the event loop."""
+class TraceStore:
+    """The kept traces. Belongs to the event loop."""
 
     def __init__(self, kept: int, first_tokens: Exemplars, whole_answers: Exemplars) -> None:
-        """The newest `kept` are remembered, beside the exemplars."""
+        """`kept` is the number of newest requests to keep, in addition to the exemplars."""
         self.kept = kept
         self._newest: deque[RequestTrace] = deque(maxlen=kept)
         self._first_tokens, self._whole_answers = first_tokens, whole_answers
         self.export: Callable[[RequestTrace], None] = lambda _trace: None
-        """Hears of each."""
+        """Called with each ended trace."""
 
     def add(self, trace: RequestTrace, *, whole: bool) -> None:
-        """A request has ended; `whole`: with all of its answer."""
+        """Add an ended request; `whole` is true if its answer is complete."""
         self._newest.append(trace)
         if trace.ttft_s is not None:
             self._first_tokens.offer(trace.ttft_s, trace)
@@ -74,16 +74,16 @@ class TraceBook:
         self.export(trace)
 
     def find(self, name: str) -> list[RequestTrace]:
-        """Those of this request id, name among workers or trace id, the oldest first."""
+        """Return the traces with this request id, wire id or trace id, the oldest first."""
         return sorted((each for each in self._all() if each.named(name)), key=_arrival)
 
     def slow(self) -> list[RequestTrace]:
-        """The slowest exemplars by their whole life, the slowest first."""
+        """Return the exemplars with the longest end-to-end latency, the slowest first."""
         held = {each.wire_id: each for each in (*self._first_tokens.traces(), *self._whole_answers.traces())}
         return sorted(held.values(), key=lambda each: -each.seconds)[:SLOW_SHOWN]
 
     def newest(self) -> list[RequestTrace]:
-        """The last ones, the newest first."""
+        """Return the traces of the last requests, the newest first."""
         return list(self._newest)[: -SLOW_SHOWN - 1 : -1]
 
     def _all(self) -> list[RequestTrace]:
@@ -96,8 +96,8 @@ def _arrival(trace: RequestTrace) -> int:
 
 
 def _labels(trace: RequestTrace) -> dict[str, str]:
-    """The trace id, and the request id where there is room for it: clients choose how long that is."""
+    """Return the trace id, and the request id if it fits, because clients choose its length."""
     labels = {_TRACE_ID: trace.context.trace_id, _REQUEST_ID: trace.request_id}
-    if sum(len(name) + len(value) for name, value in labels.items()) > EXAMPLE_CHARS:
+    if sum(len(name) + len(value) for name, value in labels.items()) > EXEMPLAR_CHARS:
         del labels[_REQUEST_ID]
     return labels

@@ -1,7 +1,7 @@
-"""Whether a request got what its class promises, and if not, which phase was to blame.
+"""Judges whether a request met its SLO class, and which phase caused a miss.
 
-Tokens are judged as they leave the router. A percentile of the gaps is by nearest rank, so it needs no gaps, only how
-many of them were too long.
+Token times are taken as tokens leave the router. The percentile of the gaps is by nearest rank, so it needs only the
+number of gaps above the target.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from enum import StrEnum
 from router.refusal import Refusal, reason_of
 from router.slo import SloClass
 from wire.errors import ResourceExhausted, TandemError
-from wire.tracing.spans import Phase, Span, last_try, seconds_by_phase
+from wire.tracing.spans import Phase, Span, last_attempt, seconds_by_phase
 from wire.tracing.timeline import Edge, Timeline
 
 
 class Outcome(StrEnum):
-    """Values of the label `outcome`; goodput is MET."""
+    """The values of the metric label `outcome`; goodput counts MET."""
 
     MET = "met"
     MISSED_TTFT = "missed_ttft"
     MISSED_ITL = "missed_itl"
     SHED = "shed"
-    """Turned away at once."""
+    """Rejected at once."""
     FAILED = "failed"
-    """It ended without the whole answer."""
+    """Ended without a complete answer."""
 
 
 @dataclass(slots=True)
 class TokenPace:
-    """How the tokens of one answer leave the router, in seconds of one clock."""
+    """The timing of one answer's tokens as they leave the router, in seconds of one clock."""
 
     target_s: float = math.inf
-    """Gaps beyond it are too long."""
+    """The ITL target: longer gaps count as missed."""
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
     worst_s: float = 0.0
     over: int = 0
-    """Gaps that were too long, but for the first one."""
+    """Number of gaps above the target, the first gap excluded."""
     first_over: bool = False
-    """Whether the gap behind the first token was: the one in which the request is handed over."""
+    """True if the gap after the first token, which contains the KV transfer, is above the target."""
     first_gap_s: float = 0.0
 
     def leave(self, tokens: int, now: float) -> float | None:
-        """So many tokens, at least one, leave together; the gap before them, None if they are the first."""
+        """Record `tokens` >= 1 tokens that leave together; return the gap before them, None for the first ones."""
         before, self.tokens = self.tokens, self.tokens + tokens
         if not before:
             self.first_s = self.last_s = now
@@ -62,18 +62,18 @@ class TokenPace:
 
     @property
     def gaps(self) -> int:
-        """Between each token and the next."""
+        """Number of gaps between tokens so far."""
         return max(0, self.tokens - 1)
 
     @property
     def mean_gap_s(self) -> float | None:
-        """None of a single token."""
+        """Mean gap between tokens, None for fewer than two tokens."""
         return (self.last_s - self.first_s) / self.gaps if self.gaps else None
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """How long a request was in each phase, over all tries, in seconds; None = it never was."""
+    """The time a request spent in each phase over all attempts, in seconds; None = never in it."""
 
     queue_s: float | None
     prefill_s: float | None
@@ -83,14 +83,17 @@ class PhaseTimes:
 
     @classmethod
     def of(cls, spans: Iterable[Span], until: int | None = None) -> PhaseTimes:
-        """Of an ended request, as far as `until` in Unix nanoseconds; without, they add up to its latency."""
+        """Sum up the spans of an ended request, up to `until` in Unix nanoseconds.
+
+        Without `until` the times add up to its latency.
+        """
         found = seconds_by_phase(spans, until)
         return cls(*(found.get(phase) for phase in Phase))
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`phase` is to blame for any outcome but MET."""
+    """An outcome, and the phase that caused any outcome but MET."""
 
     outcome: Outcome
     phase: Phase | None = None
@@ -101,15 +104,17 @@ _GRAVEST_FIRST = (Outcome.FAILED, Outcome.MISSED_TTFT, Outcome.MISSED_ITL)
 
 
 class JointVerdict:
-    """On a client's request with all its answers: that on the worst of them."""
+    """The verdict on a client's request with several answers: that on the worst of them."""
 
     def __init__(self, answers: int = 1) -> None:
         self._answers = answers
         self._found: list[Verdict | None] = []
 
     def add(self, verdict: Verdict | None) -> Verdict | None:
-        """One more answer has ended; None: its client gave it up before anything was missed. With the last one, that on
-        the request, None if the client gave it up so; before, None.
+        """Add the verdict on one answer; None means that the client cancelled it before a target was missed.
+
+        Returns the verdict on the request with the last answer, or None if the request does not count; None before
+        that.
         """
         found = self._found
         found.append(verdict)
@@ -125,8 +130,10 @@ class JointVerdict:
 def judge(
     slo: SloClass, pace: TokenPace, ttft_s: float | None, times: PhaseTimes, first: PhaseTimes | None = None
 ) -> Verdict:
-    """Of an answer as far as it has come; `ttft_s` is how long it has waited where no token has come, `first` what
-    `times` are before its first token, if they differ.
+    """Judge one answer, which may have ended early.
+
+    `ttft_s` is the time to the first token, or the time waited without one. `first` has the phase times before the
+    first token, if they differ from `times`.
     """
     first = first or times
     if ttft_s is not None and ttft_s > slo.ttft_s:
@@ -142,16 +149,16 @@ def judge(
     return MET
 
 
-def turned_away(error: TandemError) -> Verdict:
-    """Of a request that the listener answered with this: shed, for what it would have missed, or nobody could take it."""
+def rejected(error: TandemError) -> Verdict:
+    """Return the verdict on a request that was rejected with `error`: SHED, or FAILED if no worker could serve it."""
     if not isinstance(error, ResourceExhausted):
         return Verdict(Outcome.FAILED, Phase.QUEUE)
     return Verdict(Outcome.SHED, Phase.DECODE if reason_of(error) is Refusal.SLO_ITL else Phase.QUEUE)
 
 
 def failed(timeline: Timeline) -> Verdict:
-    """Of a request that ended with an error: the phase that its last try was in."""
-    timeline = last_try(timeline)
+    """Return the verdict on a request that ended with an error: FAILED in the phase of its last attempt."""
+    timeline = last_attempt(timeline)
     if timeline.at(Edge.PLACED) is None:
         return Verdict(Outcome.FAILED, Phase.QUEUE)
     if timeline.at(Edge.PREFILL_FINISHED) is None:

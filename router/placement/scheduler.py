@@ -28,7 +28,7 @@ class RequestScheduler:
         self._fleet = fleet
         self._clock = clock
         self._queue = RequestQueue(config.max_queued_requests, config.tenant_queue_limit)
-        self._admission = AdmissionController(policy, fleet, self._queue, config.patience_s)
+        self._admission = AdmissionController(policy, fleet, self._queue, config.max_deferral_s)
         self._lengths = AnswerLengths()
         self._seen_changes = 0
         """`Fleet.changes` when requests that no worker could serve were last tried again."""

@@ -1,4 +1,4 @@
-"""The client's end of a request: pieces as they become certain, then an ending or an error."""
+"""The client side of a request: answer chunks as their text becomes certain, then an ending or an error."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from wire.tracing.timeline import Timeline
 
 
 @dataclass(slots=True)
-class Piece:
-    """The next piece of the answer: certain text (may be "") and the tokens since the last piece.
+class AnswerChunk:
+    """The next chunk of the answer: text that is certain (may be "") and the tokens since the last chunk.
 
     `scores` has one entry for each token if log probabilities were asked for, else none.
     """
@@ -24,7 +24,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the answer ended, with counts in tokens."""
+    """The outcome of a complete answer; counts are in tokens."""
 
     finish_reason: FinishReason
     matched_stop: str
@@ -35,52 +35,55 @@ class Ending:
 
 
 class Answer:
-    """One answer on its way to one reader. Belongs to the event loop.
+    """A buffer of one answer between the text thread and one reader. Belongs to the event loop.
 
-    A reader slower than the model gets larger pieces, never more memory than the answer's tokens. Whoever holds it
-    calls `close` at last, in every case: that cancels what still runs.
+    A reader slower than the model gets larger chunks, so the buffer never holds more than the answer's tokens. The
+    owner must call `close` in every case: it cancels the request if it still runs.
     """
 
-    __slots__ = ("_close", "_ending", "_error", "_leave", "_piece", "_waiter", "at_once", "request_id", "token_count")
+    __slots__ = ("_chunk", "_close", "_ending", "_error", "_leave", "_waiter", "at_once", "request_id", "token_count")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.token_count = 0
-        """Tokens that were pushed so far."""
+        """Number of tokens pushed so far."""
         self.at_once = False
-        """Whether the newest piece came as soon as it could: its reader waited for it, and it for nothing."""
+        """True if the newest chunk was delivered without batching or back-pressure: the reader was waiting for it."""
         self._leave: Callable[[int], None] | None = None
         self._close: Callable[[], None] | None = None
-        self._piece: Piece | None = None
+        self._chunk: AnswerChunk | None = None
         self._ending: Callable[[], Ending] | None = None
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def connect(self, leave: Callable[[int], None], close: Callable[[], None]) -> None:
-        """Router side: call `leave` with the number of tokens of each piece that leaves, `close` once the reader is
-        gone or has heard of an error.
+        """Router side: set the callbacks of the request.
+
+        `leave` is called with the number of tokens of each chunk that is read, `close` once when the reader is gone or
+        has received an error.
         """
         self._leave, self._close = leave, close
 
     @property
     def over(self) -> bool:
-        """Whether its end is known: nothing may be pushed any more."""
+        """True if the end of the answer is known, so that nothing may be pushed any more."""
         return self._ending is not None or self._error is not None
 
-    async def next(self) -> Piece | Ending:
-        """The next piece, or the ending (after which there is nothing); raises the request's `TandemError`, `Cancelled`
-        once it is closed.
+    async def next(self) -> AnswerChunk | Ending:
+        """Return the next chunk, or the ending, which is the last.
+
+        Raises the request's `TandemError`, or `Cancelled` once the answer is closed.
         """
         while True:
-            if self._piece is not None:
-                piece, self._piece = self._piece, None
+            if self._chunk is not None:
+                chunk, self._chunk = self._chunk, None
                 if self._leave is not None:
-                    self._leave(len(piece.token_ids))
-                return piece
+                    self._leave(len(chunk.token_ids))
+                return chunk
             if self._ending is not None:
                 return self._ending()
             if self._error is not None:
-                self._let_go()
+                self._disconnect()
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -89,36 +92,37 @@ class Answer:
                 self._waiter = None
 
     def close(self) -> None:
-        """The reader is gone or satisfied. Idempotent."""
+        """Reader side: end reading, whether the answer is complete or not. Idempotent."""
         if self._close is not None:
-            self._let_go()
+            self._disconnect()
             self.fail(Cancelled("the client left"))
 
     def push(self, text: str, token_ids: list[int], scores: list[TokenScore], *, waited: bool = False) -> None:
-        """Router side: more text and tokens, with a score for each of these or for none. `waited`: they were kept back
-        for others to travel with.
+        """Router side: add text and tokens, with a score for each token or none at all.
+
+        `waited` is true if the tokens were held back to be sent together with later ones.
         """
         self.token_count += len(token_ids)
-        if self._piece is None:
-            self._piece = Piece(text, token_ids, scores)
+        if self._chunk is None:
+            self._chunk = AnswerChunk(text, token_ids, scores)
             self.at_once = self._waiter is not None and not waited
         else:
-            self._piece.text += text
-            self._piece.token_ids.extend(token_ids)
-            self._piece.scores.extend(scores)
+            self._chunk.text += text
+            self._chunk.token_ids.extend(token_ids)
+            self._chunk.scores.extend(scores)
         self._wake()
 
     def finish(self, ending: Callable[[], Ending]) -> None:
-        """Router side: the answer is complete; `ending` is asked for as the last message leaves."""
+        """Router side: complete the answer; `ending` is called when the last message is read."""
         self._ending = ending
         self._wake()
 
     def fail(self, error: TandemError) -> None:
-        """Router side: the answer ends with `error`, after the pieces that are out already."""
+        """Router side: end the answer with `error`, after the chunks that were pushed before."""
         self._error = error
         self._wake()
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         close, self._close = self._close, None
         if close is not None:
             close()

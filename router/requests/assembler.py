@@ -1,15 +1,17 @@
-"""Tokens of one answer in order, each once, whatever order and however often workers report them."""
+"""Puts the tokens of one answer in order, each once, whatever order and however often workers report them."""
 
 from wire.errors import Unavailable
 from wire.messages import FinishReason, TokenLogprobs
 
 
 class TokenAssembler:
-    """Orders by index: the first token comes from the prefill worker, the others from the decode worker, and their
-    streams race. A second attempt goes on behind the tokens that are out, or repeats some of them.
+    """Orders tokens by index.
 
-    A repeat must be the same token. Sampling is seeded, but another attempt runs in another batch, whose rounding can
-    tip a close choice; what follows would then continue an answer that the client never saw.
+    The first token comes from the prefill worker, the others from the decode worker, and the two streams race. A
+    second attempt continues after the tokens already sent, or repeats some of them.
+
+    A repeated token must be the same token. Sampling is seeded, but another attempt runs in another batch, whose
+    rounding can change a close choice; the tokens after it would then continue an answer that the client never saw.
     """
 
     __slots__ = ("_early", "_finish", "_finish_at", "_token_ids")
@@ -22,20 +24,20 @@ class TokenAssembler:
 
     @property
     def count(self) -> int:
-        """Tokens in order so far: the index of the next one."""
+        """Number of tokens in order so far, which is the index of the next one."""
         return len(self._token_ids)
 
     def first(self, count: int) -> tuple[int, ...]:
-        """The first `count` tokens, all in order already."""
+        """Return the first `count` tokens; all of them must be in order already."""
         return tuple(self._token_ids[:count])
 
     def add(
         self, first_index: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()
     ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
-        """Take tokens `first_index`…; return those that are next in order, () if they repeat or come early.
+        """Add tokens that start at `first_index`; return those that are next in order, () if they repeat or come early.
 
-        `logprobs` has one entry for each token or none at all; what belongs to the returned tokens comes with them.
-        Unavailable if a repeat differs from what is out.
+        `logprobs` has one entry for each token or none at all; the entries of the returned tokens are returned too.
+        Raises Unavailable if a repeated token differs from the one already sent.
         """
         if first_index == self.count and not self._early:
             self._token_ids.extend(token_ids)
@@ -58,15 +60,15 @@ class TokenAssembler:
         return tuple(self._token_ids[start:]), tuple(scores)
 
     def finish_at(self, end: int, reason: FinishReason) -> None:
-        """The generation ended for `reason`, `end` tokens long."""
+        """Record that the generation ended for `reason` with `end` tokens."""
         self._finish, self._finish_at = reason, end
 
     @property
     def finished(self) -> FinishReason | None:
-        """Why the answer ended, once every token of it is in order."""
+        """The finish reason, once every token of the answer is in order; None before."""
         return self._finish if self._finish is not None and self.count >= self._finish_at else None
 
     def restart(self) -> None:
-        """A new attempt begins: keep what is out, forget what was early."""
+        """Begin a new attempt: keep the tokens in order, drop the early ones."""
         self._early.clear()
         self._finish = None

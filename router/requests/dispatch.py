@@ -1,9 +1,9 @@
-"""One request through the router: queue, place, reserve on the decode worker, prefill. How it ends is in `ends.py`.
+"""Takes one request through the router: queue, placement, Reserve and Prefill. `ends.py` has its end.
 
 The request's queues, in order:
-1. waiting: admitted, in the queue (scheduler.py) until a worker has capacity.
-2. walking: Reserve and Prefill are on their way (walk.py), one short task a request.
-3. placed: the workers have it; their events (stream.py) carry it on until it ends.
+1. waiting: admitted, in the queue (`router/placement/scheduler.py`) until a worker has capacity.
+2. dispatching: the Reserve and Prefill calls are in flight (`worker_calls.py`), one short task per request.
+3. running: the workers have accepted it; their step events (`stream.py`) advance it until it ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from router.requests.metrics import RouterMetrics
 from router.requests.request import Admitted, RoutedRequest
 from router.requests.stream import EventStream
 from router.requests.sweeper import Sweeper
-from router.requests.worker_calls import Walks
+from router.requests.worker_calls import DispatchCalls
 from router.text.answer_text import TokenText
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_pool import WorkerPool
@@ -38,7 +38,7 @@ from wire.tracing.timeline import Edge, EdgeStamp
 log = logging.getLogger(__name__)
 
 _SHORTEST = QueuedRequest("", 0, 0.0, prompt_tokens=1, max_tokens=2)
-"""A request that every worker is large enough for."""
+"""A request that fits every worker."""
 
 
 class Dispatcher:
@@ -61,7 +61,7 @@ class Dispatcher:
         self.pool = WorkerPool(config, self)
         self._scheduler = RequestScheduler(config, policy, self.pool.fleet, time.monotonic)
         self.prediction_quality = PredictionQuality()
-        """How good placement's expectations are."""
+        """The accuracy of placement's predictions."""
         self.metrics = RouterMetrics(config)
         self.metrics.watch(lambda: self.running, lambda: self.waiting)
         self._ends = RequestEnds(
@@ -75,15 +75,16 @@ class Dispatcher:
             tell=self._tell,
             forget=self._forget,
         )
-        self._walks = Walks(config, self._ends)
+        self._calls = DispatchCalls(config, self._ends)
         self._events = EventStream(config, self._ends)
         self._sweeper = Sweeper(config, self, self._ends, time.monotonic)
 
-    # ---- what the listeners call ----
+    # ---- calls of the listeners ----
 
     def submit(self, admitted: Admitted) -> Choices:
-        """Queue a request and return its answers-to-be; refuses at once when nobody could serve it, the queue is full,
-        or what its class promises cannot be held. The caller closes them.
+        """Queue a request and return its future answers, which the caller must close.
+
+        Raises Unavailable if no worker can serve it, and `Refused` if the queue is full or its SLO cannot be met.
         """
         try:
             return self._submit(admitted)
@@ -108,7 +109,10 @@ class Dispatcher:
         return Choices([request.answer for request in requests])
 
     def abort(self, tenant: str, request_id: str) -> bool:
-        """End a running request by its client's id: its answer completes with finish reason `abort`."""
+        """End a running request by its client's id; returns False if there is none.
+
+        Its answers complete with finish reason `abort`.
+        """
         requests = self._live.of_client(tenant, request_id)
         for request in requests[::-1]:
             self._ends.finish(request, FinishReason.ABORT, "")
@@ -116,23 +120,26 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
+        """Number of requests in the queue or held behind their first answer."""
         return len(self._scheduler) + self._live.held
 
     @property
     def running(self) -> int:
+        """Number of requests placed on workers."""
         return len(self._live) - self.waiting
 
     @property
     def refusal(self) -> Unavailable | None:
-        """Why a request, however short, would not be answered now; None = it would. What the queue and the classes
-        refuse depends on the request and is not looked at.
+        """The reason why even the shortest request could not be served now; None if it could.
+
+        Rejections by the queue limits or by an SLO class depend on the request and are not considered.
         """
         if (closed := self._closed()) is not None:
             return closed
-        return None if self._policy.could_serve(_SHORTEST, self.pool.fleet) else self._nobody()
+        return None if self._policy.could_serve(_SHORTEST, self.pool.fleet) else self._no_worker()
 
     async def drain(self, grace_s: float) -> None:
-        """Take nothing new, let what runs end for `grace_s` seconds, then fail the rest."""
+        """Reject new requests, wait up to `grace_s` seconds for the running ones, then fail the rest."""
         self._draining = True
         self._on_readiness()
         if self._live and grace_s > 0:
@@ -143,10 +150,10 @@ class Dispatcher:
             self._ends.fail(request, self._leaving())
 
     async def close(self) -> None:
-        """Fail what still runs, abort it on the workers, and close every connection."""
+        """Fail all running requests, abort them on the workers, and close every connection."""
         await self.drain(0.0)
         await self._sweeper.close()
-        await self._walks.close()
+        await self._calls.close()
         await self.pool.close()
         await self._events.close()
 
@@ -158,28 +165,28 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Bind requests to workers as long as a worker has capacity for the next one."""
+        """Place requests while a worker has capacity for the next one."""
         self._pump_scheduled = False
         if not self.pool.staffed:
             for request in list(self.waiting_requests()):
-                self._ends.fail(request, self._nobody())
+                self._ends.fail(request, self._no_worker())
         while (queued := self._scheduler.head()) is not None:
             request = self._live[queued.wire_id]
             try:
                 goes_on = self._bind(request)
             except Exception as error:
-                # It is at the head of the queue: left there, it would keep everybody behind it waiting.
+                # It is at the head of the queue: left there, it would block every request behind it.
                 self._ends.break_off(request, error)
                 goes_on = self._scheduler.head() is not queued
             if not goes_on:
                 return
 
     def _bind(self, request: RoutedRequest) -> bool:
-        """Place the request whose turn it is, or set it aside; False = nobody behind it has a turn now."""
+        """Place the request at the head of the queue, or set it aside; False if none behind it may be tried now."""
         queued = request.queued
-        # Not before now: the largest prefill worker may have died while the request waited.
-        room = max(0, self.pool.prefill_room - queued.prompt_tokens)
-        queued.answered = min(request.assembler.count, room)
+        # Computed here because the largest prefill worker may have died while the request waited.
+        capacity = max(0, self.pool.prefill_capacity - queued.prompt_tokens)
+        queued.answered = min(request.assembler.count, capacity)
         placement = self._scheduler.bind(queued)
         if placement is None:
             return self._scheduler.set_aside(queued)
@@ -188,7 +195,7 @@ class Dispatcher:
 
     def _place(self, request: RoutedRequest, placement: Placement) -> None:
         request.edges.append(EdgeStamp.now(Edge.PLACED))
-        request.last_heard = request.placed_s = time.monotonic()
+        request.last_event_s = request.placed_s = time.monotonic()
         request.first_token_s = 0.0
         request.prediction = placement.prediction
         request.pace.target_s = self._gap_target(request, placement)
@@ -198,33 +205,35 @@ class Dispatcher:
         request.decode_worker = "" if placement.decode is None else placement.decode.worker_id
         decode = None if request.decode is None else request.decode.state
         record(request.queued, placement, request.prefill.state, decode)
-        self._walks.start(request)
+        self._calls.start(request)
 
     def _gap_target(self, request: RoutedRequest, placement: Placement) -> float:
-        """What its class promises between tokens on these workers, in seconds."""
+        """Return the ITL target of its class on these workers, in seconds."""
         state = self.pool.link(placement.decode or placement.prefill).state
         return request.admitted.slo.gap_target(state.idle_step_s)
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
-        """Those in the queue."""
+        """Iterate over the requests in the queue."""
         return (self._live[queued.wire_id] for queued in self._scheduler)
 
     def live_requests(self) -> Iterable[RoutedRequest]:
-        """All of them."""
+        """Return all requests, waiting and running."""
         return self._live.values()
 
     def swept(self) -> None:
-        """As load reports grow old, waiting requests may have a place."""
+        """Expire old load reports, and place waiting requests that fit now."""
         self.pool.sweep()
         self._schedule_pump()
 
-    # ---- what links report ----
+    # ---- observer of the worker links ----
 
     def on_step(self, _link: WorkerLink, step: StepEvents) -> None:
+        """Process one step output of a worker."""
         self._events.take(step, self._live)
         self._schedule_pump()
 
     def on_lost(self, link: WorkerLink) -> None:
+        """Fail or retry every request of a worker whose event stream broke."""
         lost = Unavailable(
             f"{link.name} went away while it served the request; send it again",
             retry_after_s=self._config.retry_after_s,
@@ -240,6 +249,7 @@ class Dispatcher:
                 self._ends.break_off(request, error)
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
+        """Fail the attempt whose lease its decode worker no longer holds."""
         request = self._live.get(lease.request_id)
         if request is not None and request.lease == lease and request.decode is link:
             self._ends.fail_attempt(
@@ -247,14 +257,16 @@ class Dispatcher:
             )
 
     def on_mode(self, mode: str) -> None:
+        """Change the placement mode to `mode`, the value of a `Mode`."""
         try:
             self._policy.change_mode(Mode(mode))
         except ValueError:
-            log.error("the controller asks for mode %r, which this router does not know: start both anew", mode)
+            log.error("unknown mode %r from the controller; run controller and router of the same version", mode)
         else:
             log.info("the cluster's mode is %s now", mode)
 
     def on_change(self) -> None:
+        """Place waiting requests after a change of the workers, and update readiness."""
         self._schedule_pump()
         self._on_readiness()
 
@@ -267,7 +279,7 @@ class Dispatcher:
         )
 
     def _leave(self, request: RoutedRequest, tokens: int) -> None:
-        """A piece of its answer is on its way to the client."""
+        """Record that a chunk of its answer was read for the client."""
         if tokens and not request.pace.tokens:
             request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN))
         gap_s = self.metrics.tokens_leave(request, tokens)
@@ -276,29 +288,29 @@ class Dispatcher:
             request.decode.state.observe_gap(gap_s)
 
     def _close(self, request: RoutedRequest) -> None:
-        """Its reader is gone."""
+        """Abort the request, because its reader is gone."""
         self._ends.finish(request, FinishReason.ABORT, "")
         self.metrics.left(request)
 
     def _tell(self, request: RoutedRequest, error: TandemError) -> None:
-        """How it ends, behind what is on its way."""
+        """End its answer with `error`, after the tokens that are still in the text thread."""
         self._events.fail(request, error)
 
     def _forget(self, request: RoutedRequest) -> None:
-        """It is over."""
+        """Drop the undelivered tokens of a request that is over."""
         self._events.forget(request)
 
     def _closed(self) -> Unavailable | None:
-        """Why nothing new is taken, None if it is."""
+        """Return the reason why no new request is accepted; None if requests are accepted."""
         if self._draining:
             return self._leaving()
-        return None if self.pool.ready else self._nobody()
+        return None if self.pool.ready else self._no_worker()
 
     def _leaving(self) -> Unavailable:
         message = "the router is shutting down; send the request again"
         return Unavailable(message, retry_after_s=self._config.retry_after_s)
 
-    def _nobody(self) -> Unavailable:
+    def _no_worker(self) -> Unavailable:
         missing = "decode" if any(view.prefills for view in self.pool.views()) else "prefill"
         message = f"no {missing} worker is serving now; try again in a moment"
         if misfit := self.pool.misfit:

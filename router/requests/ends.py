@@ -1,4 +1,4 @@
-"""How requests and their attempts end, and what follows from it: another attempt, or everything of theirs is let go."""
+"""The end of requests and attempts: a retry with other workers, or the release of all their resources."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from wire.tracing.timeline import Edge, EdgeStamp
 log = logging.getLogger(__name__)
 
 _RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
-"""Failures of an attempt, not of the request: with other workers, or once more with these, it can succeed."""
+"""Failures of an attempt that a retry can fix, with the same workers or with others."""
 
 
 class RequestEnds:
-    """The one place where a request stops: its answer, the queue, its workers and their state hear of it here."""
+    """Ends requests: completes the answer, and removes the request from the queue, the workers and their state."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class RequestEnds:
         tell: Callable[[RoutedRequest, TandemError], None],
         forget: Callable[[RoutedRequest], None],
     ) -> None:
-        """`pump` is called when a waiting request may have a place, `tell` to end an answer with an error, behind the
-        tokens that are on their way, `forget` when a request is over, whatever ended it.
+        """Set the callbacks.
+
+        `pump` is called when a waiting request may fit on a worker, `tell` to end an answer with an error after its
+        tokens in the text thread, and `forget` when a request is over for any reason.
         """
         self._config = config
         self._live = live
@@ -64,7 +66,7 @@ class RequestEnds:
         self._forget = forget
 
     def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
-        """The answer is complete."""
+        """Complete the answer."""
         if request.ended:
             return
         if reason is FinishReason.ABORT:
@@ -77,7 +79,7 @@ class RequestEnds:
         self._end(request)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """The answer ends with `error`."""
+        """End the answer with `error`."""
         if request.ended:
             return
         log.info("request %s failed: %s", request.wire_id, error.message, extra=about(request.wire_id))
@@ -86,30 +88,34 @@ class RequestEnds:
         self._end(request)
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
-        """An attempt failed: try again if tries are left and it can help (`retry`; None = as the error's kind says),
-        else the request fails. A worker that changes its role or drains is nobody's failure.
+        """End a failed attempt: retry if attempts are left and the error is retryable, else fail the request.
+
+        `retry` overrides the error type's default; None keeps it. An attempt that ended because a worker changes its
+        role or drains does not count as a failure.
         """
         failed = not isinstance(error, RoleClosed)
         request.failures += failed
         request.note_silence(time.monotonic())
         if isinstance(error, FailedPrecondition):
-            error = self._part(request, error)
+            error = self._exclude_pair(request, error)
         retry = isinstance(error, _RETRYABLE) if retry is None else retry
         if not retry or request.failures >= self._config.max_attempts:
             self.fail(request, error)
             return
         attempt = request.wire_id, request.attempt, error.message
-        log.info("request %s, attempt %d failed, again: %s", *attempt, extra=about(request.wire_id))
+        log.info("request %s, attempt %d failed, retrying: %s", *attempt, extra=about(request.wire_id))
         request.waiting_since = time.monotonic()
         if failed:
             self._metrics.retried()
         self.requeue(request)
 
     def break_off(self, request: RoutedRequest, error: Exception) -> None:
-        """A defect was met in what concerns this request alone: it fails with Internal, at once, since tokens of it may
-        be lost, and everybody else goes on. Never raises; each step of its end is tried, whatever became of the others.
+        """Fail a request with Internal after an unexpected exception that concerns this request alone.
+
+        It fails at once, since tokens of it may be lost; other requests go on. Never raises: each cleanup step runs
+        even if an earlier one failed.
         """
-        log.error("request %s met a defect", request.wire_id, exc_info=error, extra=about(request.wire_id))
+        log.error("internal error in request %s", request.wire_id, exc_info=error, extra=about(request.wire_id))
         reason = Internal("the router could not go on with this request; its log has the details")
         if not request.answer.over:
             request.answer.fail(reason)
@@ -128,16 +134,16 @@ class RequestEnds:
             try:
                 step()
             except Exception:
-                log.exception("request %s did not end in order", request.wire_id, extra=about(request.wire_id))
+                log.exception("cleanup failed for request %s", request.wire_id, extra=about(request.wire_id))
 
-    def _part(self, request: RoutedRequest, error: FailedPrecondition) -> TandemError:
-        """If its two workers are incompatible, no request goes to both again → what its client is told."""
+    def _exclude_pair(self, request: RoutedRequest, error: FailedPrecondition) -> TandemError:
+        """Exclude the request's pair of incompatible workers from placement; return the error for the client."""
         prefill, decode = request.prefill, request.decode
         if prefill is None or decode is None or prefill is decode:
             return error
-        log.warning("nothing goes from %s to %s any more: %s", prefill.name, decode.name, error.message)
+        log.warning("transfers from %s to %s are excluded: %s", prefill.name, decode.name, error.message)
         self._incompatible.learn(prefill.info.peer, decode.info.peer, error.message)
-        message = f"the workers that were tried do not fit together; {error.message}"
+        message = f"the chosen workers are incompatible; {error.message}"
         return Unavailable(message, retry_after_s=self._config.retry_after_s)
 
     def _end(self, request: RoutedRequest) -> None:
@@ -150,15 +156,15 @@ class RequestEnds:
         self.release(request)
 
     def release(self, request: RoutedRequest) -> None:
-        """Its prompt is cached where it can be, or it is over: the other answers begin, in its place in the queue."""
-        for each in self._live.let_go(request):
+        """Queue the other answers to its client's request, once its prompt is cached or it is over."""
+        for each in self._live.release_held(request):
             each.waiting_since = time.monotonic()
             each.queued.start_by_s, each.queued.slo = request.queued.start_by_s, request.queued.slo
             self._scheduler.enter_again(each.queued)
             self._pump()
 
     def requeue(self, request: RoutedRequest) -> None:
-        """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already."""
+        """Return the request to the queue for another attempt, which continues after the tokens in order so far."""
         self._leave_workers(request)
         request.edges.append(EdgeStamp.now(Edge.REQUEUED))
         request.transfer = None
@@ -170,7 +176,7 @@ class RequestEnds:
         self._pump()
 
     def _leave_workers(self, request: RoutedRequest) -> None:
-        """Free the state, and let the workers forget the attempt unless they have finished it."""
+        """Release the worker state of the attempt, and abort it on the workers unless they have finished it."""
         ref = request.ref
         for link in {link for link in (request.prefill, request.decode) if link is not None}:
             if not request.generated:
@@ -180,14 +186,14 @@ class RequestEnds:
         self._pump()
 
     def settle(self, request: RoutedRequest) -> None:
-        """No worker computes for this attempt any more: their room is free."""
+        """Release the attempt's load in the state of its workers, which compute nothing more for it."""
         if request.prefill is not None:
             request.prefill.state.remove_prompt(request.wire_id)
         if request.decode is not None:
             request.decode.remove_answer(request.wire_id)
 
     def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
-        """The last message of its answer is on its way."""
+        """Return the ending for the client, and count the request as finished."""
         ending = request.ending(reason, matched_stop)
         self._metrics.finished(request, reason)
         return ending

@@ -1,19 +1,21 @@
-"""How long the first token of an answer is held, to be sent together with the second.
+"""Decides how long the first token of an answer is held, to be sent together with the second.
 
-Between the first two tokens lie more steps than between any others: the handover to the decode worker, or the steps
-with other prompts that were already planned. An answer that is expected to have gaps to spare spends one there. Any
-other has its first token held until the second arrives, at most until shortly before its own target.
+The gap between the first two tokens is the longest one: it contains the KV transfer to the decode worker, or the
+mixed steps that were already planned. An answer that is long enough to have one gap above its ITL target allowed
+spends it there. For a shorter one the first token is held until the second arrives, at most until shortly before its
+TTFT target.
 """
 
 from router.slo import SloClass
 
 _EARLY = 0.05
-"""The part of the first token's target that is left for its delivery."""
+"""The share of the TTFT target that is reserved for delivery."""
 
 
 def hold_s(slo: SloClass, waited_s: float, tokens: float) -> float:
-    """Seconds that the first token may be held, 0 = not at all: of a request of this class that arrived `waited_s` ago
-    and whose answer is expected to have so many tokens. Infinite for a class without a target for the first token.
+    """Return the seconds for which the first token may be held; 0 = not at all, infinite without a TTFT target.
+
+    The request is of class `slo`, arrived `waited_s` seconds ago, and its answer is expected to have `tokens` tokens.
     """
     if not slo.has_gap_target or slo.spare_gaps(tokens):
         return 0.0

@@ -1,4 +1,4 @@
-"""Every request that is not over: by its name among workers, by its client's, and who waits for whose first answer."""
+"""All requests that are not over, by wire id and by client id, with the answers held behind a first answer."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from router.text.answer_text import AnswerText, TokenText
 
 
 class LiveRequests(Mapping[str, RoutedRequest]):
-    """Maps names among workers to requests; a client's request of several answers is several of them here. Belongs to
-    the event loop."""
+    """Maps wire ids to requests; a client's request for n answers is n requests here. Belongs to the event loop."""
 
     def __init__(self, tokens: TokenText) -> None:
         """`tokens` turns token ids into text."""
         self._tokens = tokens
         self._by_wire_id: dict[str, RoutedRequest] = {}
         self._by_client_id: dict[tuple[str, str], list[RoutedRequest]] = {}
-        """By tenant and what its client calls it: nobody is in the way of others who call theirs the same."""
+        """Requests by tenant and client id, so that tenants may use equal ids."""
         self._emptied = asyncio.Event()
         self.arrivals = 0
-        """Requests that were ever made, taken or not."""
+        """Number of requests ever made, accepted or not."""
         self.held = 0
-        """Requests that wait for the first answer of theirs."""
+        """Number of requests held behind the first answer to their client's request."""
         self._held_of: Counter[str] = Counter()
-        """By tenant."""
+        """`held` by tenant."""
 
     def __getitem__(self, wire_id: str) -> RoutedRequest:
         return self._by_wire_id[wire_id]
@@ -43,20 +42,20 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         return len(self._by_wire_id)
 
     def of_client(self, tenant: str, request_id: str) -> Sequence[RoutedRequest]:
-        """The answers to a client's request, those that have ended too; empty when all have."""
+        """Return all answers to a client's request, ended ones included; empty when all have ended."""
         return self._by_client_id.get((tenant, request_id), ())
 
     def held_of(self, tenant: str) -> int:
-        """Those of `held` that are this tenant's."""
+        """Return the number of held requests of this tenant."""
         return self._held_of[tenant]
 
     def make(self, admitted: Admitted) -> list[RoutedRequest]:
-        """A request for each answer, the first one first; none of them is here before it is added."""
+        """Return one request for each answer, the first answer first; `add` makes them live."""
         joint = JointVerdict(admitted.n)
         return [self._make(choice_of(admitted, index), joint) for index in range(admitted.n)]
 
     def add(self, requests: Sequence[RoutedRequest]) -> None:
-        """All answers to one client's request: the others are held behind the first."""
+        """Add all answers to one client's request; the others are held behind the first."""
         first, *others = requests
         first.held = tuple(others)
         if others:
@@ -65,8 +64,8 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         self._by_wire_id |= {request.wire_id: request for request in requests}
         self._by_client_id[_name(first)] = list(requests)
 
-    def let_go(self, request: RoutedRequest) -> list[RoutedRequest]:
-        """Those held behind it that are not over: they are no longer."""
+    def release_held(self, request: RoutedRequest) -> list[RoutedRequest]:
+        """Stop holding the requests behind `request`; return those that are not over."""
         held, request.held = request.held, ()
         if held:
             self.held -= len(held)
@@ -77,7 +76,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         return [each for each in held if not each.ended]
 
     def remove(self, request: RoutedRequest) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         del self._by_wire_id[request.wire_id]
         if all(each.ended for each in self._by_client_id[_name(request)]):
             del self._by_client_id[_name(request)]
@@ -85,7 +84,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
             self._emptied.set()
 
     async def until_empty(self) -> None:
-        """Wait until the last one has ended; for those who see to it that none is added."""
+        """Wait until the last request has ended; the caller must prevent new ones."""
         if self:
             self._emptied.clear()
             await self._emptied.wait()

@@ -1,6 +1,6 @@
-"""What a router counts: every request from the listener to its end, judged by what its class promises.
+"""The router's metrics: every request from the listener to its end, judged by its SLO class.
 
-Belongs to the event loop, as the dispatcher that tells it does; the numbers may be read from any thread.
+Written on the event loop; the values may be read from any thread.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from router.config import RouterConfig
 from router.observability.goodput import Goodput
-from router.observability.recent_traces import Exemplars, TraceBook
-from router.observability.verdict import Outcome, PhaseTimes, Verdict, failed, judge, turned_away
+from router.observability.recent_traces import Exemplars, TraceStore
+from router.observability.verdict import Outcome, PhaseTimes, Verdict, failed, judge, rejected
 from router.placement.prediction_quality import PlacementRecord
 from router.refusal import Refusal, reason_of
 from router.requests.request import RoutedRequest
 from telemetry import families as f
-from telemetry.board import Board
+from telemetry.registry import Registry
 from wire.errors import TandemError
 from wire.messages import FinishReason
 from wire.tracing.spans import Phase, Span, spans_of
@@ -27,61 +27,64 @@ _TTFT, _ITL = "ttft", "itl"
 
 
 class RouterMetrics:
-    """Owns the router's board."""
+    """Owns the router's registry."""
 
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` in seconds, the one of the requests' token paces."""
+        """`clock` gives the seconds in which token timings are measured."""
         labels = {"model": config.model_name, "role": _ROLE, "worker": config.name}
-        self.board = board = Board(labels)
+        self.registry = registry = Registry(labels)
         self.clock = clock
         self._classes = tuple(slo.name for slo in config.slo_classes)
         self.goodput = Goodput(self._classes, config.goodput_window_s, clock)
-        self._ttft = board.spread(f.TIME_TO_FIRST_TOKEN)
-        self._itl = board.spread(f.INTER_TOKEN_LATENCY)
-        self._tpot = board.spread(f.TIME_PER_OUTPUT_TOKEN)
-        self._e2e = board.spread(f.E2E_REQUEST_LATENCY)
+        self._ttft = registry.histogram(f.TIME_TO_FIRST_TOKEN)
+        self._itl = registry.histogram(f.INTER_TOKEN_LATENCY)
+        self._tpot = registry.histogram(f.TIME_PER_OUTPUT_TOKEN)
+        self._e2e = registry.histogram(f.E2E_REQUEST_LATENCY)
         self._phases = tuple(
-            board.spread(each) for each in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
+            registry.histogram(each)
+            for each in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
         )
         window_s = config.slow_window_s
         examples = (Exemplars(spread, window_s, clock) for spread in (self._ttft, self._e2e))
-        self.traces = TraceBook(config.traces_kept, *examples)
+        self.traces = TraceStore(config.traces_kept, *examples)
         self._model = config.model_name
-        self._retries = board.count(f.REQUEST_RETRIES)
-        self._prompt_tokens = board.count(f.PROMPT_TOKENS)
-        self._cached_tokens = board.count(f.CACHED_PROMPT_TOKENS)
-        self._generation_tokens = board.count(f.GENERATION_TOKENS)
+        self._retries = registry.counter(f.REQUEST_RETRIES)
+        self._prompt_tokens = registry.counter(f.PROMPT_TOKENS)
+        self._cached_tokens = registry.counter(f.CACHED_PROMPT_TOKENS)
+        self._generation_tokens = registry.counter(f.GENERATION_TOKENS)
         self._begin_at_zero()
-        board.read(lambda: {f.GOODPUT: {(name,): rate for name, rate in self.goodput.per_second().items()}})
+        registry.read(lambda: {f.GOODPUT: {(name,): rate for name, rate in self.goodput.per_second().items()}})
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Whom to ask how many requests there are."""
-        self.board.read(lambda: {f.REQUESTS_RUNNING: running(), f.REQUESTS_WAITING: waiting()})
+        """Export the numbers of running and waiting requests, read at each scrape."""
+        self.registry.read(lambda: {f.REQUESTS_RUNNING: running(), f.REQUESTS_WAITING: waiting()})
 
     # At the listener
 
     def offered(self, answers: int, prompt_tokens: int, answer_tokens: float) -> None:
-        """So many answers are asked for, to one prompt, each of them about so long."""
-        self.board.count(f.OFFERED_REQUESTS).add(answers)
-        self.board.count(f.OFFERED_PROMPT_TOKENS).add(prompt_tokens)
-        self.board.count(f.OFFERED_ANSWER_TOKENS).add(answers * answer_tokens)
+        """Count a request for `answers` answers to one prompt, each expected to have `answer_tokens` tokens."""
+        self.registry.counter(f.OFFERED_REQUESTS).add(answers)
+        self.registry.counter(f.OFFERED_PROMPT_TOKENS).add(prompt_tokens)
+        self.registry.counter(f.OFFERED_ANSWER_TOKENS).add(answers * answer_tokens)
 
     def refused(self, slo_class: str, error: TandemError) -> None:
-        """A request was turned away. Who asks for what cannot be has missed nothing."""
+        """Count a rejection by reason; unless the request was invalid, it also counts against its SLO class."""
         reason = reason_of(error)
-        self.board.count(f.ADMISSION_REJECTIONS, reason).add()
+        self.registry.counter(f.ADMISSION_REJECTIONS, reason).add()
         if reason is not Refusal.INVALID and slo_class in self._classes:
-            self._count(slo_class, turned_away(error))
+            self._count(slo_class, rejected(error))
 
-    # On the way
+    # In flight
 
     def retried(self) -> None:
-        """An attempt failed, another follows."""
+        """Count a failed attempt that is retried."""
         self._retries.add()
 
     def tokens_leave(self, request: RoutedRequest, tokens: int) -> float | None:
-        """A piece of the answer is on its way to the client, with so many tokens; perhaps none, but text. → the gap
-        between its first token and the one before, in seconds.
+        """Count a chunk of `tokens` tokens that leaves for the client.
+
+        Returns the gap between its first token and the token before, in seconds; None if the chunk has text only or
+        starts the answer.
         """
         if not tokens:
             return None
@@ -98,23 +101,23 @@ class RouterMetrics:
         return gap
 
     def placed(self, record: PlacementRecord) -> None:
-        """What was expected of a placement, and what came."""
-        board = self.board
-        board.count(f.PLACEMENTS).add()
-        board.count(f.REGRET).add(record.regret_s)
+        """Record the predicted and the actual latencies of a placement."""
+        registry = self.registry
+        registry.counter(f.PLACEMENTS).add()
+        registry.counter(f.REGRET).add(record.regret_s)
         for quantity, predicted, actual in (
             (_TTFT, record.prediction.ttft_s, record.ttft_s),
             (_ITL, record.prediction.itl_s, record.itl_s or 0.0),
         ):
             if actual > 0:
-                board.count(f.PREDICTED, quantity).add(predicted)
-                board.count(f.ACTUAL, quantity).add(actual)
-                board.spread(f.PREDICTION_ERROR, quantity).observe(abs(predicted - actual) / actual)
+                registry.counter(f.PREDICTED, quantity).add(predicted)
+                registry.counter(f.ACTUAL, quantity).add(actual)
+                registry.histogram(f.PREDICTION_ERROR, quantity).observe(abs(predicted - actual) / actual)
 
-    # At the end: whichever comes first counts
+    # At the end: only the first of these calls counts
 
     def finished(self, request: RoutedRequest, reason: FinishReason) -> None:
-        """The last message of an answer leaves."""
+        """Count an answer whose last message leaves for the client."""
         if request.counted:
             return
         if reason is FinishReason.ABORT:
@@ -124,7 +127,7 @@ class RouterMetrics:
         timeline = request.timeline()
         spans, pace = spans_of(timeline), request.pace
         times = PhaseTimes.of(spans)
-        self.board.count(f.REQUEST_SUCCESS, reason.name.lower()).add()
+        self.registry.counter(f.REQUEST_SUCCESS, reason.name.lower()).add()
         prompt = len(request.admitted.prompt_token_ids)
         self._prompt_tokens.add(prompt)
         self._cached_tokens.add(min(request.cached_tokens, prompt))
@@ -147,8 +150,9 @@ class RouterMetrics:
         self.traces.add(request.trace(self._model, reason.name.lower()), whole=True)
 
     def left(self, request: RoutedRequest) -> None:
-        """Its client gave it up: that counts against its class only if something was missed already. Or, of one that
-        failed, its client has heard so: nothing more leaves.
+        """Count a request whose client left; it counts against its SLO class only if a target was missed before.
+
+        Also stores the trace of a failed request, once its client has received the error.
         """
         if request.failure:
             outcome, request.failure = request.failure, ""
@@ -157,16 +161,16 @@ class RouterMetrics:
             return
         request.counted = True
         request.edges.append(EdgeStamp.now(Edge.FINISHED))
-        self.board.count(f.REQUEST_SUCCESS, FinishReason.ABORT.name.lower()).add()
+        self.registry.counter(f.REQUEST_SUCCESS, FinishReason.ABORT.name.lower()).add()
         self._judge(request, spans_of(request.timeline()), met_counts=False)
         self.traces.add(request.trace(self._model, FinishReason.ABORT.name.lower()), whole=False)
 
     def failed(self, request: RoutedRequest, error: TandemError) -> None:
-        """It ended with an error. Its trace comes when its client has all that was on its way."""
+        """Count a request that failed; `left` stores its trace once the client has received the error."""
         if request.counted:
             return
         request.counted, request.failure = True, error.code
-        self.board.count(f.REQUEST_FAILURES, error.code).add()
+        self.registry.counter(f.REQUEST_FAILURES, error.code).add()
         self._ended(request, failed(request.timeline()))
 
     def _judge(self, request: RoutedRequest, spans: tuple[Span, ...], *, met_counts: bool = True) -> None:
@@ -177,41 +181,41 @@ class RouterMetrics:
         self._ended(request, verdict if met_counts or verdict.outcome is not Outcome.MET else None)
 
     def _ended(self, request: RoutedRequest, verdict: Verdict | None) -> None:
-        """Answers end one by one; what promises are kept of is their client's request."""
+        """Add the verdict on one answer; the SLO is counted once per client request, with its last answer."""
         joint = request.joint.add(verdict)
         if joint is not None:
             self._count(request.admitted.slo.name, joint)
 
     def _count(self, slo_class: str, verdict: Verdict) -> None:
-        self.board.count(f.SLO_REQUESTS, slo_class, verdict.outcome).add()
+        self.registry.counter(f.SLO_REQUESTS, slo_class, verdict.outcome).add()
         if verdict.phase is not None:
-            self.board.count(f.SLO_MISSED, slo_class, verdict.phase).add()
+            self.registry.counter(f.SLO_MISSED, slo_class, verdict.phase).add()
         else:
             self.goodput.met(slo_class)
 
     def _begin_at_zero(self) -> None:
-        """So that the first of each is an increase."""
-        board = self.board
+        """Create all series at 0, so that the first event of each is an increase."""
+        registry = self.registry
         for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
-            board.count(f.REQUEST_SUCCESS, reason.name.lower())
+            registry.counter(f.REQUEST_SUCCESS, reason.name.lower())
         for refusal in Refusal:
-            board.count(f.ADMISSION_REJECTIONS, refusal)
+            registry.counter(f.ADMISSION_REJECTIONS, refusal)
         for name in self._classes:
             for outcome in Outcome:
-                board.count(f.SLO_REQUESTS, name, outcome)
+                registry.counter(f.SLO_REQUESTS, name, outcome)
             for phase in Phase:
-                board.count(f.SLO_MISSED, name, phase)
+                registry.counter(f.SLO_MISSED, name, phase)
         for quantity in (_TTFT, _ITL):
-            board.count(f.PREDICTED, quantity)
-            board.count(f.ACTUAL, quantity)
-            board.spread(f.PREDICTION_ERROR, quantity)
+            registry.counter(f.PREDICTED, quantity)
+            registry.counter(f.ACTUAL, quantity)
+            registry.histogram(f.PREDICTION_ERROR, quantity)
         offered = (f.OFFERED_REQUESTS, f.OFFERED_PROMPT_TOKENS, f.OFFERED_ANSWER_TOKENS)
         for each in (f.PLACEMENTS, f.REGRET, *offered):
-            board.count(each)
+            registry.counter(each)
         for code in _codes(TandemError):
-            board.count(f.REQUEST_FAILURES, code)
+            registry.counter(f.REQUEST_FAILURES, code)
 
 
 def _codes(kind: type[TandemError]) -> set[str]:
-    """Of all kinds of it."""
+    """Return the error codes of all subclasses."""
     return {code for each in kind.__subclasses__() for code in (each.code, *_codes(each))}

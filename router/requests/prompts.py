@@ -1,11 +1,11 @@
-"""From a client's prompt to its token ids, in threads, and to the names of its pages."""
+"""Turns a client's prompt into token ids and page digests, in the tokenizer's threads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
-from router.requests.request import Ask, Conversation
+from router.requests.request import ClientRequest, Conversation
 from router.text.chat_template import ChatTurn
 from router.text.request_reader import check_message_count
 from router.text.tokenizer import Tokenizer
@@ -16,21 +16,21 @@ from wire.page_digests import page_digests, root_digest
 
 _ROLES = ("system", "user", "assistant")
 _PAGES_INLINE = 64
-"""Pages that are named on the event loop, a microsecond each; more go to the tokenizer's threads."""
+"""Most pages hashed on the event loop, at a microsecond each; longer prompts use the tokenizer's threads."""
 
 
 class PromptEncoder:
-    """Checks prompts and makes token ids of them."""
+    """Checks prompts and encodes them."""
 
     def __init__(self, tokenizer: Tokenizer, pool: TokenizerPool, max_messages: int) -> None:
-        """`max_messages` of a conversation."""
+        """`max_messages` is the limit of a conversation."""
         self._tokenizer = tokenizer
         self._pool = pool
         self._max_messages = max_messages
 
-    def check(self, ask: Ask) -> None:
-        """InvalidArgument about what can be seen without tokenizing."""
-        prompt = ask.prompt
+    def check(self, request: ClientRequest) -> None:
+        """Raise InvalidArgument for every error that can be found without tokenizing."""
+        prompt = request.prompt
         if isinstance(prompt, Conversation):
             if not prompt.turns:
                 raise InvalidArgument("messages", "is empty; send at least one message")
@@ -43,22 +43,25 @@ class PromptEncoder:
         if isinstance(prompt, str):
             check_text("prompt", prompt)
 
-    async def token_ids(self, ask: Ask, served: ServedModel) -> tuple[int, ...]:
-        """The prompt's; InvalidArgument if there are none or too many, ResourceExhausted if too many prompts wait."""
-        prompt = ask.prompt
+    async def token_ids(self, request: ClientRequest, served: ServedModel) -> tuple[int, ...]:
+        """Return the prompt's token ids.
+
+        Raises InvalidArgument if there are none or too many, ResourceExhausted if too many prompts wait.
+        """
+        prompt = request.prompt
         if isinstance(prompt, tuple):
             if len(prompt) >= served.facts.max_context:
                 context = served.facts.max_context
-                raise too_long("prompt", field="prompt", prompt=len(prompt), answer=1, room=context, context=context)
+                raise too_long("prompt", field="prompt", prompt=len(prompt), answer=1, limit=context, context=context)
             check_token_ids("prompt", prompt, served.facts.vocab_size)
             return prompt
-        ids = await self._pool.run(ask.tenant, _prompt_chars(prompt), partial(self._encode, prompt, served))
+        ids = await self._pool.run(request.tenant, _prompt_chars(prompt), partial(self._encode, prompt, served))
         if not ids:
-            raise InvalidArgument(field_of(ask), "gives no tokens; send at least one")
+            raise InvalidArgument(field_of(request), "gives no tokens; send at least one")
         return tuple(ids)
 
     def _encode(self, prompt: str | Conversation, served: ServedModel) -> list[int]:
-        """In a thread: the prompt's token ids, if it can fit the context at all."""
+        """Encode the prompt if it can fit the context at all; runs in a tokenizer thread."""
         if isinstance(prompt, str):
             self._check_text_length("prompt", prompt, served)
             return self._tokenizer.encode(prompt)
@@ -67,13 +70,15 @@ class PromptEncoder:
         return self._tokenizer.encode_rendered(text)
 
     def _check_text_length(self, field: str, text: str, served: ServedModel) -> None:
-        """Encoding takes a second a megabyte: not for what no context could hold."""
+        """Reject a text that cannot fit the context before encoding it, which takes a second per megabyte."""
         least, context = self._tokenizer.fewest_tokens(text), served.facts.max_context
         if least >= context:
-            raise too_long(field, field=field, prompt=least, answer=1, room=context, context=context, least="at least ")
+            raise too_long(
+                field, field=field, prompt=least, answer=1, limit=context, context=context, least="at least "
+            )
 
     async def page_digests(self, tenant: str, ids: tuple[int, ...], salt: str, page_tokens: int) -> tuple[bytes, ...]:
-        """Names of the full pages of the prompt, by which workers tell what they hold; () where pages differ."""
+        """Return the digests of the prompt's full pages, the keys of the prefix caches; () if page sizes differ."""
         if not 0 < page_tokens <= len(ids):
             return ()
         if len(ids) <= _PAGES_INLINE * page_tokens:
@@ -82,21 +87,23 @@ class PromptEncoder:
         return tuple(await self._pool.run(tenant, len(ids), work))
 
 
-def field_of(ask: Ask) -> str:
-    """The field that holds the prompt."""
-    return "messages" if isinstance(ask.prompt, Conversation) else "prompt"
+def field_of(request: ClientRequest) -> str:
+    """Return the name of the request field that holds the prompt."""
+    return "messages" if isinstance(request.prompt, Conversation) else "prompt"
 
 
 def too_long(
-    wrong: str, *, field: str, prompt: int, answer: int, room: int, context: int, least: str = ""
+    wrong: str, *, field: str, prompt: int, answer: int, limit: int, context: int, least: str = ""
 ) -> ContextLengthExceeded:
-    """`wrong` is the field to change, `field` the prompt's; all else in tokens, of which `least` says whether there
-    may be more. Clients know the error by its words.
+    """Return the error for a request that exceeds the context; its text is the one that OpenAI clients match.
+
+    `wrong` is the field to change, `field` the prompt's field. `prompt`, `answer`, `limit` (the limit for both) and
+    `context` are in tokens; `least` is "at least " if the prompt may be longer.
     """
-    held = "" if room == context else f" The workers' KV cache holds no more of the model's context of {context}."
+    held = "" if limit == context else f" The workers' KV cache holds no more of the model's context of {context}."
     return ContextLengthExceeded(
         wrong,
-        f"This model's maximum context length is {room} tokens. However, you requested {least}{prompt + answer} tokens"
+        f"This model's maximum context length is {limit} tokens. However, you requested {least}{prompt + answer} tokens"
         f" ({least}{prompt} in the {field}, {answer} in the completion). Please reduce the length of the {field} or"
         f" completion.{held}",
     )
@@ -109,7 +116,7 @@ def _check_turn(field: str, turn: ChatTurn) -> None:
 
 
 def check_text(field: str, text: str) -> None:
-    """InvalidArgument if a text is none that UTF-8 and tokenizers take."""
+    """Raise InvalidArgument if a text has a NUL character or is not valid Unicode."""
     if "\0" in text:
         raise InvalidArgument(field, "contains a NUL character; remove it")
     try:
@@ -119,7 +126,7 @@ def check_text(field: str, text: str) -> None:
 
 
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """InvalidArgument if one of `ids` is not in the vocabulary."""
+    """Raise InvalidArgument if one of `ids` is not in the vocabulary."""
     wrong = next((i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size), None) if ids else None
     if wrong is not None:
         message = f"contains token id {str(wrong)[:40]}, ids of this model are 0 to {vocab_size - 1}"

@@ -1,4 +1,4 @@
-"""A request inside the router: what was asked, what was admitted, and the one object that holds its state."""
+"""A request inside the router: as the client sent it, as validated, and the object that holds its state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink
 
 SILENCE_S = 1e-3
-"""Workers that were heard of within that are not silent."""
+"""Workers whose last event is more recent than this count as responsive, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Options:
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """OpenAI's newer name for `max_tokens`; counts where both are given."""
+    """OpenAI's newer name for `max_tokens`; wins if both are given."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -42,32 +42,32 @@ class Options:
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logprobs: int | None = None
-    """Most likely tokens to report beside each chosen one; None = no log probabilities."""
+    """Number of most likely tokens to report with each chosen one; None = no log probabilities."""
     top_logprobs: int | None = None
-    """The same under the name that OpenAI's chat gives it; counts where both are given."""
+    """The name of `logprobs` in OpenAI's chat API; wins if both are given."""
     seed: int | None = None
     n: int | None = None
-    """How many answers."""
+    """Number of answers."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     include_stop: bool = False
-    """Whether the stop string that ends the answer is the end of its text."""
+    """True if the stop string that ends the answer is included in its text."""
     ignore_eos: bool = False
     priority: int = 0
-    """Lower goes first, among those of its tenant."""
+    """Lower values are served first among the requests of one tenant."""
     slo_class: str = ""
     cache_salt: str = ""
-    """Cached KV is used again only between requests of the same salt."""
+    """Cached KV is reused only between requests of the same salt."""
 
     @property
     def alternatives(self) -> int | None:
-        """Most likely tokens to report beside each chosen one, whatever the field is called."""
+        """Number of most likely tokens to report with each chosen one, from either field; None = none."""
         return self.logprobs if self.top_logprobs is None else self.top_logprobs
 
     @property
     def answer_limit(self) -> tuple[str, int | None]:
-        """Most tokens of the answer, behind the name of the field that says so."""
+        """The name of the field that limits the answer, and its limit in tokens (None = not given)."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -75,20 +75,20 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt in turns, for the chat template."""
+    """A prompt of several messages, for the chat template."""
 
     turns: tuple[ChatTurn, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """What the client gives to the template beside the turns (`chat_template_kwargs`), as JSON had it."""
+    """The client's template variables (`chat_template_kwargs`), as parsed from JSON."""
 
 
 Prompt = str | tuple[int, ...] | Conversation
-"""Text, token ids, or a conversation."""
+"""A prompt is text, token ids, or a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What either listener hands to admission, unchecked. An empty `request_id` lets the router make one."""
+class ClientRequest:
+    """A request as either listener parsed it, unchecked. An empty `request_id` lets the router make one."""
 
     request_id: str
     model: str
@@ -96,19 +96,19 @@ class Ask:
     options: Options
     received: EdgeStamp
     tenant: str = ""
-    """On whose account it goes (`router/requests/tenants.py`)."""
+    """The tenant that owns the request (`router/requests/tenants.py`)."""
     traceparent: str = ""
-    """Where its client traces it, as it says (`wire/tracing/request_trace.py`); "" = nowhere."""
+    """The client's traceparent header (`wire/tracing/request_trace.py`); "" = none."""
 
     @property
     def operation(self) -> str:
-        """As OpenTelemetry names it."""
+        """The operation name of OpenTelemetry's semantic conventions."""
         return "chat" if isinstance(self.prompt, Conversation) else "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A checked request: token ids, complete sampling values, stop strings."""
+    """A validated request: token ids, complete sampling values, stop strings."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -117,22 +117,22 @@ class Admitted:
     priority: int
     edges: tuple[EdgeStamp, ...]
     include_stop: bool = False
-    """As in `Options`."""
+    """The same as in `Options`."""
     cache_salt: str = ""
-    """The tenant's own (`router/requests/tenants.py`)."""
+    """The salt of this tenant (`router/requests/tenants.py`)."""
     tenant: str = ""
     slo: SloClass = BEST_EFFORT
     digests: tuple[bytes, ...] = ()
-    """Names of the prompt's full pages, () = unknown."""
+    """Digests of the prompt's full pages, () = unknown."""
     n: int = 1
-    """How many answers (`router/requests/choices.py`)."""
+    """Number of answers (`router/requests/choices.py`)."""
     context: TraceContext = field(default_factory=TraceContext.fresh)
-    """Its place in its client's trace, or one of its own."""
+    """The client's trace context, or a new one."""
     operation: str = "text_completion"
-    """As in `Ask`."""
+    """The same as in `ClientRequest`."""
 
     def queued(self, wire_id: str, sequence: int, now: float) -> QueuedRequest:
-        """What policies know of it when it arrives."""
+        """Return the request as placement policies see it on arrival."""
         return QueuedRequest(
             wire_id=wire_id,
             sequence=sequence,
@@ -149,25 +149,25 @@ class Admitted:
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """All the router knows of one request in flight. The dispatcher owns it; it is gone when the request ends."""
+    """The state of one request in flight. The dispatcher owns it until the request ends."""
 
     wire_id: str
-    """Its name among workers: never used twice, whatever ids clients choose."""
+    """The id of the request on workers: unique, whatever ids clients choose."""
     admitted: Admitted
     queued: QueuedRequest
-    """What policies know of it."""
+    """The request as placement policies see it."""
     text: AnswerText
     answer: Answer
     waiting_since: float
-    """Monotonic seconds at which it entered the queue."""
-    last_heard: float = 0.0
-    """Monotonic seconds of the last sign of life from its workers, once placed."""
+    """Monotonic time at which it entered the queue, in seconds."""
+    last_event_s: float = 0.0
+    """Monotonic time of the last event from its workers, in seconds, once placed."""
     attempt: int = 1
     failures: int = 0
     prediction: Prediction | None = None
-    """What was expected of the current attempt's workers."""
+    """The latencies predicted for the current attempt."""
     placed_s: float = 0.0
-    """Monotonic seconds: placed, the attempt's first token here, the last one."""
+    """Monotonic times in seconds: placement, the attempt's first token in the router, its last token."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     prefill: WorkerLink | None = None
@@ -177,53 +177,55 @@ class RoutedRequest:
     edges: list[EdgeStamp] = field(default_factory=list)
     transfer: TransferStats | None = None
     preempted_at: int | None = None
-    """Tokens of the answer that its decode worker had when it preempted the current attempt; the first of this attempt
-    may still be on its way from the other worker."""
+    """Number of answer tokens when the decode worker preempted the current attempt; None = not preempted.
+
+    The first token of the attempt may still be in flight from the prefill worker.
+    """
     cached_tokens: int = 0
-    """Tokens of the prompt that were not computed for the first token, as their KV was cached."""
+    """Number of prompt tokens whose KV was found in the prefix cache."""
     prefill_worker: str = ""
     decode_worker: str = ""
     pace: TokenPace = field(default_factory=TokenPace)
-    """How its tokens leave."""
+    """The timing of its tokens as they leave for the client."""
     counted: bool = False
-    """Whether its end is in the metrics."""
+    """True if its end is counted in the metrics."""
     failure: str = ""
-    """The code of its error, which is on its way to the client behind the last tokens; "" = there is none, or the
-    client has it."""
+    """The code of its error while it waits to be sent after the last tokens; "" = no error, or already sent."""
     joint: JointVerdict = field(default_factory=JointVerdict)
-    """On its client's request; shared with the other answers to it."""
+    """The verdict on the client's request, shared by all its answers."""
     generated: bool = False
-    """Whether its workers have finished it and hold nothing of it."""
+    """True if the workers have generated the whole answer and hold no state of it."""
     held: tuple[RoutedRequest, ...] = ()
-    """Further answers to the same request, which begin when this one's prompt is cached."""
+    """Further answers to the same client request, which start when this one's prompt is cached."""
     ended: bool = False
 
     @property
     def ref(self) -> RequestRef:
+        """The wire id and number of the current attempt."""
         return RequestRef(self.wire_id, self.attempt)
 
     @property
     def answered(self) -> int:
-        """Tokens of the answer that this attempt starts behind: they go to its workers with the prompt."""
+        """Number of answer tokens from earlier attempts, which this attempt sends to its workers with the prompt."""
         return self.queued.answered
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """These tokens."""
+        """The token ids to prefill: the prompt and the `answered` tokens."""
         return self.admitted.prompt_token_ids + self.assembler.first(self.answered)
 
     def note_silence(self, now: float) -> None:
-        """Its workers are given up, at `now` of the monotonic clock: since when nothing was heard of them."""
-        silent_s = now - self.last_heard
+        """Record since when its workers were silent, as they are given up at the monotonic time `now`."""
+        silent_s = now - self.last_event_s
         if self.prefill is not None and silent_s > SILENCE_S:
             self.edges.append(EdgeStamp(Edge.SILENT, time.time_ns() - int(silent_s * 1e9)))
 
     def timeline(self) -> Timeline:
-        """Its edges until now."""
+        """Return its edges so far."""
         return Timeline(tuple(self.edges), self.transfer, self.prefill_worker, self.decode_worker)
 
     def ending(self, reason: FinishReason, matched_stop: str) -> Ending:
-        """How its answer ended, for its client."""
+        """Return the ending of its answer for the client."""
         self.edges.append(EdgeStamp.now(Edge.FINISHED))
         return Ending(
             finish_reason=reason,
@@ -235,7 +237,7 @@ class RoutedRequest:
         )
 
     def trace(self, model: str, outcome: str) -> RequestTrace:
-        """What is remembered of it, ended as `outcome`."""
+        """Return the trace that is kept of it; `outcome` is a finish reason or an error code."""
         if self.edges[-1].edge is not Edge.FINISHED:
             self.edges.append(EdgeStamp.now(Edge.FINISHED))
         admitted = self.admitted
@@ -255,7 +257,7 @@ class RoutedRequest:
         )
 
     def placement_record(self) -> PlacementRecord | None:
-        """What was expected of its placement and what came; None if nothing was, or an attempt before had failed."""
+        """Return its placement's predicted and actual latencies; None without a prediction or after a retry."""
         if self.prediction is None or self.attempt > 1 or not self.first_token_s:
             return None
         gaps = self.assembler.count - 1

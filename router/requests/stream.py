@@ -1,8 +1,8 @@
-"""From workers' events to the client's answer: order the tokens, turn them into text, end the answer.
+"""Turns step events of workers into the client's answer: orders tokens, makes text of them, ends the answer.
 
-Every token is sent at once as long as all answers together stay within a budget of chunks a second, so that sending
-never takes the CPU from an engine on the same machine. Beyond it a chunk carries the tokens of several steps, but for
-answers whose class would be let down by that.
+Every token is sent at once as long as all answers together stay within a budget of chunks per second, so that sending
+never takes the CPU from an engine on the same machine. Above the budget a chunk carries the tokens of several steps,
+except for answers whose ITL target the delay would break.
 """
 
 from __future__ import annotations
@@ -24,25 +24,32 @@ from wire.tracing.timeline import Edge
 
 
 class RequestOwner(Protocol):
-    """Who ends requests: `RequestEnds`."""
+    """The interface that ends requests, implemented by `RequestEnds`."""
 
-    def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None: ...
+    def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
+        """Complete the answer."""
 
-    def fail(self, request: RoutedRequest, error: TandemError) -> None: ...
+    def fail(self, request: RoutedRequest, error: TandemError) -> None:
+        """End the answer with `error`."""
 
-    def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None: ...
+    def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None:
+        """End a failed attempt, with a retry if `error` allows one."""
 
-    def break_off(self, request: RoutedRequest, error: Exception) -> None: ...
+    def break_off(self, request: RoutedRequest, error: Exception) -> None:
+        """Fail the request after an unexpected exception."""
 
-    def release(self, request: RoutedRequest) -> None: ...
+    def release(self, request: RoutedRequest) -> None:
+        """Queue the answers held behind this one."""
 
-    def requeue(self, request: RoutedRequest) -> None: ...
+    def requeue(self, request: RoutedRequest) -> None:
+        """Return the request to the queue for another attempt."""
 
-    def settle(self, request: RoutedRequest) -> None: ...
+    def settle(self, request: RoutedRequest) -> None:
+        """Release the attempt's load in the state of its workers."""
 
 
 class EventStream:
-    """Takes the events of both workers of every request; belongs to the event loop."""
+    """Processes the step events of both workers of every request. Belongs to the event loop."""
 
     def __init__(self, config: RouterConfig, owner: RequestOwner) -> None:
         self._owner = owner
@@ -51,17 +58,18 @@ class EventStream:
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
         self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, RequestText] = {}
-        """First tokens that wait for the second."""
+        """First tokens held to be sent with the second, by wire id."""
 
     async def close(self) -> None:
-        """End the text thread."""
+        """Stop the text thread."""
         if self._timer is not None:
             self._timer.cancel()
         await self._text.stop()
 
     def take(self, step: StepEvents, live: Mapping[str, RoutedRequest]) -> None:
-        """One worker's step. Events of requests and attempts that are over are dropped; one that cannot be taken ends
-        its own request and no other.
+        """Process one step output of a worker.
+
+        Events of finished requests and of earlier attempts are dropped. An event that raises ends its own request only.
         """
         now = time.monotonic()
         urgent: list[RequestText] = []
@@ -79,14 +87,14 @@ class EventStream:
             self._flush_when_due(now)
 
     def _take_event(self, request: RoutedRequest, event: RequestEvent, urgent: list[RequestText], now: float) -> None:
-        """`urgent` collects the jobs that must not wait; it is sent here where something must not overtake them."""
-        request.last_heard = now
+        """Process one event. `urgent` collects the jobs to send at once; it is sent early to keep them in order."""
+        request.last_event_s = now
         if event.edges or event.transfer is not None:
             self._note(request, event)
         if event.preempted:
             request.preempted_at = event.first_index
         if event.finish_reason is FinishReason.ERROR or event.finish_reason is FinishReason.ABORT:
-            self._send(urgent, now)  # its own tokens may be among these
+            self._send(urgent, now)  # its own last tokens may be among them
             if not request.generated:
                 self._owner.fail_attempt(request, _error(event))
         elif event.token_ids or event.finish_reason is not None:
@@ -103,12 +111,12 @@ class EventStream:
             self._owner.requeue(request)
 
     def forget(self, request: RoutedRequest) -> None:
-        """It is over: nothing of it is sent any more."""
+        """Drop the unsent tokens of a request that is over."""
         self._jobs.pop(request.wire_id, None)
         self._held.pop(request.wire_id, None)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """Its answer ends with `error`, behind all tokens of it that are here in order."""
+        """End the answer with `error`, after all its tokens that are in order."""
         if not request.assembler.count or request.answer.over:
             request.answer.fail(error)
             return
@@ -124,7 +132,7 @@ class EventStream:
             urgent.clear()
 
     def _take_tokens(self, request: RoutedRequest, event: RequestEvent, now: float) -> bool:
-        """Add the tokens that are next in order to the request's job; whether the job must not wait."""
+        """Add the tokens that are next in order to the request's job; return True if the job must be sent at once."""
         assembler = request.assembler
         first = assembler.count == 0
         fresh, logprobs = assembler.add(event.first_index, event.token_ids, event.logprobs)
@@ -152,20 +160,21 @@ class EventStream:
         if first and len(fresh) == 1 and finished is None and self._hold(job, now):
             return False
         self._jobs[request.wire_id] = job
-        return first or held is not None or finished is not None or self._keeps_pace(request)
+        return first or held is not None or finished is not None or self._delay_breaks_target(request)
 
-    def _keeps_pace(self, request: RoutedRequest) -> bool:
-        """Whether what its class tolerates between tokens held when it was placed, and would not if tokens waited for
-        others: where steps have grown since then, by steps as they are.
+    def _delay_breaks_target(self, request: RoutedRequest) -> bool:
+        """Return True if delaying tokens would break an ITL target that was predicted to be met at placement.
+
+        The prediction is replaced by the current step time where steps have become longer since then.
         """
         slo, prediction, decode = request.queued.slo, request.prediction, request.decode
         if prediction is None or decode is None or not slo.has_gap_target:
             return False
-        bears_s = min(request.pace.target_s, slo.worst_gap_s)
-        return must_not_wait(bears_s, prediction.itl_s, decode.state.step_s, self._budget.delay_max_s)
+        tolerated_gap_s = min(request.pace.target_s, slo.worst_gap_s)
+        return must_not_wait(tolerated_gap_s, prediction.itl_s, decode.state.step_s, self._budget.delay_max_s)
 
     def _hold(self, job: RequestText, now: float) -> bool:
-        """Whether this first token waits for the second."""
+        """Hold the first token for the second if its class allows that; return True if it is held."""
         request = job.request
         if request.decode is None:
             return False
@@ -174,11 +183,11 @@ class EventStream:
         if seconds:
             self._held[request.wire_id] = job
         if 0 < seconds < math.inf:
-            asyncio.get_running_loop().call_later(seconds, self._let_go, request.wire_id)
+            asyncio.get_running_loop().call_later(seconds, self._release_held, request.wire_id)
         return seconds > 0
 
-    def _let_go(self, wire_id: str) -> None:
-        """It has waited long enough."""
+    def _release_held(self, wire_id: str) -> None:
+        """Send a first token that has been held for its full time."""
         job = self._held.pop(wire_id, None)
         if job is not None and not job.request.ended:
             self._text.submit([job])
@@ -193,7 +202,7 @@ class EventStream:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what waits: one hop to the text thread for all requests."""
+        """Submit all waiting jobs to the text thread in one batch."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -205,7 +214,7 @@ class EventStream:
             self._jobs.clear()
 
     def _generated(self, request: RoutedRequest) -> None:
-        """The workers have finished it: their room is free before the last text is made."""
+        """Release the workers' load of a finished request, before its last text is made."""
         request.generated = True
         self._owner.settle(request)
 
@@ -220,7 +229,7 @@ class EventStream:
             self._admitted(request)
 
     def _admitted(self, request: RoutedRequest) -> None:
-        """The decode worker has the request for good: its lease needs no heartbeat."""
+        """Stop the heartbeats of a lease whose request the decode worker has admitted."""
         request.lease = None
         if request.held:
             self._owner.release(request)
@@ -229,14 +238,12 @@ class EventStream:
         self._handed_over(request)
 
     def _handed_over(self, request: RoutedRequest) -> None:
-        """The prefill worker is needed no longer, once its token is here: its death would not matter."""
+        """Release the prefill worker once its token has arrived: the request no longer depends on it."""
         if request.prefill is not None and request.assembler.count > request.answered:
             request.prefill.state.remove_prompt(request.wire_id)
 
     def _deliver(self, jobs: list[RequestText]) -> None:
-        """Back from the text thread: one call for all the requests of a step. A job that cannot be delivered ends its
-        own answer and no other.
-        """
+        """Deliver a batch of jobs that the text thread has completed. A job that raises ends its own answer only."""
         for job in jobs:
             if job.request.answer.over:
                 continue
@@ -250,7 +257,7 @@ class EventStream:
         request, answer = job.request, job.request.answer
         if job.failed:
             error = Internal("the answer could not be decoded; the router's log has the details")
-            answer.fail(error)  # at once: what comes behind it must not follow a gap
+            answer.fail(error)  # at once: later tokens must not follow a gap
             self._owner.fail(request, error)
             return
         if job.token_ids or job.text:
@@ -267,5 +274,5 @@ def _error(event: RequestEvent) -> TandemError:
     if event.error is not None:
         return from_code(event.error.code, event.error.message, event.error.retry_after_s)
     if event.finish_reason is FinishReason.ABORT:
-        return Unavailable("a worker gave the request up, as it does when it drains; send it again")
-    return Internal("a worker failed without saying why; its log has the details")
+        return Unavailable("a worker aborted the request, as it does when it drains; send it again")
+    return Internal("a worker failed without an error message; its log has the details")

@@ -1,4 +1,4 @@
-"""What time alone brings about: requests that wait or are silent for too long end, reports grow old."""
+"""Periodic timeouts: ends requests that wait or are silent for too long, and expires old load reports."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _SWEEP_S = 0.25
 
 
 class SweptRequests(Protocol):
-    """Whose requests these are: the dispatcher."""
+    """The interface to the requests to sweep, implemented by the dispatcher."""
 
     def waiting_requests(self) -> Iterable[RoutedRequest]:
-        """Those in the queue."""
+        """Return the requests in the queue."""
 
     def live_requests(self) -> Iterable[RoutedRequest]:
-        """All of them."""
+        """Return all requests, waiting and running."""
 
     def swept(self) -> None:
-        """A round is over: what waits may have a place now."""
+        """Called after each round: expire old load reports, and place waiting requests that fit now."""
 
 
 class Sweeper:
-    """A round every quarter of a second. Belongs to the event loop."""
+    """Runs a round every quarter of a second. Belongs to the event loop."""
 
     def __init__(
         self, config: RouterConfig, owner: SweptRequests, ends: RequestEnds, clock: Callable[[], float]
@@ -43,7 +43,7 @@ class Sweeper:
         self._task = asyncio.create_task(self._run(), name="router-sweep")
 
     async def close(self) -> None:
-        """No round follows."""
+        """Stop the rounds."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -63,7 +63,7 @@ class Sweeper:
         self._owner.swept()
 
     def _each(self, sweep: Callable[[RoutedRequest, float], None], request: RoutedRequest, now: float) -> None:
-        """A request that cannot be swept ends alone: it must not keep the sweep from the others in every round."""
+        """Sweep one request; if that raises, the request ends, so that it does not stop every later round."""
         try:
             sweep(request, now)
         except Exception as error:
@@ -71,14 +71,14 @@ class Sweeper:
 
     def _end_wait(self, request: RoutedRequest, now: float) -> None:
         if now - request.waiting_since > self._config.queue_timeout_s:
-            message = f"no worker had room for {self._config.queue_timeout_s:g} s; try again later"
+            message = f"no worker had capacity for {self._config.queue_timeout_s:g} s; try again later"
             self._ends.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
 
     def _end_silence(self, request: RoutedRequest, now: float) -> None:
         placed = request.prefill is not None
-        if placed and now - request.last_heard > self._config.stall_timeout_s:
+        if placed and now - request.last_event_s > self._config.stall_timeout_s:
             silent = f"{request.prefill_worker} and {request.decode_worker or 'no decode worker'}"
             message = f"the workers ({silent}) were silent for {self._config.stall_timeout_s:g} s; send it again"
-            # Once all is generated, its text is late: no worker could help.
+            # Once all tokens are generated only the text is late, so that a retry cannot help.
             retry = False if request.generated else None
             self._ends.fail_attempt(request, DeadlineExceeded(message), retry=retry)

@@ -1,4 +1,4 @@
-"""Off the event loop, tokens become text: one thread, one hop for all the requests of a step."""
+"""Detokenizes outside the event loop: one thread, one batch for all requests of a step."""
 
 import asyncio
 import logging
@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RequestText(TextJob):
-    """Of this request."""
+    """A text job of one request."""
 
     request: RoutedRequest
     failed: bool = False
     waited: bool = False
-    """Whether it was kept back for others to travel with."""
+    """True if its tokens were held back to be sent with later ones."""
     error: TandemError | None = None
-    """What the answer ends with behind these tokens."""
+    """The error that ends the answer after these tokens; None = none."""
 
 
 class TextThread:
-    """Runs jobs in the order they come and brings them back to the event loop. Start and stop it there."""
+    """Runs jobs in order and delivers them on the event loop, where it must be started and stopped."""
 
     def __init__(self, deliver: Callable[[list[RequestText]], None]) -> None:
         self._deliver = deliver
@@ -38,11 +38,11 @@ class TextThread:
         self._thread.start()
 
     def submit(self, jobs: list[RequestText]) -> None:
-        """Take the jobs of one step."""
+        """Queue the jobs of one step."""
         self._work.put(jobs)
 
     async def stop(self) -> None:
-        """End after the jobs that were taken."""
+        """Stop the thread after the queued jobs."""
         self._work.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -51,7 +51,7 @@ class TextThread:
             pass
 
     def _run_next(self) -> bool:
-        # A frame of its own: while the thread waits, it must not hold the last step's requests.
+        # A separate function, so that no local variable keeps the last step's requests alive while the thread waits.
         jobs = self._work.get()
         if jobs is None:
             return False

@@ -1,9 +1,8 @@
-"""The one validator of gRPC and HTTP: from what a client asked to what workers can be told.
+"""Validates client requests of both listeners and turns them into the form that workers take.
 
-Every refusal names the field and its limit. Checks that cost nothing come before the prompt is tokenized.
+Every error names the field and its limit. Cheap checks come before the prompt is tokenized.
 """
 
-import json
 import random
 import re
 import uuid
@@ -12,10 +11,11 @@ from typing import TypeVar
 
 from router.config import RouterConfig
 from router.requests.prompts import PromptEncoder, check_text, check_token_ids, field_of, too_long
-from router.requests.request import Admitted, Ask, Conversation, Options
+from router.requests.request import Admitted, ClientRequest, Conversation, Options
 from router.requests.tenants import tenant_salt
 from router.slo import classes_by_name
 from router.text.model_folder import GenerationDefaults
+from router.text.request_items import check_template_kwargs
 from router.text.request_reader import RequestReader
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
@@ -38,16 +38,16 @@ _INT32_MAX = 2**31 - 1
 _SALT_MAX = 256
 _TEMPERATURE_MAX = 100.0
 _GREEDY_BELOW = 1e-5
-"""Temperatures so small that float32 overflows; the most likely token has all the weight there anyway."""
+"""Temperatures below this would overflow float32; the most likely token has all the probability there anyway."""
 
 
 def check_model(name: str, served: str) -> None:
-    """`NotFound` if a client asks for another model than the one that is `served`."""
+    """Raise NotFound if `name` is not the model that is `served`."""
     if name != served:
         raise NotFound(f"model: {shown(name)} is not served here; this router serves {served!r}")
 
 
-class Admission:
+class RequestValidator:
     """Checks requests against the model's and the router's limits. Close it to end its threads."""
 
     def __init__(
@@ -58,8 +58,10 @@ class Admission:
         model: Callable[[], ServedModel | None],
         refused: Callable[[str, TandemError], None],
     ) -> None:
-        """`model` tells what the workers serve now, None if that is not known yet; `refused` hears of each refusal,
-        with the class that was asked for.
+        """Set the callbacks.
+
+        `model` returns the model that the workers serve now, None if that is not known yet; `refused` is called with
+        the SLO class and the error of each rejection.
         """
         self._config = config
         self._classes = classes_by_name(config.slo_classes)
@@ -69,54 +71,55 @@ class Admission:
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
         self.reader = RequestReader(config, self._pool, self._context)
-        """Reads what is admitted here, in the same threads."""
+        """The parser of requests, which uses the same threads."""
 
-    async def admit(self, ask: Ask) -> Admitted:
-        """The request with token ids and complete sampling values, or the `TandemError` that says what is wrong."""
+    async def admit(self, request: ClientRequest) -> Admitted:
+        """Return the request with token ids and complete sampling values; raises the `TandemError` for a bad one."""
         try:
-            return await self._admit(ask)
+            return await self._admit(request)
         except TandemError as error:
-            self._refused(ask.options.slo_class or self._config.default_slo_class, error)
+            self._refused(request.options.slo_class or self._config.default_slo_class, error)
             raise
 
     def check_token_count(self, count: int) -> None:
-        """InvalidArgument if no context of the model could hold a prompt of so many tokens."""
+        """Raise InvalidArgument if a prompt of `count` tokens exceeds the model's context."""
         context = self._context()
         if context and count >= context:
-            raise too_long("prompt", field="prompt", prompt=count, answer=1, room=context, context=context)
+            raise too_long("prompt", field="prompt", prompt=count, answer=1, limit=context, context=context)
 
-    async def _admit(self, ask: Ask) -> Admitted:
-        self._check_model(ask.model)
+    async def _admit(self, request: ClientRequest) -> Admitted:
+        self._check_model(request.model)
         served = self._model()
         if served is None:
             raise self._not_ready()
-        request_id = _checked_id(ask.request_id)
-        self._prompts.check(ask)
-        self._check_variables(ask)
-        self._check_options(ask.options, served)
-        ids = await self._prompts.token_ids(ask, served)
-        max_tokens = self._checked_length(field_of(ask), len(ids), ask.options, served)
-        _check_range("min_tokens", ask.options.min_tokens, 0, max_tokens)
-        salt = tenant_salt(ask.tenant, ask.options.cache_salt)
-        digests = await self._prompts.page_digests(ask.tenant, ids, salt, served.page_tokens)
+        request_id = _checked_id(request.request_id)
+        self._prompts.check(request)
+        self._check_variables(request)
+        self._check_options(request.options, served)
+        ids = await self._prompts.token_ids(request, served)
+        max_tokens = self._checked_length(field_of(request), len(ids), request.options, served)
+        _check_range("min_tokens", request.options.min_tokens, 0, max_tokens)
+        salt = tenant_salt(request.tenant, request.options.cache_salt)
+        digests = await self._prompts.page_digests(request.tenant, ids, salt, served.page_tokens)
         return Admitted(
             request_id=request_id,
             prompt_token_ids=ids,
-            sampling=self._sampling(ask.options, max_tokens),
-            stop=ask.options.stop,
-            include_stop=ask.options.include_stop,
-            priority=ask.options.priority,
-            edges=(ask.received, EdgeStamp.now(Edge.TOKENIZED)),
+            sampling=self._sampling(request.options, max_tokens),
+            stop=request.options.stop,
+            include_stop=request.options.include_stop,
+            priority=request.options.priority,
+            edges=(request.received, EdgeStamp.now(Edge.TOKENIZED)),
             cache_salt=salt,
-            tenant=ask.tenant,
-            slo=self._classes[ask.options.slo_class or self._config.default_slo_class],
+            tenant=request.tenant,
+            slo=self._classes[request.options.slo_class or self._config.default_slo_class],
             digests=digests,
-            n=_or(ask.options.n, 1),
-            context=TraceContext.of(ask.traceparent),
-            operation=ask.operation,
+            n=_or(request.options.n, 1),
+            context=TraceContext.of(request.traceparent),
+            operation=request.operation,
         )
 
     def close(self) -> None:
+        """Stop the tokenizer threads."""
         self._pool.close()
 
     # ---- the prompt ----
@@ -126,25 +129,29 @@ class Admission:
         return 0 if served is None else served.facts.max_context
 
     def _checked_length(self, field: str, prompt: int, options: Options, served: ServedModel) -> int:
-        """The answer's limit in tokens; refuses what no context or no page pool could hold."""
+        """Return the answer's limit in tokens; raises if the context or every worker's page pool is too small."""
         context = served.facts.max_context
         limited_by, max_tokens = options.answer_limit
         # The last token's KV is never stored, and if it is the first, none is decoded.
-        room = context if max_tokens == 1 else min(context, served.decode_tokens_max + 1)
-        prompt_room = min(room, served.prefill_tokens_max + 1)
-        if prompt >= prompt_room:
-            raise too_long(field, field=field, prompt=prompt, answer=max_tokens or 1, room=prompt_room, context=context)
+        limit = context if max_tokens == 1 else min(context, served.decode_tokens_max + 1)
+        prompt_limit = min(limit, served.prefill_tokens_max + 1)
+        if prompt >= prompt_limit:
+            raise too_long(
+                field, field=field, prompt=prompt, answer=max_tokens or 1, limit=prompt_limit, context=context
+            )
         if max_tokens is None:
-            return self._unnamed_length(prompt, room, served)
-        if prompt + max_tokens > room:
-            raise too_long(limited_by, field=field, prompt=prompt, answer=max_tokens, room=room, context=context)
+            return self._unnamed_length(prompt, limit, served)
+        if prompt + max_tokens > limit:
+            raise too_long(limited_by, field=field, prompt=prompt, answer=max_tokens, limit=limit, context=context)
         return max_tokens
 
-    def _unnamed_length(self, prompt: int, room: int, served: ServedModel) -> int:
-        """The answer's limit where the client names none: what fits behind the prompt at every decode worker, or at the
-        largest where that is more than twice as much.
+    def _unnamed_length(self, prompt: int, limit: int, served: ServedModel) -> int:
+        """Return the answer's limit in tokens for a client that gives none.
+
+        It is what every decode worker can hold after the prompt, or what the largest can if that is more than twice as
+        much.
         """
-        largest, everywhere = room - prompt, min(room, served.decode_tokens_min + 1) - prompt
+        largest, everywhere = limit - prompt, min(limit, served.decode_tokens_min + 1) - prompt
         fits = largest if largest > 2 * everywhere else everywhere
         bound = self._config.default_max_tokens
         return fits if bound is None else min(fits, bound)
@@ -179,18 +186,12 @@ class Admission:
         check_text("cache_salt", options.cache_salt)
         self._check_stop(options, served)
 
-    def _check_variables(self, ask: Ask) -> None:
-        """Of the chat template: they are small, and what JSON holds."""
-        variables = ask.prompt.variables if isinstance(ask.prompt, Conversation) else None
+    def _check_variables(self, request: ClientRequest) -> None:
+        """Raise InvalidArgument if the template variables are not JSON or too large."""
+        variables = request.prompt.variables if isinstance(request.prompt, Conversation) else None
         if not variables:
             return
-        limit = self._config.max_template_kwargs_bytes
-        try:
-            size = len(json.dumps(dict(variables)))
-        except (RecursionError, ValueError) as error:
-            raise InvalidArgument("chat_template_kwargs", f"cannot be given to the template: {error}") from error
-        if size > limit:
-            raise InvalidArgument("chat_template_kwargs", f"is {size} bytes long, the limit is {limit}")
+        check_template_kwargs(variables, self._config.max_template_kwargs_bytes)
 
     def _check_stop(self, options: Options, served: ServedModel) -> None:
         most, longest = self._config.max_stop_strings, self._config.max_stop_chars

@@ -1,4 +1,4 @@
-"""The two calls that put a placed request onto its workers: Reserve at the decode worker, Prefill at the other."""
+"""The two calls that start a placed request on its workers: Reserve on the decode worker, then Prefill."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 
-_TURNED_AWAY = (Unavailable, FailedPrecondition, DeadlineExceeded)
-"""Of a worker that is gone or does not answer: others may take the request."""
-_COME_LATER = (ResourceExhausted, RoleClosed)
-"""Of a worker that is full, changes its role or drains: no attempt has failed, the request waits on."""
+_UNAVAILABLE = (Unavailable, FailedPrecondition, DeadlineExceeded)
+"""Errors of a worker that is gone or does not respond; another worker may take the request."""
+_BUSY = (ResourceExhausted, RoleClosed)
+"""Errors of a worker that is full, changes its role or drains: the request returns to the queue, not failed."""
 
 
-class WalkOwner(Protocol):
-    """Who decides what a refused walk means: `RequestEnds`."""
+class DispatchOwner(Protocol):
+    """The interface that handles a rejected dispatch, implemented by `RequestEnds`."""
 
-    def requeue(self, request: RoutedRequest) -> None: ...
+    def requeue(self, request: RoutedRequest) -> None:
+        """Return the request to the queue."""
 
-    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None: ...
+    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
+        """End a failed attempt; `retry` overrides the error type's default."""
 
 
-class Walks:
-    """One short task for each request between the queue and its workers."""
+class DispatchCalls:
+    """Runs one short task for each request that is being dispatched."""
 
-    def __init__(self, config: RouterConfig, owner: WalkOwner) -> None:
+    def __init__(self, config: RouterConfig, owner: DispatchOwner) -> None:
         self._config = config
         self._owner = owner
         self._tasks: set[asyncio.Task[None]] = set()
@@ -50,20 +52,20 @@ class Walks:
         return len(self._tasks)
 
     def start(self, request: RoutedRequest) -> None:
-        """Walk the current attempt of `request`, whose workers are chosen."""
+        """Start the dispatch of the current attempt of `request`, whose workers are chosen."""
         assert request.prefill is not None
-        task = asyncio.create_task(self._walk(request, request.ref, request.prefill, request.decode))
+        task = asyncio.create_task(self._dispatch(request, request.ref, request.prefill, request.decode))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Wait until every walk has given back what it was granted."""
+        """Wait until every dispatch has ended and released unused leases."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _walk(
+    async def _dispatch(
         self, request: RoutedRequest, ref: RequestRef, prefill: WorkerLink, decode: WorkerLink | None
     ) -> None:
-        """Runs to its end even if the request ends meanwhile, so that whatever was granted in between is given back."""
+        """Call Reserve and Prefill; runs to its end even if the request ends, to release what was granted."""
         asked = prefill if decode is None else decode
         admitted, token_ids, answered = request.admitted, request.token_ids, request.answered
         sampling, salt = admitted.sampling, admitted.cache_salt
@@ -102,7 +104,7 @@ class Walks:
         except Exception as error:
             log.exception("dispatching request %s failed", ref.request_id, extra=about(ref.request_id))
             self._refused(request, ref, asked, Internal(f"dispatching failed ({type(error).__name__}); see the log"))
-        # Even if a later attempt has brought the whole answer by now: what this one was granted is another place.
+        # Abort even if a later attempt has completed the answer by now: this attempt has resources of its own.
         if not _current(request, ref) and not (request.generated and request.attempt == ref.attempt):
             for link in {prefill, decode or prefill}:
                 link.abort(ref)
@@ -116,17 +118,17 @@ class Walks:
         return Destination(decode.info.peer, decode.info.address, granted.lease)
 
     def _refused(self, request: RoutedRequest, ref: RequestRef, asked: WorkerLink, error: TandemError) -> None:
-        turned_away = isinstance(error, _TURNED_AWAY)
-        if turned_away or isinstance(error, _COME_LATER):
+        unavailable = isinstance(error, _UNAVAILABLE)
+        if unavailable or isinstance(error, _BUSY):
             asked.refuse_for_a_moment()
         if not _current(request, ref):
             return
-        if isinstance(error, _COME_LATER):
+        if isinstance(error, _BUSY):
             self._owner.requeue(request)
         else:
-            self._owner.fail_attempt(request, error, retry=turned_away or None)
+            self._owner.fail_attempt(request, error, retry=unavailable or None)
 
 
 def _current(request: RoutedRequest, ref: RequestRef) -> bool:
-    """Whether `ref` is still the attempt that counts."""
+    """Return True if `ref` is still the current attempt of the request."""
     return not request.ended and request.attempt == ref.attempt

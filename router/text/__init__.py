@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizing, chat templates, detokenizing, stop strings."""
+"""Conversion between text and tokens: tokenizer, chat templates, detokenizer, stop strings."""

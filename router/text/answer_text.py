@@ -1,4 +1,4 @@
-"""From tokens to text, one answer at a time: what its tokens spell, up to where it stops."""
+"""Turns the tokens of one answer into text, up to a stop string."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,20 @@ from wire.messages import FinishReason, TokenLogprobs
 
 
 class TokenText(Protocol):
-    """What tokens mean: the tokenizer, from any thread."""
+    """The interface for decoding tokens, implemented by the tokenizer and safe from any thread."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`."""
 
-    def token_bytes(self, token_id: int) -> bytes: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of one token."""
 
 
 @dataclass(slots=True)
 class TextJob:
-    """Tokens of one answer that are next in order, and how it ends if it does. `text` is the result.
+    """The next tokens of one answer, and its finish reason if it ends with them. `text` is the result.
 
-    `logprobs` has one entry for each token if they were asked for, else none; `scores` is what becomes of them.
+    `logprobs` has one entry for each token if they were requested, else none; `scores` is made of them.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -34,14 +36,14 @@ class TextJob:
 
 
 class AnswerText:
-    """Detokenizer and stop strings of one answer. Only the text thread touches it."""
+    """The detokenizer and the stop strings of one answer. Used by the text thread only."""
 
     __slots__ = ("_chars", "_count", "_detokenizer", "_min_tokens", "_stops", "_tokens")
 
     def __init__(
         self, tokens: TokenText, stop: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
     ) -> None:
-        """A stop string that is whole with the first `min_tokens` tokens ends nothing."""
+        """A stop string that is complete within the first `min_tokens` tokens does not end the answer."""
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens.decode)
         self._stops = StopStrings(stop, include=include_stop)
@@ -50,7 +52,7 @@ class AnswerText:
         self._min_tokens = min_tokens
 
     def run(self, job: TextJob) -> None:
-        """Fill in the job's text and scores; cut them, and its tokens, at a stop string."""
+        """Fill in the job's text and scores; cut its text, scores and tokens at a stop string."""
         if self._stops.matched:
             job.token_ids = []
             return

@@ -1,4 +1,4 @@
-"""A model's chat template: Jinja in a sandbox, with the environment Hugging Face templates are written for."""
+"""A model's chat template: sandboxed Jinja with the environment of Hugging Face templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-"""What clients cannot set: the server gives it to the template, or it is no variable where it comes from."""
+"""Variables that clients cannot set, because the server sets them or they are arguments in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ChatTurn:
 
 
 class ChatTemplate:
-    """Renders conversations to prompt text. Safe to use from several threads at once."""
+    """Renders conversations to prompt text. Safe from several threads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -46,8 +46,9 @@ class ChatTemplate:
         self._given = _GIVEN | self._special_tokens.keys() | environment.globals.keys()
 
     def render(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
-        """The prompt that asks for the assistant's next turn; `InvalidArgument` if the template refuses `turns`, or if
-        one of the client's `variables` is the server's to set.
+        """Return the prompt for the assistant's next turn.
+
+        Raises InvalidArgument if the template rejects `turns`, or if `variables` has a variable that the server sets.
         """
         if taken := next((name for name in variables if name in self._given), None):
             raise InvalidArgument(
@@ -62,12 +63,12 @@ class ChatTemplate:
         }
         try:
             return self._template.render({**variables, **given})
-        except Exception as error:  # a template is a program of its own, and may fail in any way
+        except Exception as error:  # a template is a program and may raise anything
             raise InvalidArgument("messages", f"the model's chat template refuses them: {error}") from error
 
 
 class _Generation(jinja2.ext.Extension):
-    """The `{% generation %}` block marks the assistant's text for training; for serving it is its own body."""
+    """The `{% generation %}` block, which marks the assistant's text for training; serving renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 

@@ -1,19 +1,19 @@
-"""Token ids to text, a few at a time: the pieces joined are the text of all ids, and no piece ends inside a character.
+"""Incremental detokenization: the pieces join to the text of all ids, and no piece ends inside a character.
 
-A token may hold part of a character, and some tokenizers write a token differently at the start of a text. So each
-piece is the difference of two decodings that start at the same clean place: the window `ids[start:]`, which begins
-with tokens whose text is out already, with and without the new tokens.
+A token may contain part of a character, and some tokenizers decode a token differently at the start of a text. So
+each piece is the difference of two decodings that start at the same token boundary: the window `ids[start:]`, which
+begins with tokens whose text is emitted already, with and without the new tokens.
 """
 
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _WINDOW_MAX = 32
-"""Tokens after which text that still ends in a broken character is let out: no character spans that many."""
+"""Number of tokens after which text that ends in a broken character is emitted: no character spans so many."""
 
 
 class Detokenizer:
-    """Incremental decoding of one answer. Not for several threads at once."""
+    """Incremental decoding of one answer. Not thread-safe."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -22,19 +22,19 @@ class Detokenizer:
         self._prefix_chars = 0
 
     def add(self, token_id: int) -> str:
-        """The text that became certain with this token; often its own, "" while a character is incomplete."""
+        """Add a token; return the text that became certain with it, "" while a character is incomplete."""
         self._window.append(token_id)
         text = self._decode(self._window)
         pending = len(self._window) - self._read
         if len(text) <= self._prefix_chars or (text.endswith(_BROKEN) and pending < _WINDOW_MAX):
             return ""
-        return self._let_out(text)
+        return self._emit(text)
 
     def flush(self) -> str:
-        """The rest at the end of the answer; an incomplete character becomes U+FFFD, as in a whole decoding."""
-        return self._let_out(self._decode(self._window)) if self._read < len(self._window) else ""
+        """Return the remaining text at the end of the answer; an incomplete character becomes U+FFFD."""
+        return self._emit(self._decode(self._window)) if self._read < len(self._window) else ""
 
-    def _let_out(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         piece = text[self._prefix_chars :]
         del self._window[: self._read]
         self._read = len(self._window)

@@ -1,4 +1,4 @@
-"""What a router reads of a model folder besides the tokenizer: context, vocabulary, generation defaults."""
+"""Reads the JSON files of a model folder, such as the generation defaults."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from wire.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling values of requests that name none: the model's generation_config.json, else plain sampling."""
+    """Default sampling values, from the model's generation_config.json, else plain sampling."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -20,7 +20,7 @@ class GenerationDefaults:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in `folder/name`, empty if there is no such file; `ModelError` if it is not JSON."""
+    """Return the JSON object in `folder/name`, empty if there is no such file; raises ModelError if it is not JSON."""
     path = folder / name
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """The model's own sampling values; whatever it leaves out keeps the neutral value."""
+    """Return the model's default sampling values; missing ones are neutral."""
     values = read_json(folder, "generation_config.json")
     plain = GenerationDefaults()
 

@@ -1,35 +1,46 @@
-"""How much a request is made of, counted before it is read: a body of 4 MiB can hold two million messages, which would
-keep every thread from running while they are made.
+"""Limits the number of items of a request before it is parsed.
+
+A body of 4 MiB can contain two million messages, and parsing them would hold the GIL against every other thread.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 
 from wire.errors import InvalidArgument
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Wire types of https://protobuf.dev/programming-guides/encoding/; groups are used by no message of Tandem's."""
+"""Wire types, see https://protobuf.dev/programming-guides/encoding/; no message of Tandem uses groups."""
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _VARINT_BITS_MAX = 64
+_DIGITS_MAX = 400
+"""The most digits in a row of a number; a double has 309 before its point. Python takes quadratic time to read them."""
+_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * (_DIGITS_MAX + 1)
 
 
 def check_json_items(body: bytes, limit: int) -> None:
-    """InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists, and commas between them.
+    """Raise InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists, and commas.
 
-    Made of searches in C that take milliseconds each, so other threads run between them. What is no JSON is left to
-    whoever reads it.
+    It consists of searches in C that take milliseconds each, so that other threads run between them. Invalid JSON is
+    left to the parser.
     """
     if b"\0" in body:
         raise InvalidArgument("body", "is not JSON in UTF-8: it contains a NUL byte")
-    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # each quote that is left begins or ends a string
+    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # each remaining quote begins or ends a string
+    zeros = body.translate(_AS_ZEROS)
     count = at = 0
     while True:
         begin = body.find(b'"', at)
         end = begin if begin >= 0 else len(body)
         count += sum(body.count(sign, at, end) for sign in (b",", b"[", b"{"))
+        if zeros.find(_LONG_NUMBER, at, end) >= 0:
+            raise InvalidArgument("body", f"has a number of more than {_DIGITS_MAX} digits")
         if begin >= 0:
             count += 1
             at = body.find(b'"', begin + 1) + 1
@@ -39,10 +50,30 @@ def check_json_items(body: bytes, limit: int) -> None:
             return
 
 
-def check_message_items(kind: Descriptor, data: bytes, limit: int) -> None:
-    """InvalidArgument if an encoded message of this kind has more than `limit` fields, with those of the messages in
-    it, or is none.
+def check_template_kwargs(variables: Mapping[str, Any], limit: int) -> None:
+    """Raise InvalidArgument if `variables` have more than `limit` bytes as JSON, or cannot be written as JSON.
+
+    Encodes no more than the limit, and the string in which it is reached.
     """
+    size = 0
+    try:
+        for part in json.JSONEncoder().iterencode(dict(variables)):
+            size += len(part)
+            if size > limit:
+                break
+    except (RecursionError, ValueError) as error:
+        raise InvalidArgument("chat_template_kwargs", f"cannot be given to the template: {error}") from error
+    check_template_kwargs_size(size, limit)
+
+
+def check_template_kwargs_size(size: int, limit: int) -> None:
+    """Raise InvalidArgument if `size` bytes of JSON are over `limit`."""
+    if size > limit:
+        raise InvalidArgument("chat_template_kwargs", f"has more than {limit} bytes of JSON, which is the limit")
+
+
+def check_message_items(kind: Descriptor, data: bytes, limit: int) -> None:
+    """Raise InvalidArgument if an encoded message has more than `limit` fields, nested ones included, or is invalid."""
     _FieldCount(data, limit).read(kind, 0, len(data))
 
 
@@ -52,7 +83,7 @@ class _FieldCount:
         self._left = self._limit = limit
 
     def read(self, kind: Descriptor, at: int, end: int) -> None:
-        """Count the fields of a message between two places."""
+        """Count the fields of the message between two offsets."""
         messages = _messages_in(kind)
         while at < end:
             if not self._left:
@@ -77,7 +108,7 @@ class _FieldCount:
 
 
 def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
-    """Its value and where it ends."""
+    """Return the value of a varint and the offset after it."""
     value = shift = 0
     while at < end and shift < _VARINT_BITS_MAX:
         byte = data[at]
@@ -95,7 +126,7 @@ def _messages_in(kind: Descriptor) -> dict[int, Descriptor]:
 
 
 def malformed(kind: Descriptor) -> InvalidArgument:
-    """The error about bytes that are no message of this kind."""
+    """Return the error about bytes that are no message of this kind."""
     return InvalidArgument("request", f"is no valid {kind.full_name}; encode it as the schema says")
 
 

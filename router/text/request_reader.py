@@ -1,5 +1,6 @@
-"""From the bytes of a request to Python, the same at every listener. Large ones are read in the tokenizer's threads, and
-what would take long to build is refused before it is built.
+"""Parses the bytes of requests from both listeners.
+
+Large requests are parsed in the tokenizer's threads, after a check that rejects those that would take too long.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ from wire.errors import InvalidArgument
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
 _INLINE_BYTES = 16 << 10
-"""Requests up to this size are read on the event loop: it takes a millisecond at most, whatever is in them."""
+"""Largest request parsed on the event loop, in bytes; it takes a millisecond at most, whatever its content."""
 _ITEMS_BESIDE_PROMPT = 1 << 16
-"""What a request whose prompt is a list of token ids may hold besides."""
+"""Most items of a request in addition to a prompt of token ids."""
 
 
 def check_size(size: int, limit: int) -> None:
-    """`InvalidArgument` if a request of `size` bytes is over `limit`."""
+    """Raise InvalidArgument if a request of `size` bytes exceeds `limit`."""
     if size > limit:
         raise InvalidArgument("request", f"is {size} bytes long, the limit is {limit}; send a shorter prompt")
 
 
 def check_message_count(count: int, limit: int) -> None:
-    """`InvalidArgument` if a conversation of so many messages is over `limit`."""
+    """Raise InvalidArgument if a conversation of `count` messages exceeds `limit`."""
     if count > limit:
         raise InvalidArgument("messages", f"has {count} messages, the limit is {limit}; send fewer")
 
 
 class RequestReader:
-    """Reads requests. ResourceExhausted where too many wait to be read."""
+    """Parses requests; raises ResourceExhausted if too many wait to be parsed."""
 
     def __init__(self, config: RouterConfig, pool: TokenizerPool, context: Callable[[], int]) -> None:
-        """`context` is the model's, in tokens; 0 while nobody knows it."""
+        """`context` returns the model's context in tokens, 0 while it is unknown."""
         self._config = config
         self._pool = pool
         self._context = context
 
     async def json(self, tenant: str, body: bytes, parse: Callable[[bytes], _T]) -> _T:
-        """What `parse` makes of a body that has been found to be within the limit of bytes."""
+        """Return what `parse` returns for a JSON body, whose size was checked before."""
         if len(body) <= _INLINE_BYTES:
             return parse(body)
         limit = self._items_max()
@@ -57,7 +58,7 @@ class RequestReader:
         return await self._pool.run(tenant, len(body), read)
 
     async def message(self, tenant: str, kind: type[_M], data: bytes, build: Callable[[_M], _T]) -> _T:
-        """What `build` makes of an encoded message."""
+        """Return what `build` returns for an encoded message of type `kind`."""
         check_size(len(data), self._config.listeners.max_request_bytes)
         if len(data) <= _INLINE_BYTES:
             return build(_decoded(kind, data))

@@ -1,22 +1,24 @@
-"""Stop strings: text that ends an answer, found across the borders of pieces."""
+"""Stop strings: text that ends an answer, found even if it spans several pieces."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one answer for its stop strings, and holds back what may be the beginning of one."""
+    """Searches one answer for its stop strings, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`include`: the one that matches is part of the answer."""
+        """`include` is true if the stop string that matches is part of the answer."""
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
         self.matched = ""
-        """The stop string that ended the answer, "" so far."""
+        """The stop string that ended the answer, "" if none has."""
 
     def add(self, piece: str, *, may_match: bool = True) -> str:
-        """The text that may go out now; after a match, what stood before the stop string, and that too if it is
-        included. A stop string whose end comes where none `may_match` is text.
+        """Add a piece of text; return the text that may be sent now.
+
+        With a match that is the text before the stop string, and the stop string itself if it is included. A stop
+        string that ends in a piece added without `may_match` is ordinary text.
         """
         if not self._stops or not piece:
             return piece
@@ -31,13 +33,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, at an end that no stop string made."""
+        """Return the text held back, at an end without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, and shorter than it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,4 +1,4 @@
-"""How much text one token can stand for, which bounds a prompt's tokens before it is tokenized."""
+"""The largest amount of text per token, which bounds a prompt's number of tokens before it is tokenized."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from typing import Any
 import tokenizers
 
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend"})
-"""Normalizers that leave no text out. NFKC shortens most: the four bytes of "𝐀" become the one of "A"."""
+"""Normalizers that drop no text. NFKC shortens most: the four bytes of "𝐀" become the one of "A"."""
 _SHRINK_MAX = 4
 _WHOLE_SPLITS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split", "Punctuation", "UnicodeScripts"})
-"""Pre-tokenizers that leave no text out, unless they are told to remove what they split at."""
+"""Pre-tokenizers that drop no text, unless they remove what they split at."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLength:
-    """What bounds the number of tokens of a text from below."""
+    """A lower bound of the number of tokens of a text."""
 
     bytes_max: int = 0
-    """The most bytes of a text that one token stands for; 0 = there is no such bound."""
+    """Most bytes of text that one token represents; 0 = no bound is known."""
     unknown: bytes = b""
-    """Bytes without a token, which the tokenizer may leave out."""
+    """Bytes without a token, which the tokenizer may drop."""
 
     def fewest_tokens(self, text: str) -> int:
-        """No encoding of `text` has fewer tokens; 0 where nothing is known."""
+        """Return a number of tokens below which no encoding of `text` can be; 0 if no bound is known."""
         return len(text.encode().translate(None, self.unknown)) // self.bytes_max if self.bytes_max else 0
 
 
 def token_length(tokenizer: Any, tokens: Iterable[bytes], byte_of: dict[str, int]) -> TokenLength:
-    """The bound of a tokenizer of this library. `tokens` are all tokens' bytes, `byte_of` is how byte-level tokenizers
-    write bytes. None is known where something between text and tokens may leave any text out, or where one token may
-    stand for any amount of it.
+    """Return the bound of a tokenizer of the `tokenizers` library.
+
+    `tokens` are the bytes of all tokens, `byte_of` maps the characters of byte-level tokenizers to bytes. There is no
+    bound if a stage of the tokenizer may drop text, or if one token may represent any amount of text.
     """
     unknown = _unknown_bytes(tokenizer, byte_of)
     if unknown is None or any(a.lstrip or a.rstrip for a in tokenizer.get_added_tokens_decoder().values()):
@@ -49,7 +50,7 @@ def token_length(tokenizer: Any, tokens: Iterable[bytes], byte_of: dict[str, int
 
 
 def _unknown_bytes(tokenizer: Any, byte_of: dict[str, int]) -> bytes | None:
-    """Bytes that have no token; None if it does not fall back to bytes for what it does not know."""
+    """Return the bytes that have no token; None if the tokenizer has no byte fallback."""
     if not isinstance(tokenizer.model, tokenizers.models.BPE):
         return None
     if any(part["type"] == "ByteLevel" for part in _parts(tokenizer.pre_tokenizer, "pretokenizers")):
@@ -66,7 +67,7 @@ def _replaces_by_more(part: dict[str, Any]) -> bool:
 
 
 def _parts(component: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """What a normalizer or pre-tokenizer consists of, as tokenizer.json writes it."""
+    """Yield the parts of a normalizer or pre-tokenizer in the form of tokenizer.json."""
     if component is None:
         return
     found: dict[str, Any] = json.loads(component.__getstate__())

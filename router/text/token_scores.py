@@ -1,4 +1,4 @@
-"""Log probabilities of an answer's tokens, with the tokens' own bytes: what clients of gRPC and HTTP get to see."""
+"""Log probabilities of an answer's tokens with the tokens' bytes, in the form for clients."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from wire.messages import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token, its bytes (UTF-8, but maybe a part of a character only) and the logarithm of its probability."""
+    """A token, its UTF-8 bytes (possibly a partial character), and its log probability."""
 
     token_id: int
     utf8: bytes
@@ -17,7 +17,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """One token of the answer and the most likely ones in its place; `offset`: characters of the answer before it."""
+    """A token of the answer with the most likely alternatives; `offset` is the number of characters before it."""
 
     chosen: ScoredToken
     top: tuple[ScoredToken, ...]
@@ -25,7 +25,7 @@ class TokenScore:
 
 
 def spell(token_id: int, logprobs: TokenLogprobs, offset: int, token_bytes: Callable[[int], bytes]) -> TokenScore:
-    """What the engine says of one token, with bytes from `token_bytes`."""
+    """Add the bytes of `token_bytes` to the engine's log probabilities of one token."""
 
     def top() -> Iterator[ScoredToken]:
         for other, logprob in zip(logprobs.top_ids, logprobs.top, strict=True):

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the model's own tokenizer.json says, without transformers."""
+"""The model's tokenizer, loaded from tokenizer.json without transformers."""
 
 import re
 import secrets
@@ -17,20 +17,20 @@ from router.text.token_length import token_length
 from wire.errors import InvalidArgument, ModelError
 
 _SPELLED_BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""How tokenizers of SentencePiece's kind write a byte of a character they do not know."""
+"""The token text for one byte of an unknown character in SentencePiece-style tokenizers."""
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
 }
-"""Byte-level tokenizers write each byte as a visible character: itself, or the next one from U+0100 on."""
+"""The byte of each character of byte-level tokenizers: itself if printable, else the next one from U+0100 on."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """A loaded tokenizer. Every method may be called from any thread; long texts let other threads run."""
+    """A loaded tokenizer. Thread-safe; encoding a long text does not hold the GIL."""
 
     def __init__(self, folder: Path) -> None:
-        """Read `folder`; `ModelError` in one sentence if it holds no usable tokenizer."""
+        """Load the tokenizer in `folder`; raises ModelError if it has no usable one."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; convert the model's tokenizer to that format")
@@ -50,23 +50,25 @@ class Tokenizer:
         source = _template_source(folder, config)
         self._template = None if source is None else ChatTemplate(source, special)
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
-        """Number of ids this tokenizer knows; the model's embedding may hold more."""
+        """Number of ids of this tokenizer; the model's embedding may have more."""
         self._break_up([each.content for each in added.values() if each.special])
         self._length = token_length(self._inner, map(self.token_bytes, range(self.vocab_size)), _BYTE_OF)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the model's special tokens around it. Those that the text spells are
-        control: clients that write templates of their own send plain prompts.
+        """Return the token ids of a plain prompt, with the model's special tokens around it.
+
+        Special tokens in the text are encoded as such, because clients with templates of their own send plain prompts.
         """
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
-        """Token ids of a conversation: `encode_rendered` of `render_chat`."""
+        """Return the token ids of a conversation: `encode_rendered` of `render_chat`."""
         return self.encode_rendered(self.render_chat(turns, variables))
 
     def render_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
-        """A conversation through the chat template, which brings its own special tokens and is given these `variables`
-        of the client. Special tokens that a turn's text or a variable spells are broken up.
+        """Render a conversation through the chat template with the client's `variables`.
+
+        The template adds special tokens; those in a turn's text or in a variable are broken up.
         """
         if self._template is None:
             raise InvalidArgument("messages", "this model has no chat template; send a plain prompt instead")
@@ -78,21 +80,21 @@ class Tokenizer:
         return self._template.render(spelled, given)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of what `render_chat` gave. What it broke up is ordinary text."""
+        """Return the token ids of a text from `render_chat`; the broken-up special tokens become ordinary text."""
         ids = self._encode(text, add_special_tokens=False)
         return [i for i in ids if i != self._break_id] if self._break in text else ids
 
     def fewest_tokens(self, text: str) -> int:
-        """No encoding of `text` has fewer tokens; found without encoding it. 0 where nothing is known."""
+        """Return a lower bound of the number of tokens of `text` without encoding it; 0 if none is known."""
         return self._length.fewest_tokens(text.replace(self._break, ""))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens left out; unknown ids count as nothing."""
+        """Return the text of `ids`, without special tokens and unknown ids."""
         text: str = self._inner.decode(ids, skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for in UTF-8, special ones included; b"" for an unknown id."""
+        """Return the UTF-8 bytes of one token, special tokens included; b"" for an unknown id."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token: str | None = self._inner.id_to_token(token_id)
@@ -105,14 +107,15 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # The library's `encode` keeps the interpreter to itself for as long as it takes, the event loop included.
+        # The library's `encode` holds the GIL for its whole run, which would block the event loop.
         (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def _break_up(self, special: list[str]) -> None:
-        """Learn a token that keeps the characters on its sides in tokens of their own. It is digits, which templates'
-        filters leave alone, that no client can guess, and stands for no text.
+        """Add a separator token that splits the text around it into separate tokens and has no text of its own.
+
+        It consists of random digits, which templates' filters do not change and clients cannot guess.
         """
         self._break = f"{secrets.randbelow(10**20):020d}"
         self._inner.add_special_tokens([AddedToken(self._break, normalized=False)])
@@ -120,11 +123,11 @@ class Tokenizer:
         self._begins_special = re.compile(_first_characters_of(special))
 
     def _as_text(self, text: str) -> str:
-        """`text` with each special token that it spells broken up behind its first character."""
+        """Return `text` with each special token in it broken up after its first character."""
         return self._begins_special.sub(lambda found: found.group() + self._break, text)
 
     def _all_as_text(self, value: Any) -> Any:
-        """`value`, as JSON has it, with each text in it as `_as_text` makes it."""
+        """Return a JSON `value` with `_as_text` applied to each string in it."""
         if isinstance(value, str):
             return self._as_text(value)
         if isinstance(value, list):
@@ -134,7 +137,7 @@ class Tokenizer:
         return value
 
     def _follow_bos_and_eos(self, config: dict[str, Any], special: dict[str, str]) -> None:
-        """Let explicit add_bos_token / add_eos_token win over tokenizer.json's post-processor, as transformers does."""
+        """Let explicit add_bos_token and add_eos_token override tokenizer.json's post-processor, as in transformers."""
         if "add_bos_token" not in config and "add_eos_token" not in config:
             return
         bos = special.get("bos_token") if config.get("add_bos_token") else None
@@ -145,15 +148,17 @@ class Tokenizer:
 
 
 def _first_characters_of(texts: Sequence[str]) -> str:
-    """A pattern of each character at which one of `texts` begins. It looks at a character about once, however many
-    texts there are: some models have a thousand special tokens, and a search of theirs lets no other thread run.
+    """Return a pattern that matches the first character of each occurrence of one of `texts`.
+
+    It is a trie, so that it reads each character about once: some models have a thousand special tokens, and a search
+    holds the GIL.
     """
     patterns = (f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(texts).items())
     return "|".join(patterns) or "(?!)"
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """A pattern of what begins with one of `texts`."""
+    """Return a pattern that matches any of `texts`."""
     if "" in texts:
         return ""
     patterns = [re.escape(first) + _any_of(rests) for first, rests in _by_first(texts).items()]
@@ -161,7 +166,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _by_first(texts: Sequence[str]) -> dict[str, list[str]]:
-    """The rests of `texts` behind their first characters."""
+    """Group `texts` by their first character; the values are the rests after it."""
     rests: dict[str, list[str]] = {}
     for text in texts:
         rests.setdefault(text[0], []).append(text[1:])
@@ -169,7 +174,7 @@ def _by_first(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Name to text of the special tokens; older folders keep them in special_tokens_map.json."""
+    """Return the texts of the special tokens by name; older folders have them in special_tokens_map.json."""
     found: dict[str, str] = {}
     for source in (read_json(folder, "special_tokens_map.json"), config):
         for name in _SPECIAL_NAMES:
@@ -181,7 +186,7 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """The chat template's text: chat_template.jinja, else tokenizer_config.json's (its "default" if it has several)."""
+    """Return the chat template: chat_template.jinja, else tokenizer_config.json's, its "default" if it has several."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where requests are read and tokenized: a few threads, which tenants use in turn."""
+"""The threads in which requests are parsed and tokenized, shared fairly among tenants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wire.errors import TandemError, Unavailable
 
 _T = TypeVar("_T")
 _JOB_BYTES_MIN = 4 << 10
-"""What the smallest job counts as: a job costs something whatever its size."""
+"""The least size a job counts as, in bytes, because every job has a fixed cost."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,33 +26,37 @@ class _Job:
 
 
 class TokenizerPool:
-    """Runs jobs in threads. Those that wait are bounded in bytes and taken from the tenants in turn, so that nobody
-    waits for more than one job of each other tenant. Belongs to the event loop; close it to end its threads.
+    """Runs jobs in threads, round robin over the tenants.
+
+    A tenant's next job waits for at most one job of each other tenant. The waiting jobs are bounded in bytes. Belongs
+    to the event loop; close it to stop its threads.
     """
 
     def __init__(self, threads: int, waiting_bytes_max: int, retry_after_s: float) -> None:
-        """`retry_after_s` is the hint that comes with a refusal."""
+        """`retry_after_s` is the retry hint of rejections."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
         self._idle = threads
         self._waiting_bytes_max = waiting_bytes_max
         self._retry_after_s = retry_after_s
         self._waiting: dict[str, deque[_Job]] = {}
-        """By tenant, whose turn is next first; a tenant without a job is not in it."""
+        """Waiting jobs by tenant, in round-robin order; tenants without a job are absent."""
         self._bytes: Counter[str] = Counter()
         """Waiting bytes of each tenant."""
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait for a thread."""
+        """Number of jobs that wait for a thread."""
         return sum(map(len, self._waiting.values()))
 
     async def run(self, tenant: str, size: int, work: Callable[[], _T]) -> _T:
-        """What `work`, on `size` bytes of this tenant's, returns or raises. Refused if too much waits
-        already. Whoever is cancelled leaves the queue; work that has begun goes on.
+        """Run `work`, which processes `size` bytes of this tenant; return or raise its result.
+
+        Raises Refused if too many bytes wait already. Cancelling the caller removes a waiting job; running work
+        goes on.
         """
         job = _Job(max(size, _JOB_BYTES_MIN), work, asyncio.get_running_loop().create_future())
         if not self._idle:
-            self._make_room(tenant, job.size)
+            self._free_capacity(tenant, job.size)
         self._waiting.setdefault(tenant, deque()).append(job)
         self._bytes[tenant] += job.size
         self._begin_next()
@@ -61,12 +65,12 @@ class TokenizerPool:
         except asyncio.CancelledError:
             self._withdraw(tenant, job)
             if not job.done.cancelled():
-                job.done.exception()  # looked at, or asyncio logs it
+                job.done.exception()  # retrieved, or asyncio logs it
             raise
         return result
 
     def close(self) -> None:
-        """Begin nothing more; whoever waits gets Unavailable."""
+        """Start no more jobs, and fail the waiting ones with Unavailable."""
         for jobs in self._waiting.values():
             for job in jobs:
                 _refuse(job, Unavailable("the router is stopping; send the request again"))
@@ -74,8 +78,11 @@ class TokenizerPool:
         self._bytes.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _make_room(self, tenant: str, size: int) -> None:
-        """Where too much waits, the newest of the tenant that waits with most gives way to one that waits with less."""
+    def _free_capacity(self, tenant: str, size: int) -> None:
+        """Reject the newest job of the tenant with the most waiting bytes until `size` more bytes fit.
+
+        Raises Refused if that tenant is the caller's.
+        """
         while self._bytes.total() + size > self._waiting_bytes_max:
             full = Refused(
                 Refusal.QUEUE_FULL,
@@ -90,7 +97,7 @@ class TokenizerPool:
             _refuse(newest, full)
 
     def _withdraw(self, tenant: str, job: _Job) -> None:
-        """Nothing happens to a job that does not wait."""
+        """Remove a job from the queue if it is still waiting."""
         jobs = self._waiting.get(tenant)
         if jobs is not None and job in jobs:
             jobs.remove(job)
@@ -107,7 +114,7 @@ class TokenizerPool:
             jobs = self._waiting[tenant]
             job = jobs.popleft()
             self._left(tenant, job)
-            if jobs:  # its next turn comes behind the others'
+            if jobs:  # its next turn comes after the other tenants'
                 self._waiting[tenant] = self._waiting.pop(tenant)
             self._idle -= 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
@@ -119,7 +126,7 @@ class TokenizerPool:
             _refuse(job, Unavailable("the router is stopping; send the request again"))
             return
         error = running.exception()
-        if not job.done.done():  # else whoever asked is gone
+        if not job.done.done():  # otherwise the caller was cancelled
             if error is not None:
                 job.done.set_exception(error)
             else:

@@ -1,1 +1,1 @@
-"""The router's connections to workers: membership, one link to each, leases, what their prefix caches hold."""
+"""The router's connections to workers: membership, one link for each, leases, and updates of their prefix caches."""

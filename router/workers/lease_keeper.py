@@ -1,4 +1,4 @@
-"""Keeps leases alive until the decode worker has admitted their requests: one heartbeat for all of a worker's."""
+"""Renews leases until the decode worker has admitted their requests, with one heartbeat for all of a worker."""
 
 import asyncio
 import logging
@@ -11,14 +11,14 @@ from wire.messages import GrantedLease, Lease
 log = logging.getLogger(__name__)
 
 Beat = Callable[[Sequence[Lease], float], Awaitable[frozenset[Lease]]]
-"""Sends one heartbeat, with a deadline in seconds; returns the leases among them that the worker no longer holds."""
+"""A function that sends one heartbeat with a deadline in seconds and returns the leases the worker has lost."""
 
 _ROUNDS_TO_BELIEVE = 3
-"""Heartbeats in a row that must call a lease unknown: together one lease's length."""
+"""Number of consecutive heartbeats that must report a lease as unknown: together one lease duration."""
 
 
 class LeaseKeeper:
-    """The leases of one decode worker that are granted and not yet admitted."""
+    """The leases of one decode worker whose requests are not yet admitted."""
 
     def __init__(self, beat: Beat, on_lost: Callable[[Lease], None]) -> None:
         self._beat = beat
@@ -31,23 +31,25 @@ class LeaseKeeper:
         return len(self._held)
 
     def keep(self, granted: GrantedLease) -> None:
-        """Heartbeat this lease until `drop`; a later lease of the same request replaces it."""
+        """Renew this lease until `drop`; a later lease of the same request replaces it."""
         self._held[granted.lease.request_id] = granted
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="router-heartbeats")
 
     def drop(self, request_id: str) -> None:
-        """The request was admitted or is over."""
+        """Stop renewing the lease of a request that was admitted or is over."""
         self._held.pop(request_id, None)
 
     def close(self) -> None:
+        """Stop all heartbeats."""
         self._held.clear()
         if self._task is not None:
             self._task.cancel()
 
     async def _run(self) -> None:
-        """A heartbeat every third of the shortest lease, each over before the next one is due: a lease outlives a call
-        that stalls.
+        """Send a heartbeat every third of the shortest lease duration.
+
+        Each has its deadline before the next one, so that a lease outlives one stalled call.
         """
         due = time.monotonic()
         while self._held:
@@ -65,9 +67,9 @@ class LeaseKeeper:
         try:
             unknown = await self._beat(leases, timeout_s)
         except TandemError:
-            return  # a dead worker is noticed by its stream, a slow one gets the next heartbeat
-        # A lease that was admitted a moment ago is unknown too, and its event may still be on the way: only what stays
-        # unknown and is not admitted meanwhile is lost.
+            return  # a dead worker is detected by its stream, a slow one gets the next heartbeat
+        # A lease whose request was just admitted is unknown too, and its event may still be in flight: a lease counts
+        # as lost only if it stays unknown and is not admitted meanwhile.
         self._unknown_rounds = {
             lease: self._unknown_rounds.get(lease, 0) + 1 for lease in unknown if self._holds(lease)
         }

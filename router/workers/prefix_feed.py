@@ -1,16 +1,16 @@
-"""Keeps one worker's part of the prefix index in step with what the worker says."""
+"""Applies one worker's prefix cache updates to the prefix index."""
 
 from router.placement.prefix_index import PrefixIndex
 from wire.prefixes import PrefixChanges, PrefixList
 
 _KEPT_MAX = 1024
-"""Batches that wait for a list; when more come, the oldest go, and another list is needed."""
+"""Most batches kept while a full list is loaded; beyond it the oldest are dropped and another list is needed."""
 
 
 class PrefixFeed:
-    """Batches in order go to the index; after a gap nothing does until the list of all pages is there.
+    """Applies batches in order; after a gap it waits for the full list of pages.
 
-    It begins out of step: a worker may hold pages from before this router saw it.
+    It starts out of sync, because a worker may have cached pages before this router connected.
     """
 
     def __init__(self, index: PrefixIndex, slot: int) -> None:
@@ -21,11 +21,11 @@ class PrefixFeed:
 
     @property
     def in_step(self) -> bool:
-        """Whether the index knows what the worker holds; if not, `load` a list."""
+        """True if the index is in sync with the worker; otherwise a list must be loaded."""
         return self._sequence is not None
 
     def take(self, changes: PrefixChanges) -> None:
-        """The worker's next batch."""
+        """Process the worker's next batch."""
         if self._sequence is not None:
             if changes.sequence <= self._sequence:
                 return
@@ -37,7 +37,7 @@ class PrefixFeed:
         del self._kept[:-_KEPT_MAX]
 
     def load(self, pages: PrefixList) -> None:
-        """All pages, asked for because of a gap; batches that came meanwhile and are newer follow it."""
+        """Replace the worker's pages by a full list, then apply the newer batches that arrived meanwhile."""
         self._index.clear(self._slot)
         for run in pages.stored:
             self._index.store(self._slot, run.digests)
@@ -47,7 +47,7 @@ class PrefixFeed:
             self.take(changes)
 
     def lose(self) -> None:
-        """The stream broke: what follows, if anything does, has a gap."""
+        """Clear the worker's pages after its stream broke; the next batch has a gap."""
         self._sequence = None
         self._kept.clear()
         self._index.clear(self._slot)

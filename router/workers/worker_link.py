@@ -1,4 +1,4 @@
-"""The router's end of one run of one worker: a channel, one event stream, and the state of what was placed there."""
+"""The router's connection to one incarnation of a worker: a channel, an event stream, and its placement state."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from wire.tracing.timeline import TransferStats
 log = logging.getLogger(__name__)
 
 _RECONNECT_S = (0.05, 1.0)
-"""First and longest pause before the event stream is opened again."""
+"""First and longest backoff before the event stream is reopened, in seconds."""
 _ABORT_TRIES = 3
 _LIST_PAUSE_S = 1.0
-"""Before a worker that gave no list of its pages is asked for it again."""
+"""Pause before a failed listing of the prefix cache is retried, in seconds."""
 
 _Reply = TypeVar("_Reply")
 
 
 class LinkObserver(Protocol):
-    """Who hears of a worker. All calls come on the event loop."""
+    """The observer of a worker's events. All calls come on the event loop."""
 
     def on_step(self, link: WorkerLink, step: StepEvents) -> None:
-        """One step's events."""
+        """Called with each step output."""
 
     def on_lost(self, link: WorkerLink) -> None:
-        """The event stream broke: the worker has cancelled, or lost, every request of this router."""
+        """Called when the event stream broke: the worker has cancelled, or lost, every request of this router."""
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
-        """The worker no longer holds a lease that was never admitted."""
+        """Called when the worker no longer holds a lease whose request was not admitted."""
 
     def on_change(self) -> None:
-        """Connected, disconnected, or room again: waiting requests may have a place now."""
+        """Called when a worker connects, disconnects or has capacity again, so that waiting requests may fit."""
 
 
 class WorkerLink:
-    """A connection to one incarnation of a worker. The pool opens and closes it."""
+    """A connection to one incarnation of a worker. The `WorkerPool` opens and closes it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class WorkerLink:
     ) -> None:
         self.connected = False
         self.retired = False
-        """Whether it takes nothing new: it left the cluster, what runs there may end."""
+        """True if the worker left the cluster: it gets no new requests, running ones may end."""
         self.state = WorkerState(info, time.monotonic)
         self._fleet = fleet
         fleet.join(self.state)
@@ -89,53 +89,53 @@ class WorkerLink:
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker as it registered last."""
+        """The worker's latest registration."""
         return self.state.info
 
     @property
     def live(self) -> bool:
-        """Whether it may be given work: it does not while it drains."""
+        """True if the worker may get new requests; False while it drains."""
         return self.connected and not self.retired and self.info.open is not None
 
     @property
     def request_ids(self) -> set[str]:
-        """Requests this worker is still needed for."""
+        """The wire ids of the requests that still depend on this worker."""
         return self.state.request_ids
 
     def follow(self, info: WorkerInfo | None) -> None:
-        """What the controller says of it now; None = it left the cluster."""
+        """Apply the controller's latest registration of the worker; None = it left the cluster."""
         if info is not None:
             self.state.update(info)
         self.retired = info is None
         self._fleet.set_live(self.state, live=self.live)
 
     def remove_answer(self, request_id: str) -> None:
-        """Nothing of it is there any more."""
+        """Remove a request from the decode state, and stop renewing its lease."""
         self.leases.drop(request_id)
         self.state.remove_answer(request_id)
 
     def learn_transfer(self, transfer: TransferStats) -> None:
-        """KV pages came to it."""
+        """Record the statistics of a KV transfer to this worker."""
         self._fleet.learn_transfer(self.state, transfer)
 
     def refuse_for_a_moment(self) -> None:
-        """It turned a request away: ask others first."""
+        """Pause placement on this worker briefly after it rejected a request."""
         self.state.pause()
         asyncio.get_running_loop().call_later(REFUSAL_PAUSE_S, self._observer.on_change)
 
     # ---- calls ----
 
     async def reserve(self, reservation: Reservation) -> GrantedLease:
-        """Ask a decode worker for a lease; its `TandemError` if it refuses."""
+        """Reserve pages on a decode worker; returns the lease or raises the worker's `TandemError`."""
         request = convert.reservation_to_proto(reservation)
         return convert.granted_from_proto(await self._call(self._stub.Reserve(request, timeout=self._timeout)))
 
     async def prefill(self, task: PrefillTask) -> None:
-        """Hand a prompt to a prefill worker; its `TandemError` if it refuses."""
+        """Send a prompt to a prefill worker; raises the worker's `TandemError` if it rejects it."""
         await self._call(self._stub.Prefill(convert.prefill_task_to_proto(task), timeout=self._timeout))
 
     def abort(self, ref: RequestRef) -> None:
-        """Let the worker forget `ref` and earlier attempts; those of one moment go in one message."""
+        """Abort `ref` and its earlier attempts on the worker; aborts of one event loop turn are batched."""
         if not self._aborts:
             self._spawn(self._send_aborts())
         self._aborts.append(ref)
@@ -150,19 +150,19 @@ class WorkerLink:
             try:
                 await self._call(self._stub.Abort(message, timeout=self._timeout))
             except DeadlineExceeded as error:
-                # It may stand still, and go on. When the stream breaks it cancels all that is ours and needs no abort.
+                # The worker may be stalled. If the stream breaks, it cancels this router's requests anyway.
                 if not self.connected:
-                    self._unheard(refs, error)
+                    self._log_lost_aborts(refs, error)
                     return
             except TandemError as error:
                 tries += 1
                 if isinstance(error, Unavailable) or tries == _ABORT_TRIES:
-                    self._unheard(refs, error)
+                    self._log_lost_aborts(refs, error)
                     return
             else:
                 return
 
-    def _unheard(self, refs: Sequence[RequestRef], error: TandemError) -> None:
+    def _log_lost_aborts(self, refs: Sequence[RequestRef], error: TandemError) -> None:
         log.warning("abort of %d requests did not reach %s: %s", len(refs), self.name, error)
 
     async def _heartbeat(self, leases: Sequence[Lease], timeout_s: float) -> frozenset[Lease]:
@@ -178,6 +178,7 @@ class WorkerLink:
 
     @property
     def name(self) -> str:
+        """The worker's name in log and error texts."""
         return f"worker {self.info.peer.worker_id}"
 
     # ---- the event stream ----
@@ -206,14 +207,14 @@ class WorkerLink:
             self._observer.on_step(self, step)
 
     def _learn(self, step: StepEvents) -> None:
-        """What the worker says of itself. Placement may be worse for what cannot be taken; no answer is."""
+        """Apply the load report and prefix cache updates of a step; a failure degrades placement, not requests."""
         try:
             self.state.report(step.load)
             for changes in step.prefixes:
                 self._prefixes.take(changes)
             self._keep_in_step()
         except Exception:
-            log.exception("what %s says of itself cannot be taken; its requests go on", self.name)
+            log.exception("load report of %s could not be processed", self.name)
 
     def _set_connected(self, connected: bool) -> None:
         if connected == self.connected:
@@ -229,19 +230,19 @@ class WorkerLink:
         self._observer.on_change()
 
     def _keep_in_step(self) -> None:
-        """Ask for the list of all pages that can be used again, if batches are missing and nobody asks yet."""
+        """Request the full list of cached pages if batches are missing and no listing runs."""
         if not self._prefixes.in_step and (self._listing is None or self._listing.done()):
             self._listing = asyncio.create_task(self._list_prefixes(), name=f"prefixes-{self.info.peer.worker_id}")
 
     async def _list_prefixes(self) -> None:
-        """Without the list placement knows less, and that is all."""
+        """Load the full list of cached pages, with retries; meanwhile placement works without it."""
         while self.connected and not self._prefixes.in_step:
             try:
                 reply = await self._call(
                     self._stub.ListPrefixes(worker_pb2.ListPrefixesRequest(), timeout=self._timeout)
                 )
             except TandemError as error:
-                log.info("what %s holds is unknown for now: %s", self.name, error)
+                log.info("prefix cache listing of %s failed: %s", self.name, error)
                 await asyncio.sleep(_LIST_PAUSE_S)
             else:
                 if self.connected:
@@ -253,7 +254,7 @@ class WorkerLink:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Send the last aborts, end the stream, close the channel. Its requests are lost if there are any."""
+        """Send the last aborts, end the stream and close the channel; requests still on the worker are lost."""
         asked = [self._stream] if self._listing is None else [self._stream, self._listing]
         for task in asked:
             task.cancel()

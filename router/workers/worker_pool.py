@@ -1,4 +1,4 @@
-"""The workers this router sees: the controller's membership, one link to each."""
+"""The workers of the cluster as the controller lists them, with one link to each."""
 
 from __future__ import annotations
 
@@ -24,68 +24,68 @@ from wire.rpc import is_refused_peer, open_channel
 log = logging.getLogger(__name__)
 
 _RETRY_S = (0.1, 2.0)
-"""First and longest pause before the controller is asked again."""
+"""First and longest backoff before the controller is watched again, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as the workers loaded it, and the largest request they can hold, in tokens."""
+    """The model as the workers loaded it, and the largest requests they can hold, in tokens."""
 
     facts: ModelFacts
     prefill_tokens_max: int
     decode_tokens_max: int
     decode_tokens_min: int
-    """What each of the decode workers can hold."""
+    """Tokens that every decode worker can hold."""
     page_tokens: int = 0
-    """Tokens of a KV page; 0 = not the same at all workers, so that pages have no common names."""
+    """Tokens per KV page; 0 = page sizes differ among workers, so that pages have no common digests."""
 
 
 class PoolObserver(LinkObserver, Protocol):
-    """Who hears of the whole cluster as well."""
+    """An observer of the workers and of the cluster's mode."""
 
     def on_mode(self, mode: str) -> None:
-        """Prompts are to be computed elsewhere from now on: the value of a `Mode`."""
+        """Called when the placement mode changes to `mode`, the value of a `Mode`."""
 
 
 class WorkerPool:
-    """Follows the cluster's membership. Links of workers that left stay until their last request has ended."""
+    """Watches the cluster's membership. Links of workers that left are kept until their last request has ended."""
 
     def __init__(self, config: RouterConfig, observer: PoolObserver) -> None:
         self._config = config
         self._observer = observer
         self.fleet = Fleet()
-        """The live workers, for placement."""
+        """The live workers, used by placement."""
         self._links: dict[PeerRef, WorkerLink] = {}
         self._model: ServedModel | None = None
         self.mode = config.mode.value
-        """Where prompts may be computed, as the controller says; the value of a `Mode`."""
+        """The placement mode set by the controller, the value of a `Mode`."""
         self._channel = open_channel(config.controller_address, config.token)
         self._closing: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._watch_forever(), name="router-watch")
 
     @property
     def links(self) -> list[WorkerLink]:
-        """Every link, those of workers that are leaving included."""
+        """All links, including those of workers that left."""
         return list(self._links.values())
 
     @property
     def model(self) -> ServedModel | None:
-        """What is served; None until the first worker of each role was seen. Survives the workers' absence."""
+        """The served model; None until a worker of each role has been seen. Kept while workers are absent."""
         return self._model
 
     @property
     def ready(self) -> bool:
-        """Whether a request could be served now: the model is known, both roles are live and take work."""
+        """True if a request could be served now: the model is known, both roles are live and ready."""
         return self._serve([link for link in self._live() if not link.info.not_ready])
 
     @property
     def staffed(self) -> bool:
-        """Whether both roles are live and fit together; a worker that is not ready for the moment may be again."""
+        """True if compatible workers of both roles are live, ready or not."""
         return self._serve(self._live())
 
     @property
     def misfit(self) -> str:
-        """Why no live worker can hand a prompt over to another, in words; empty = some can, or a role is missing."""
+        """The reason why no live prefill worker fits a live decode worker; "" if one is, or a role is absent."""
         live = self._live()
         if not _has_both(live) or self._fit(live):
             return ""
@@ -94,24 +94,24 @@ class WorkerPool:
 
     @property
     def not_ready(self) -> tuple[str, ...]:
-        """Why live workers take nothing new, in their words."""
+        """The reasons why live workers accept no new requests, as they reported them."""
         return tuple(f"{link.name} is not ready: {why}" for link in self._live() if (why := link.info.not_ready))
 
     @property
-    def prefill_room(self) -> int:
-        """Tokens that the largest live prefill worker can take."""
+    def prefill_capacity(self) -> int:
+        """Tokens that the largest live prefill worker can hold."""
         return max((each.pages_total * each.page_tokens for each in self.fleet.live if each.prefills), default=0)
 
     def views(self) -> list[WorkerState]:
-        """The state of the live workers."""
+        """Return the state of the live workers."""
         return list(self.fleet.live)
 
     def link(self, peer: PeerRef) -> WorkerLink:
-        """The link to `peer`, which placement just chose."""
+        """Return the link to `peer`, which placement just chose."""
         return self._links[peer]
 
     def sweep(self) -> None:
-        """Close links of workers that left and whose requests have ended; let go of reports that are too old."""
+        """Close links of workers that left and have no requests any more; expire old load reports."""
         self.fleet.forget_old_incompatible()
         for link in self.links:
             link.state.expire_report()
@@ -119,7 +119,7 @@ class WorkerPool:
                 self._drop(link)
 
     async def close(self) -> None:
-        """End every stream and channel."""
+        """Close every stream and channel."""
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         for link in self.links:
@@ -134,7 +134,7 @@ class WorkerPool:
         return self._model is not None and _has_both(links) and self._fit(links)
 
     def _fit(self, links: list[WorkerLink]) -> bool:
-        """Whether any of these may serve a request, alone or with another."""
+        """Return True if any of these workers can serve a request, alone or in a compatible pair."""
         incompatible = self.fleet.incompatible
         if not incompatible:
             return True
@@ -152,15 +152,15 @@ class WorkerPool:
                     self._follow(convert.membership_from_proto(message))
                     pause = _RETRY_S[0]
             except grpc.aio.AioRpcError as error:
-                # Workers go on serving without a controller; only changes are missed until it is back.
-                self._say_unfollowed(error)
+                # Workers continue to serve without a controller; only changes are missed until it is back.
+                self._log_watch_failure(error)
             except Exception:
-                # A router that no longer follows would serve ghosts for ever; the next message may be a good one.
+                # Retry: the next message may be valid, and without a watch the membership would become stale.
                 log.exception("following the controller at %s failed", self._config.controller_address)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _RETRY_S[1])
 
-    def _say_unfollowed(self, error: grpc.aio.AioRpcError) -> None:
+    def _log_watch_failure(self, error: grpc.aio.AioRpcError) -> None:
         address = self._config.controller_address
         if is_refused_peer(error):
             log.error(
@@ -180,7 +180,7 @@ class WorkerPool:
             if peer not in named:
                 link.follow(None)
             if successors.get(peer.worker_id, peer) != peer:
-                self._drop(link)  # its process is gone: what ran there is lost now, not at a timeout
+                self._drop(link)  # its process is gone: its requests are lost now, not at a timeout
         for peer, info in named.items():
             known = self._links.get(peer)
             if known is None:
@@ -231,5 +231,5 @@ def _has_both(links: list[WorkerLink]) -> bool:
 
 
 def _by_role(links: list[WorkerLink]) -> tuple[list[WorkerLink], list[WorkerLink]]:
-    """Who takes prompts, who takes answers."""
+    """Return the links that take prefill work and those that take decode work."""
     return [link for link in links if link.info.takes_prompts], [link for link in links if link.info.takes_answers]

@@ -1,4 +1,4 @@
-"""Whether a simulated request got what its class promises, as `router/observability/verdict.py` says of a real one."""
+"""The verdict on a simulated request, like `router/observability/verdict.py` on a real one."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,12 @@ from wire.tracing.spans import Phase
 def judge(
     outcome: Outcome, slo: SloClass, idle_step_s: float, moments: Sequence[float] | NDArray[np.float64]
 ) -> Verdict:
-    """Gap targets in steps are of `idle_step_s`; `moments` are those of the tokens at the client."""
+    """Returns whether the request met `slo`, or why not.
+
+    Gap targets in steps are multiples of `idle_step_s`; `moments` are the tokens' times at the client.
+    """
     if outcome.error:
-        return outcome.turned_away or Verdict(Kind.FAILED, Phase.QUEUE)
+        return outcome.rejected or Verdict(Kind.FAILED, Phase.QUEUE)
     if moments[0] - outcome.asked.due_s > slo.ttft_s:
         queued_s = outcome.placed_s - outcome.asked.due_s
         waited = 2 * queued_s >= moments[0] - outcome.asked.due_s

@@ -1,4 +1,4 @@
-"""The highest rate at which a cluster keeps its promise to nearly all, by short loads under the virtual clock."""
+"""Finds the highest rate at which a cluster meets its service class for most requests, by short simulated loads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,27 +12,25 @@ from simulation.hardware import Hardware
 from simulation.network import Network
 from simulation.request import Outcome
 from simulation.search.judge import judge
-from simulation.search.network_jitter import Way
+from simulation.search.network_jitter import DeliveryDelay
 from simulation.search.strategy import Strategy
 
 KEPT = 0.9
-"""Part of the requests that must meet their class at the knee."""
+"""Share of the requests that must meet their class at the knee."""
 REQUESTS = 150
 SECONDS_MIN = 15.0
 LIVES = 3.0
-"""A load has at least so many requests and seconds, and lasts for so many mean answers."""
+"""A load has at least `REQUESTS` requests and `SECONDS_MIN` seconds, and lasts for `LIVES` mean answers."""
 DRAIN_S = 30.0
 GROWTH = 1.6
 NEAR = 1.12
-"""From one rate to the next until the knee lies between two, and how near these are in the end."""
+"""The factor between rates until the knee lies between two, and the final ratio of these two."""
 LOADS_MAX = 6
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """One load: the part of its requests that met the class, seconds to the first token and between tokens, and why
-    others missed, by how many.
-    """
+    """Results of one load: the share that met the class, TTFT and ITL in seconds, and the number of misses by cause."""
 
     rate: float
     share: float
@@ -45,7 +43,7 @@ class LoadFigures:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Loads of one mix on one cluster. `asks`: requests name the class that they are judged by."""
+    """Loads of one mix on one cluster. With `asks`, requests name the class that they are judged by."""
 
     machine: Hardware
     strategy: Strategy
@@ -56,7 +54,7 @@ class Trial:
     seed: int = 0
 
     def load(self, rate: float) -> LoadFigures:
-        """At so many requests a second, on a fresh cluster."""
+        """Runs a load of `rate` requests per second on a new cluster."""
         idle_s = self.machine.idle_step_s
         seconds = max(SECONDS_MIN, REQUESTS / rate, LIVES * self.mix.answer_tokens * idle_s)
         slo = self.slo if self.asks else BEST_EFFORT
@@ -69,9 +67,9 @@ class Trial:
     def _figures(self, rate: float, asked: int, outcomes: Sequence[Outcome], idle_s: float) -> LoadFigures:
         missed: dict[str, int] = {}
         firsts, gaps = [], []
-        way = Way(self.network)
+        delay = DeliveryDelay(self.network)
         for outcome in outcomes:
-            moments = way.moments(outcome)
+            moments = delay.moments(outcome)
             kind = judge(outcome, self.slo, idle_s, moments).outcome
             if kind is not Kind.MET:
                 missed[kind.value] = missed.get(kind.value, 0) + 1
@@ -85,7 +83,7 @@ class Trial:
 
 
 def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures | None:
-    """The load with the highest rate found that keeps the share; None if even a hundredth of the guess does not."""
+    """Returns the load with the highest rate found that keeps the share; None if none of the tried rates does."""
     kept: LoadFigures | None = None
     beyond: float | None = None
     rate = guess
@@ -107,7 +105,7 @@ def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures
 
 
 def _quantiles(values: np.ndarray) -> tuple[float, float]:
-    """Median and 99th percentile; 0 of nothing."""
+    """Returns the median and the 99th percentile; 0 for no values."""
     if not len(values):
         return 0.0, 0.0
     middle, most = np.quantile(values, (0.5, 0.99))

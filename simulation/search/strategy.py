@@ -1,4 +1,4 @@
-"""Ways to share the work among equal workers, and the simulated cluster of each."""
+"""Divisions of the work among equal workers, and a simulated cluster for each."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,12 @@ from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
 
 BATCH_REQUESTS = 256
-"""As on GPUs, if nobody says otherwise."""
+"""Default batch size, as on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """`prefill` and `decode` workers, or `shared` ones that do both."""
+    """A cluster layout: `prefill` and `decode` workers, or `shared` workers that do both."""
 
     name: str
     mode: Mode
@@ -33,10 +33,11 @@ class Strategy:
 
     @property
     def workers(self) -> int:
+        """The number of all workers."""
         return self.prefill + self.decode + self.shared
 
     def cluster(self, machine: Hardware, network: Network, slo: SloClass) -> VirtualCluster:
-        """A fresh one, whose router knows this class beside the usual ones."""
+        """Returns a new cluster whose router has the class `slo` in addition to the default ones."""
         roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.shared
         folder = Path(machine.name)
         specs = [
@@ -59,7 +60,10 @@ class Strategy:
 
 
 def strategies(workers: int, prefill: int) -> tuple[Strategy, ...]:
-    """Of so many workers, of which `prefill` prefill where roles are apart; with one worker none are."""
+    """Returns the strategies for `workers` workers.
+
+    `prefill` of them prefill in the disaggregated one, which one worker alone cannot have.
+    """
     apart = Strategy(f"disaggregated {prefill}:{workers - prefill}", Mode.DISAGGREGATED, prefill, workers - prefill)
     priority = PolicyName.DECODE_PRIORITY
     return (

@@ -1,4 +1,4 @@
-"""How a simulated prompt's KV reaches its decode worker: the steps of `prefill_worker/handoff.py`, as moments."""
+"""The hand-over of a simulated prompt's KV to its decode worker: the steps of `prefill_worker/handoff.py` in time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from wire.tracing.timeline import TransferStats
 
 
 class DecodeEnd(Protocol):
-    """The decode worker, as far as a hand-over is concerned."""
+    """The calls of a hand-over to the decode worker."""
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
-        """How many of the pages are to be sent."""
+        """Returns the number of pages to be sent."""
 
-    def notice(self, notice: TransferNotice) -> None: ...
+    def notice(self, notice: TransferNotice) -> None:
+        """Takes the notice that the lease's KV has arrived."""
 
-    def release(self, lease: Lease, prefill: PeerRef) -> None: ...
+    def release(self, lease: Lease, prefill: PeerRef) -> None:
+        """Releases the lease of a cancelled hand-over."""
 
 
 class PrefillEnd(Protocol):
-    """The prefill worker."""
+    """The calls of a hand-over to its prefill worker."""
 
     peer: PeerRef
     wire: Wire
@@ -35,15 +37,17 @@ class PrefillEnd(Protocol):
     page_tokens: int
 
     def tell(self, request: PrefillRequest, event: RequestEvent) -> None:
-        """The router hears it."""
+        """Sends the event to the router."""
 
-    def decode_end(self, peer: PeerRef) -> DecodeEnd: ...
+    def decode_end(self, peer: PeerRef) -> DecodeEnd:
+        """Returns the decode worker."""
 
-    def visit(self) -> AbstractContextManager[None]: ...
+    def visit(self) -> AbstractContextManager[None]:
+        """Returns a context for changes of the worker from outside of a step."""
 
 
 class VirtualHandover:
-    """Ends one request and gives its pages back. `look` whenever its progress has changed."""
+    """Hands one request over and releases its pages; call `look` whenever its progress has changed."""
 
     def __init__(
         self, request: PrefillRequest, half: PrefillHalf, here: PrefillEnd, clock: VirtualClock, network: Network
@@ -58,7 +62,7 @@ class VirtualHandover:
         self._bytes = 0
 
     def abort(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancels the hand-over."""
         if self.over:
             return
         self._half.withdraw(self._request)
@@ -68,7 +72,7 @@ class VirtualHandover:
         self._end()
 
     def look(self) -> None:
-        """The engine has done something for it, or its permission is here."""
+        """Continues after progress of the engine, or after the pages were allotted."""
         progress, destination = self._request.progress, self._request.task.destination
         if self.over or self._closing:
             return
@@ -83,7 +87,7 @@ class VirtualHandover:
 
     @property
     def _answered(self) -> bool:
-        """Whether the first token was the last."""
+        """True if the first token was the last."""
         return self._request.progress.finish_reason is not None
 
     def _send(self, destination: Destination) -> None:
@@ -113,7 +117,7 @@ class VirtualHandover:
         self._clock.after(self._network.call_s, permitted)
 
     def _post(self, end: int) -> float:
-        """Pages up to number `end` → when they will have landed."""
+        """Sends the pages up to number `end`; returns when they will have arrived."""
         size = (end - self._sent) * self._here.page_bytes
         self._sent, self._bytes = end, self._bytes + size
         landing = self._here.wire.write(self._clock.now, size)
@@ -134,7 +138,7 @@ class VirtualHandover:
         self._here.tell(self._request, RequestEvent(self._request.task.ref, transfer=stats))
 
     def _deliver_here(self) -> None:
-        """The half itself has told the decode half."""
+        """Ends a local hand-over, of which the prefill half has notified the decode half."""
         if not self.over:
             with self._here.visit():
                 self._end()

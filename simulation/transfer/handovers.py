@@ -1,4 +1,4 @@
-"""The hand-overs under way at a simulated worker."""
+"""The open hand-overs of a simulated worker."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from simulation.transfer.handover import PrefillEnd, VirtualHandover
 
 
 class VirtualHandovers:
-    """Begun by the prefill half, whose news they hear in place of an event loop: at once, to be looked at soon."""
+    """Begins hand-overs for the prefill half, and receives its calls in place of an event loop."""
 
     def __init__(self, here: PrefillEnd, clock: VirtualClock, network: Network) -> None:
         self._here, self._clock, self._network = here, clock, network
@@ -18,16 +18,17 @@ class VirtualHandovers:
         self._called = False
 
     def begin(self, request: PrefillRequest, half: PrefillHalf) -> VirtualHandover:
-        """Of a request that has just been queued."""
+        """Begins the hand-over of a request that has just been queued."""
         handover = self._open[request] = VirtualHandover(request, half, self._here, self._clock, self._network)
         return handover
 
     def call_soon_threadsafe(self, call: Callable[..., object], *args: object) -> None:
+        """Runs `call` at once, and notes that progress was made."""
         self._called = True
         call(*args)
 
     def look(self) -> None:
-        """If the engine has done something for any of them."""
+        """Lets all hand-overs continue if the engine has made progress for any of them."""
         if not self._called:
             return
         self._called = False

@@ -1,4 +1,4 @@
-"""Real prompts, and what transformers says to them."""
+"""Prompts of real English text, and the reference answers of transformers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ PROMPT_LENGTHS = (
     1025,
     1500,
 )
-"""Around every page and chunk edge, 24 of them."""
+"""Prompt lengths in tokens around every page and chunk boundary, 24 of them."""
 
 
 @pytest.fixture(scope="session")
 def prompts(model_folder: Path) -> list[tuple[int, ...]]:
-    """Real English of exact token lengths, each prompt from another place."""
+    """Real English prompts of exact token lengths, each from another part of the text."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer
@@ -52,5 +52,5 @@ def prompts(model_folder: Path) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="session")
 def reference(model_folder: Path) -> Reference:
-    """transformers over the served model."""
+    """The reference: transformers on the served model."""
     return Reference(model_folder)

@@ -1,4 +1,4 @@
-"""The yardstick: what transformers says to a prompt, one at a time, and what counts as the same tokens."""
+"""The reference answers of transformers, one prompt at a time, and the comparison of greedy tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 
 TIE = 1e-3
-"""Two best logits of the reference closer than this may be taken in either order."""
+"""Two best logits of the reference that are closer than this are a tie: either token is right."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What the reference would say at each place of an answer, after all that comes before it: the token with the best
-    logit, the one with the second best, and the distance of the two."""
+    """The reference's two best tokens at each position of an answer, given all tokens before it.
+
+    The token with the best logit, the one with the second best, and the distance between the two logits.
+    """
 
     best: tuple[int, ...]
     seconds: tuple[int, ...]
@@ -23,11 +25,11 @@ class Choices:
 
 
 Read = Callable[[tuple[int, ...], tuple[int, ...]], Choices]
-"""The choices at each place of an answer to a prompt."""
+"""Returns the choices at each position of an answer to a prompt."""
 
 
 class Reference:
-    """transformers in float32. An answer it has read before costs nothing."""
+    """Reference answers of transformers in float32, cached by prompt and answer."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -36,8 +38,11 @@ class Reference:
         self._read: dict[tuple[tuple[int, ...], tuple[int, ...]], Choices] = {}
 
     def __call__(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Choices:
-        """One pass over prompt and answer. An answer that is `best` everywhere is what `generate` gives: each of its
-        tokens is the greedy one after those before it."""
+        """Returns the choices at each position of `answer`, from one forward pass over prompt and answer.
+
+        An answer that is `best` everywhere is what `generate` returns: each of its tokens is the greedy one after those
+        before it.
+        """
         if (prompt, answer) not in self._read:
             best = self._logits(prompt, answer).topk(2)
             self._read[prompt, answer] = Choices(
@@ -48,7 +53,7 @@ class Reference:
         return self._read[prompt, answer]
 
     def generate(self, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-        """transformers' own greedy continuation, token by token."""
+        """Returns the greedy continuation that transformers generates, token by token."""
         ids = torch.tensor([prompt])
         out = self._model.generate(
             ids,
@@ -62,11 +67,11 @@ class Reference:
         return tuple(out[0, len(prompt) :].tolist())
 
     def logprobs(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
-        """Log softmax [tokens, vocab] at each token of an answer."""
+        """Returns the log softmax [tokens, vocab] at each token of an answer."""
         return self._logits(prompt, tokens).log_softmax(-1)
 
     def _logits(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
-        """[tokens, vocab] at each token of an answer."""
+        """Returns the logits [tokens, vocab] at each token of an answer."""
         with torch.inference_mode():
             out = self._model(torch.tensor([[*prompt, *answer]]), logits_to_keep=len(answer) + 1)
         logits: torch.Tensor = out.logits[0, :-1]
@@ -80,7 +85,7 @@ class Reference:
         frequency_penalty: float = 0.0,
         presence_penalty: float = 0.0,
     ) -> tuple[int, ...]:
-        """Greedy continuation under penalties, counted anew at each token."""
+        """Returns the greedy continuation under penalties, which are recomputed at each token."""
         answer: list[int] = []
         new, past = list(prompt), None
         for _ in range(tokens):
@@ -97,9 +102,9 @@ class Reference:
 
 
 def compare(prompt: tuple[int, ...], answer: Sequence[int], reference: Read) -> list[str]:
-    """Assert that `answer` is the reference's greedy one; return a line for each tie that went the other way.
+    """Asserts that `answer` is the reference's greedy one; returns a line for each tie that went the other way.
 
-    After a tie two texts go on differently: the rest is held against what the reference says after that token.
+    After a tie the two texts diverge, so the rest is compared with what the reference generates after that token.
     """
     ties: list[str] = []
     choices = reference(prompt, tuple(answer))

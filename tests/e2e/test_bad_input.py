@@ -15,7 +15,7 @@ from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 Options = inference_pb2.GenerationOptions
 NAN = float("nan")
 TOO_LARGE = "10 MB body"
-"""gRPC itself refuses it, before anything is read."""
+"""The name of a case that gRPC itself rejects by size, before the router reads anything."""
 
 
 def generate(**fields: Any) -> inference_pb2.GenerateRequest:

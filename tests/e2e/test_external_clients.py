@@ -1,7 +1,7 @@
-"""Load generators and a client library as people run them, each from a virtual environment of its own.
+"""Common load generators and a client library, each in a virtual environment of its own.
 
-`.ci/client_environments` makes these, in TANDEM_CLIENT_ENVIRONMENTS or the user's cache; TANDEM_EXTERNAL_CLIENTS=1 runs
-it first, which takes minutes. A test whose environment is not there is skipped. The commands are those of
+`.ci/client_environments` creates them, in TANDEM_CLIENT_ENVIRONMENTS or the user's cache; TANDEM_EXTERNAL_CLIENTS=1
+runs it first, which takes minutes. A test whose environment is missing is skipped. The commands are those of
 docs/operations.md.
 """
 
@@ -45,7 +45,7 @@ except litellm.ContextWindowExceededError as error:
 
 @pytest.fixture(scope="module")
 def environments() -> Path:
-    """Where the clients are."""
+    """The folder of the clients' virtual environments."""
     if os.environ.get("TANDEM_EXTERNAL_CLIENTS") == "1":
         script = [ROOT / ".ci" / "client_environments", FOLDER]
         environment = {**os.environ, "PYTHON": sys.executable}
@@ -55,13 +55,13 @@ def environments() -> Path:
 
 @pytest.fixture(scope="module")
 def url(running_cluster: Callable[..., Any]) -> str:
-    """The router's HTTP listener."""
+    """The URL of the router's HTTP listener."""
     return f"http://{running_cluster(dtype='float32', page_tokens=16, max_step_tokens=512).http_address}"
 
 
 @pytest.fixture
 def run(environments: Path, tmp_path: Path) -> Callable[..., str]:
-    """Runs a command of a client's environment, which finds no model hub, and returns what it printed."""
+    """Runs a command of a client's environment, without access to a model hub, and returns its output."""
 
     def run(client: str, *command: str, **variables: str) -> str:
         program = environments / client / "bin" / command[0]
@@ -85,7 +85,7 @@ def run(environments: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 def tokens(url: str) -> tuple[int, int]:
-    """Of prompts whose answers ended well, and of answers, since the router's start."""
+    """Returns the prompt and generation tokens of successful requests since the router's start."""
     totals = {"tandem_prompt_tokens_total": 0, "tandem_generation_tokens_total": 0}
     for family in text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).text):
         for sample in family.samples:
@@ -96,7 +96,7 @@ def tokens(url: str) -> tuple[int, int]:
 
 
 def since(url: str, before: tuple[int, int]) -> tuple[int, int]:
-    """How many came since then."""
+    """Returns the prompt and generation tokens since `before`."""
     prompts, answers = tokens(url)
     return prompts - before[0], answers - before[1]
 
@@ -126,7 +126,7 @@ def test_guidellm(run: Callable[..., str], url: str, model_folder: Path, tmp_pat
 @pytest.mark.parametrize("counts", ["the-server's", "its-own"])
 @pytest.mark.timeout(_INSTALL_S + _RUN_S)
 def test_aiperf(run: Callable[..., str], url: str, model_folder: Path, tmp_path: Path, counts: str) -> None:
-    """With counts of its own, which it takes with the model's tokenizer, prompts come without a chat template."""
+    """AIPerf counts tokens with the model's tokenizer, and then prompts are sent without a chat template."""
     served = counts == "the-server's"
     usage = ("--use-server-token-count", "--per-chunk-usage") if served else ()
     before = tokens(url)

@@ -1,5 +1,6 @@
-"""A cluster changes its mode, its workers their roles, and one of them leaves and comes back, while answers stream:
-every token is that of a quiet cluster.
+"""Streams keep their tokens while the cluster changes its mode, workers change roles, and one of them restarts.
+
+Every token equals that of an undisturbed cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NEW_TOKENS = 12
 CLIENTS = 3
 CHANGES: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"mode": "colocated", "step_policy": "chunked", "step_budget": 48}, {"decode-0": "both", "prefill-0": "both"}),
-    # No time to finish: what decodes goes on elsewhere, behind its tokens.
+    # No grace period: decoding requests continue on another worker after the tokens they have.
     ({"mode": "disaggregated", "grace_s": 0.0}, {"decode-0": "decode", "prefill-0": "prefill"}),
     ({"mode": "adaptive", "step_policy": "decode-priority"}, {"decode-0": "both", "prefill-0": "both"}),
     (
@@ -26,11 +27,14 @@ CHANGES: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"decode-0": "decode", "prefill-0": "prefill"},
     ),
 ]
-"""And the roles then. The last is how the cluster was started: other tests go on with it."""
+"""Mode changes, and the workers' roles after each.
+
+The last one restores the start configuration, so that other tests can share the cluster.
+"""
 
 
 class Traffic:
-    """Clients that ask one prompt after the other, each compared with its quiet answer."""
+    """Clients that send prompts one after the other and compare each answer with that of an undisturbed cluster."""
 
     def __init__(self, stub: inference_pb2_grpc.InferenceStub, quiet: dict[tuple[int, ...], list[int]]) -> None:
         self._stub = stub
@@ -40,7 +44,7 @@ class Traffic:
         self._clients = [asyncio.ensure_future(self._ask(number)) for number in range(CLIENTS)]
 
     async def more(self, answers: int) -> None:
-        """Until so many more have ended."""
+        """Waits until `answers` more requests have ended."""
         enough = self.answers + answers
         while self.answers < enough:
             for client in self._clients:
@@ -63,7 +67,7 @@ class Traffic:
 
 
 async def live(cluster: Any, prompts: list[tuple[int, ...]]) -> None:
-    """Through all modes, and then without the only worker that decodes until it is back."""
+    """Runs through all modes, and then without the only decode worker until it has restarted."""
     channel = open_client_channel(cluster.grpc_address)
     try:
         stub = inference_pb2_grpc.InferenceStub(channel)

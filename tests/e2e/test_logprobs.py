@@ -29,7 +29,7 @@ def client(running_cluster: Callable[..., Any]) -> openai.OpenAI:
 
 
 def complete(client: openai.OpenAI, prompt: tuple[int, ...], *, stream: bool = False, **options: Any) -> Any:
-    """The greedy completion of a prompt; of a stream the chunks."""
+    """Returns the greedy completion of a prompt, or a stream's chunks."""
     options = {"ignore_eos": True, **options}
     known = {
         name: options.pop(name) for name in ("logprobs", "frequency_penalty", "presence_penalty") if name in options
@@ -90,7 +90,7 @@ def test_chat(client: openai.OpenAI) -> None:
         assert sum(map(math.exp, values)) <= 1 + 1e-5
         assert entry.logprob <= values[0]
         assert entry.logprob in values or entry.logprob <= values[-1]
-    # Temperature and penalties change the choice and not what is reported of it.
+    # Temperature and penalties change which token is drawn, not the log probabilities that are reported.
     assert any(entry.logprob < entry.top_logprobs[0].logprob for entry in entries)
 
 
@@ -98,7 +98,7 @@ def test_chat(client: openai.OpenAI) -> None:
 def test_penalties_give_the_tokens_of_a_plain_loop(
     penalties: dict[str, float], client: openai.OpenAI, prompts: list[tuple[int, ...]], reference: Reference
 ) -> None:
-    prompt = prompts[0] * 4  # so that the answer would go on in circles
+    prompt = prompts[0] * 4  # repeated, so that the answer without penalties would loop
     wanted = reference.penalized(prompt, NEW_TOKENS, **penalties)
     assert wanted != reference.generate(prompt, NEW_TOKENS)
     exact = reference.logprobs(prompt, wanted)

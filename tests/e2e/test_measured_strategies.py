@@ -1,5 +1,6 @@
-"""The strategy table of a real cluster that is switched from row to row, and of none once all is measured. Never its
-figures.
+"""The strategy table is measured on a real cluster that is switched from row to row.
+
+If all rows are already measured, no cluster is started. The measured values are not checked.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from cluster.launcher import Endpoints
 
 LOAD = "--rates 3 --seconds 2 --drain-seconds 120 --length-scale 0.01 --ask none --clients 1 --minutes 60"
 FEW_AND_SHORT = {"WARM_REQUESTS": 2, "WARM_PROMPT": 16, "WARM_TOKENS": 3, "LONE_PROMPT": 32, "LONE_TOKENS": 5}
-"""What goes before the loads."""
+"""Smaller warm-up and single-request phases before the loads."""
 AS_STARTED = {"mode": "disaggregated", "prefill": 1, "decode": 1, "step_policy": "unchunked"}
 
 
 @pytest.fixture
 def starts(running_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """The settings of each cluster that the command starts; it gets the one that other tests go on with."""
+    """The settings of each cluster that the command starts; it is given the cluster that other tests share."""
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     started: list[object] = []
 
@@ -62,7 +63,7 @@ def test_a_table_is_measured_once_and_drawn(
         assert load["steps"]
     (shared,) = json.loads(measured["shared"])["loads"]
     ways = [way.split(">") for way in shared["served_by"]]
-    # An answer of one token is over with its prompt.
+    # An answer of one token ends with its prefill.
     assert all(decode in {prefill, ""} for prefill, decode in ways), "nothing leaves its worker in this row"
 
     main([*command, "--pictures", str(pictures)])

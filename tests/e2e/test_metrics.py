@@ -1,4 +1,4 @@
-"""Every process of a real cluster is scraped after some requests: all names are there, and the figures are true."""
+"""Scrapes every process of a real cluster after some requests: all names are exported, and the values are right."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ANSWER_TOKENS = (1, 5, 12)
 FORMATS = {"text/plain": text_string_to_metric_families, "application/openmetrics-text; version=1.0.0": open_metrics}
 PLANNED_WITHIN_S = 60.0
 SERIES_MAX = 60
-"""Most label sets of one family on one process."""
+"""The largest number of label sets of one metric family on one process."""
 
 
 @dataclass
 class Scraped:
-    """Samples by name, each a (labels, value)."""
+    """Samples by name, each a (labels, value) pair."""
 
     samples: dict[str, list[tuple[dict[str, str], float]]]
 
@@ -50,7 +50,7 @@ class Scraped:
 
 
 def scrape(cluster: Any) -> Scraped:
-    """The whole cluster."""
+    """Scrapes the metrics of the whole cluster."""
     return Scraped.of(asyncio.run(fetch(cluster.metrics_address, "/metrics", timeout_s=60.0)))
 
 
@@ -62,7 +62,7 @@ def ask(cluster: Any, tokens: int, **fields: Any) -> None:
 
 
 def outcome(cluster: Any, tokens: int, **fields: Any) -> str:
-    """`done`, or the status of a refusal."""
+    """Returns `done`, or the status code of the rejection."""
     try:
         ask(cluster, tokens, **fields)
     except grpc.RpcError as error:
@@ -71,7 +71,7 @@ def outcome(cluster: Any, tokens: int, **fields: Any) -> str:
 
 
 def complete(cluster: Any) -> Scraped:
-    """The last to come is what the planner makes of a window with requests in it."""
+    """Sends requests until all families are exported; the planner's appear last, after a window with requests in it."""
     give_up = time.monotonic() + PLANNED_WITHIN_S
     while True:
         ask(cluster, 2)
@@ -108,7 +108,7 @@ def test_every_family_is_there(traffic: Traffic) -> None:
 
 
 def missing(found: Scraped) -> set[str]:
-    """Of a cluster without front processes."""
+    """Returns the families that are missing; a cluster without front processes is expected."""
     wanted = {family.full_name for family in FAMILIES if "front" not in family.labels}
     return wanted - {name.removesuffix("_count") for name in found.samples}
 
@@ -124,7 +124,7 @@ def test_the_figures_are_true(traffic: Traffic) -> None:
     assert traffic.grown("slo_requests_total") == requests
     assert traffic.grown("admission_rejections_total", reason="invalid") == 2
     assert traffic.grown("admission_rejections_total") == 2
-    assert traffic.grown("engine_step_tokens_total", half="decode") == tokens - requests
+    assert traffic.grown("engine_step_tokens_total", phase="decode") == tokens - requests
     assert traffic.grown("request_queue_time_seconds_count") == requests
     handed_over = sum(tokens > 1 for tokens in ANSWER_TOKENS)
     assert traffic.grown("kv_transfer_seconds_count") == handed_over
@@ -138,7 +138,7 @@ def test_the_figures_are_true(traffic: Traffic) -> None:
 
 
 def test_the_router_judges_what_clients_saw(running_cluster: Callable[..., Any]) -> None:
-    """Whatever this machine could keep of its promises: each request is in one outcome, and refusals are shed."""
+    """Each request has exactly one outcome, and rejections count as shed, however many SLOs this machine can meet."""
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     before = scrape(cluster)
     seen = [outcome(cluster, 3, slo_class=name) for name in ("strict", "balanced", "quick") for _ in range(2)]
@@ -157,7 +157,7 @@ def test_gauges_make_sense(traffic: Traffic) -> None:
     after, cluster = traffic.after, traffic.cluster
     for member in cluster.members():
         me = {"worker": member.worker_id}
-        pages = after.total("kv_pages", **me) - after.total("kv_pages", state="promised", **me)
+        pages = after.total("kv_pages", **me) - after.total("kv_pages", state="reserved", **me)
         assert pages == member.pages_total
         assert 0 < after.total("model_bandwidth_utilization_ratio", **me) < 10
         assert 0 < after.total("model_flops_utilization_ratio", **me) < 10
@@ -173,7 +173,7 @@ def test_gauges_make_sense(traffic: Traffic) -> None:
 
 
 def test_cardinality_is_bounded(traffic: Traffic) -> None:
-    """By processes, enums and settings; nothing that clients send makes a series, nor do their words appear."""
+    """Label values are processes, enums and settings; nothing that clients send creates a series or appears in one."""
     for name, samples in traffic.after.samples.items():
         each = defaultdict(set)
         for labels, _ in samples:

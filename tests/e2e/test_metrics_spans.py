@@ -1,5 +1,6 @@
-"""A second router at a real cluster, which exports spans to a collector of the test's own: from the router through both
-workers, as long as the client says.
+"""A second router on a real cluster exports spans to a collector in the test.
+
+The spans cover router and both workers, and their duration is what the client measured.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Traced = tuple[str, RouterServer, Receiver]
 
 @pytest.fixture
 async def traced(running_cluster: Callable[..., Any], model_folder: Path) -> AsyncIterator[Traced]:
-    """The second router's gRPC address, itself, and where its spans go."""
+    """Yields the second router's gRPC address, the router, and the receiver of its spans."""
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     receiver = Receiver()
     ends = cluster._cluster.endpoints
@@ -73,7 +74,7 @@ async def test_spans_of_a_real_cluster_add_up(traced: Traced) -> None:
 
 
 def check(root: Any, receiver: Receiver) -> None:
-    """It went through both workers, its phases add up, and it holds no text."""
+    """Asserts that the request passed both workers, that its phases add up, and that no span contains text."""
     phases = {span.name: span for span in receiver.under(root)}
     assert list(phases) == ["queue", "prefill", "transfer", "decode"]
     assert sum(map(seconds, phases.values())) == pytest.approx(seconds(root), abs=1e-9)

@@ -1,4 +1,4 @@
-"""Two hundred requests, a third cancelled at random moments: every page comes home, or is cached and read by nobody."""
+"""Two hundred requests, a third of them cancelled at random moments, leave every page free or in the prefix cache."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MOMENTS = {
     },
     "in decode": {Edge.DECODE_ADMITTED, Edge.DECODE_STARTED},
 }
-"""Where a request is, by the last edge that its router has seen."""
+"""The phase of a request, by the last edge that its router has recorded."""
 WAYS = {"waiting", "token", "socket", "abort", "req"}
-"""How the names begin of those that were cancelled; HTTP clients' requests are named req-…."""
+"""Prefixes of the names of cancelled requests; requests of HTTP clients are named req-…."""
 
 
 def request_of(prompt: tuple[int, ...], tokens: int, request_id: str = "") -> inference_pb2.GenerateRequest:
-    """Half of those with a name are computed and sent whole, the others as far as nobody has asked the same before."""
+    """Returns a greedy request; half of the named ones have their own salt, and so no prefix cache hits."""
     salt = request_id if zlib.crc32(request_id.encode()) % 2 else ""
     return inference_pb2.GenerateRequest(
         request_id=request_id,
@@ -61,7 +61,7 @@ async def cancel_after_a_while(stub: Any, prompt: tuple[int, ...], tokens: int, 
 
 
 async def cancel_at_token(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random, wanted: int) -> str:
-    """The first token comes before the transfer ends: cancelling at it hits the hand-over, at a later one decode."""
+    """Cancels at token number `wanted`: the first one comes during the KV transfer, a later one in decode."""
     call = stub.Generate(request_of(prompt, tokens, f"token-{rng.random()}"), timeout=240)
     got = 0
     async for message in call:
@@ -73,7 +73,7 @@ async def cancel_at_token(stub: Any, prompt: tuple[int, ...], tokens: int, rng: 
 
 
 async def close_the_socket(address: str, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
-    """Its own connection, closed under the running call."""
+    """Closes the client's connection during the call."""
     channel = open_client_channel(address)
     call = inference_pb2_grpc.InferenceStub(channel).Generate(
         request_of(prompt, tokens, f"socket-{rng.random()}"), timeout=240
@@ -86,7 +86,7 @@ async def close_the_socket(address: str, prompt: tuple[int, ...], tokens: int, r
 
 
 async def drop_http(address: str, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
-    """A raw HTTP client that vanishes in the middle of the stream."""
+    """A raw HTTP client that disconnects in the middle of the stream."""
     host, port = address.removeprefix("http://").split(":")
     body = f'{{"prompt": {list(prompt)}, "max_tokens": {tokens}, "temperature": 0, "stream": true}}'
     lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
@@ -100,7 +100,7 @@ async def drop_http(address: str, prompt: tuple[int, ...], tokens: int, rng: ran
 
 
 async def abort_by_id(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
-    """Over a second call; the answer then ends by itself, saying so."""
+    """Aborts the request through a second call; the stream then ends with finish reason abort."""
     name = f"abort-{rng.random()}"
     call = stub.Generate(request_of(prompt, tokens, name), timeout=240)
     endings = asyncio.ensure_future(_endings(call))
@@ -163,7 +163,7 @@ def test_every_page_comes_home(running_cluster: Callable[..., Any], prompts: lis
 
 
 def cancelled_requests(cluster: Any) -> list[tuple[str, str]]:
-    """Each request that the router cancelled while it ran: its name, and the moment."""
+    """Returns the name and the phase of each request that the router cancelled while it ran."""
     moment_of = {edge.name: moment for moment, edges in MOMENTS.items() for edge in edges}
     found = re.findall(r"request (\S+) cancelled after (\w+)", cluster.log("router"))
     return [(name, moment_of[edge]) for name, edge in found]
@@ -173,7 +173,7 @@ def cancelled_requests(cluster: Any) -> list[tuple[str, str]]:
 def test_pages_come_home_from_the_midst_of_a_prompt(
     running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]
 ) -> None:
-    """A prompt of several chunks on an idle cluster, cancelled once the prefill worker holds pages for it."""
+    """A prompt of several chunks on an idle cluster is cancelled once the prefill worker holds pages for it."""
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     cluster.assert_idle_and_sound()
     longest = max(prompts, key=len)
@@ -202,5 +202,5 @@ async def cancel_amid_prefill(cluster: Any, prompt: tuple[int, ...], name: str) 
 
 
 def prefills(cluster: Any) -> bool:
-    """Whether a prefill worker holds pages: it takes them as a prompt's first chunk begins."""
+    """Returns True if a prefill worker holds pages, which it allocates when a prompt's first chunk begins."""
     return any(one.pages_owned for one in cluster.inspect() if one.worker_id.startswith("prefill"))

@@ -1,4 +1,4 @@
-"""Open-loop load from two client processes against a real cluster: every request is accounted for. Never its timing."""
+"""Open-loop load from two client processes on a real cluster: every request is counted. Timing is not checked."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_figures_add_up(report: LoadReport, workload: Workload) -> None:
 
 
 def test_what_the_cluster_refuses_and_what_does_not_fit_is_counted(address: str) -> None:
-    """A prompt with ids the model does not have; one too long, which is cut; one whose time is over before its end."""
+    """A prompt with ids outside the vocabulary, one that is too long and is truncated, and one that times out."""
     target = find_target(address)
     foreign = replace(target, view=replace(target.view, model=_vocabulary(target.view.model, 10**6)))
     arrivals = (Arrival(0.0, (Block(1, 64),), 4), Arrival(0.0, (Block(2, 64),), 4))

@@ -1,4 +1,4 @@
-"""A seed gives the same answer whatever else is running."""
+"""A seed gives the same answer whatever other requests are running."""
 
 from __future__ import annotations
 

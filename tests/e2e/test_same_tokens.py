@@ -1,4 +1,4 @@
-"""The cluster gives transformers' tokens: any page size, any chunk size, any number of workers, all at once."""
+"""The cluster generates the tokens of transformers, with any page size, chunk size and number of workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prompt = tuple[int, ...]
 NEW_TOKENS = 64
 PAGE_TOKENS = 16
 FIRST = {"page_tokens": PAGE_TOKENS, "max_step_tokens": 512}
-"""What the other tests of this folder ask for, too: they share its cluster."""
+"""The settings that other tests of this folder use too, so that they share its cluster."""
 SHAPES: dict[str, dict[str, Any]] = {
     "pages of 128, chunks of 64": {"page_tokens": 128, "max_step_tokens": 64},
     "pages of 128, chunks of 512, two and two": {
@@ -28,15 +28,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "colocated, steps of 100": {"mode": "colocated", "step_policy": "chunked", "step_budget": 100},
     "two colocated, who decodes first": {"mode": "colocated", "workers": 2, "step_policy": "decode-priority"},
 }
-"""Every page size and every chunk size at least once; the first shape is tested with its caches."""
+"""Every page size and every chunk size at least once; the first shape is also tested with prefix cache hits."""
 COLOCATED_PROMPT_MAX = 600
-"""A prompt of that length is many mixed steps, and longer ones are no other ones."""
+"""The longest prompt in colocated mode: it takes many mixed steps, and longer ones test nothing more."""
 
 
 async def ask(
     stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], tokens: int, salt: str = ""
 ) -> tuple[list[int], Any]:
-    """Token ids and the closing message of one greedy request."""
+    """Returns the token ids and the closing message of one greedy request."""
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),
         options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True, cache_salt=salt),
@@ -52,7 +52,7 @@ async def ask(
 async def ask_all(
     address: str, prompts: list[tuple[int, ...]], tokens: int, salt: str = ""
 ) -> list[tuple[list[int], Any]]:
-    """All prompts at once."""
+    """Sends all prompts at once."""
     channel = open_client_channel(address)
     try:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -65,7 +65,7 @@ async def ask_all(
 def test_the_same_tokens_and_again_from_the_caches(
     running_cluster: Callable[..., Any], prompts: list[Prompt], reference: Reference, tell: Callable[[str], None]
 ) -> None:
-    """Each prompt twice, and then with most of its answer behind it, as the next turn of a conversation has it."""
+    """Sends each prompt twice, and then with most of its answer appended, as the next turn of a conversation does."""
     cluster = running_cluster(dtype="float32", **FIRST)
     salt, answers = "conversation", []
     for turn in range(3):
@@ -79,7 +79,7 @@ def test_the_same_tokens_and_again_from_the_caches(
             assert complete.completion_tokens == len(got)
             if turn:
                 assert complete.cached_tokens == (len(prompt) - (0 if behind else 1)) // PAGE_TOKENS * PAGE_TOKENS
-                # The decode worker has what it has generated, too.
+                # The decode worker has cached its generated tokens, too.
                 pages = -(-len(whole) // PAGE_TOKENS) - (len(whole) - 1) // PAGE_TOKENS
                 assert complete.timeline.transfer.pages == pages
     cluster.assert_idle_and_sound()
@@ -118,7 +118,7 @@ def test_the_same_tokens_in_every_shape(
 
 
 def check(prompt: Prompt, answer: list[int], reference: Reference, tell: Callable[[str], None]) -> None:
-    """All tokens are there, and they are the reference's; ties are told."""
+    """Asserts that all tokens are there and equal the reference's; ties are reported."""
     assert len(answer) == NEW_TOKENS
     for tie in compare(prompt, answer, reference):
         tell(tie)
@@ -133,7 +133,7 @@ def test_the_reference_reads_what_generate_writes(number: int, prompts: list[Pro
 
 
 def counting(prompt: Prompt, answer: Prompt) -> Choices:
-    """A reference that counts on from the token before; 10 and its second best, 20, are a tie."""
+    """A reference that counts upwards from the previous token; 10 and its second best, 20, are a tie."""
     best = tuple(token + 1 for token in (*prompt, *answer)[len(prompt) - 1 : -1])
     gaps = tuple(1e-4 if number == 10 else 1.0 for number in best)
     return Choices(best, tuple(number + 10 for number in best), gaps)

@@ -1,5 +1,7 @@
-"""A small model of random weights with a real tokenizer: its workers start, and its requests run, in little time. And a
-cluster of two workers that serve it, for tests after which it heals.
+"""Fixtures for fault tests: a small model, a cluster of two workers, and faults of their engines.
+
+The model has random weights and a real tokenizer, so workers start and requests run quickly. Tests may damage the
+cluster, which recovers.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ VOCAB = 4096
 LAYERS, KV_HEADS, HEAD_DIM = 8, 4, 32
 CONTEXT = 8192
 STEP_DEADLINE_S = 10.0
-"""Far longer than a step of this model takes, also where other tests share the cores."""
+"""Far longer than a step of this model takes, even when other tests load the cores."""
 
 
 @pytest.fixture(scope="session")
 def small_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """8 KiB of KV a token in float32."""
+    """The folder of a model with 8 KiB of KV per token in float32."""
     folder = write_tiny_model(
         tmp_path_factory.mktemp("small-model"),
         vocab_size=VOCAB,
@@ -42,7 +44,7 @@ def small_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def engine_faults(tmp_path_factory: pytest.TempPathFactory) -> EngineFaults:
-    """What the workers of `pair` obey."""
+    """The engine faults that the workers of `pair` obey."""
     return EngineFaults(tmp_path_factory.mktemp("engine-faults"))
 
 
@@ -53,7 +55,7 @@ def pair(
     engine_faults: EngineFaults,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Any]:
-    """One prefill and one decode worker, a chunk of a prompt a page long."""
+    """A cluster of one prefill and one decode worker with prefill chunks of one page."""
 
     def start() -> Any:
         engine_faults.reach_workers(monkeypatch)

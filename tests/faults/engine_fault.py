@@ -1,5 +1,7 @@
-"""Makes one step of a worker's engine fail or hang. Workers are processes of their own, so this reaches them as a
-`sitecustomize` on their path: it changes the CPU's stepper once it is imported, and costs a step one look at a folder.
+"""Makes one step of a worker's engine fail or hang.
+
+Workers are processes of their own, so this reaches them as a `sitecustomize` on their Python path: it wraps the CPU
+stepper when that is imported, and checks a folder once per step.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ sys.meta_path.insert(0, Finder())
 
 
 class EngineFaults:
-    """Workers of a cluster that is started while `reach_workers` holds obey `order`, those that replace them too."""
+    """Orders faults for the workers of a cluster that is started within `reach_workers`, and for their replacements."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -66,7 +68,7 @@ class EngineFaults:
         monkeypatch.setenv("TANDEM_TEST_FAULTS", str(self._orders))
 
     def order(self, kind: str, fault: str) -> None:
-        """The next `prefill` or `decode` step of any worker will `raise` or `hang`; no other will."""
+        """Makes the next `prefill` or `decode` step of any one worker `raise` or `hang`."""
         written = self._orders / ".new"
         written.write_text(fault)
         written.rename(self._orders / kind)

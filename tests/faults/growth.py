@@ -1,4 +1,4 @@
-"""What processes that live on hold while others die and come back: memory and file descriptors, restart by restart."""
+"""Memory and file descriptors of processes that survive the restarts of others, measured after each restart."""
 
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ from cluster.supervision.health import Health
 
 MIB = 1 << 20
 SETTLED_AFTER = 10
-"""Restarts until a process has touched all that it uses over and over: its page pool, allocators, caches."""
+"""Restarts until a process has touched all memory that it reuses: its page pool, allocators, caches."""
 SETTLED_GROWTH_BYTES_MAX = 4 * MIB
-"""From then on, however many follow: a restart that costs 0.2 MiB for good is found in 20. Seen: 0 to 2 MiB in 20."""
+"""The limit on growth after that, for any number of restarts.
+
+A leak of 0.2 MiB per restart is found in 20 restarts. Measured: 0 to 2 MiB in 20.
+"""
 GROWTH_BYTES_MAX = 8 * MIB
-"""Beside the pool, from the first on."""
+"""The limit on growth from the first restart on, without the page pool."""
 FIRST_FDS_MAX = 1
-"""With the first restart, for good: seen of the router. None afterwards, in thirty restarts of each side."""
+"""The descriptors that the first restart may add for good.
+
+Measured for the router, and none afterwards in thirty restarts of each role.
+"""
 _SMOOTHED = 3
-"""Sizes are taken under load: the smallest of so many counts."""
+"""Sizes are measured under load: the smallest of this many samples counts."""
 _BETWEEN_COUNTS_S = 0.05
 _CLOSED_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a process holds: bytes that are its own, open file descriptors."""
+    """A process's private memory in bytes and its number of open file descriptors."""
 
     memory: int
     fds: int
 
     @classmethod
     def of(cls, pid: int, known: Sequence[Size] = ()) -> Size:
-        """`known`: of this process, before. Descriptors that are on their way out are waited for: what leaks stays."""
+        """Measures a process whose earlier sizes are `known`; waits for descriptors that are still being closed."""
         process = psutil.Process(pid)
         fds, give_up = _fds(process), time.monotonic() + _CLOSED_WITHIN_S
         while fds > _fds_max(known) and time.monotonic() < give_up:
@@ -53,17 +59,17 @@ def _fds(process: psutil.Process) -> int:
 
 
 def _fds_max(known: Sequence[Size]) -> float:
-    """What a process may have open after another restart."""
+    """Returns the number of descriptors that a process may have open after another restart."""
     if len(known) < 2:
         return known[0].fds + FIRST_FDS_MAX if known else math.inf
     return known[1].fds
 
 
 class Growth:
-    """Sizes of `survivors`: now, and whenever `look` is called."""
+    """The sizes of `survivors`, measured at the start and by each call of `look`."""
 
     def __init__(self, survivors: Sequence[Health], pool_bytes: int) -> None:
-        """`pool_bytes`: of a worker's KV pages, which it may not have touched yet."""
+        """Measures the first sizes; `pool_bytes`: a worker's KV pool, which it may not have touched yet."""
         self.survivors = survivors
         self._pool_bytes = pool_bytes
         self._began = time.monotonic()
@@ -71,12 +77,15 @@ class Growth:
         self.look()
 
     def look(self) -> None:
-        """One more restart is over."""
+        """Measures all survivors after another restart."""
         for one in self.survivors:
             self.series[one.name].append(Size.of(one.pid, self.series[one.name]))
 
     def check(self) -> None:
-        """AssertionError names the process that grew. Few restarts tell of descriptors and of much memory alone."""
+        """Raises AssertionError with the name of a process that grew.
+
+        With few restarts, only descriptors and large memory growth are detected.
+        """
         for name, sizes in self.series.items():
             check_fds(name, [size.fds for size in sizes])
             memory = [size.memory for size in sizes]
@@ -85,7 +94,7 @@ class Growth:
                 assert grown(memory[SETTLED_AFTER:]) < SETTLED_GROWTH_BYTES_MAX, (name, memory)
 
     def save(self, role: str, **figures: object) -> None:
-        """Keep the run in benchmarks/results/."""
+        """Saves the run to benchmarks/results/."""
         restarts = len(next(iter(self.series.values()))) - 1
         command = f"TANDEM_FAULT_RESTARTS={restarts} TANDEM_FAULT_SAVE=1 python -m pytest tests/faults -k restarts"
         series = {
@@ -98,12 +107,12 @@ class Growth:
 
 
 def check_fds(name: str, fds: Sequence[int]) -> None:
-    """AssertionError if the first restart cost more than it may, or those that follow any: exact, from two on."""
+    """Raises AssertionError if the first restart added too many descriptors, or a later one any."""
     assert fds[1] - fds[0] <= FIRST_FDS_MAX, (name, fds)
     assert grown(fds[1:]) <= 0, (name, fds)
 
 
 def grown(series: Sequence[int]) -> int:
-    """From the beginning of a series to its end; 0 = it is too short to tell."""
+    """Returns the growth from the beginning of a series to its end, 0 if it is too short to say."""
     smoothed = min(_SMOOTHED, len(series) // 2)
     return min(series[-smoothed:]) - min(series[:smoothed]) if smoothed else 0

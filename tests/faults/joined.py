@@ -1,4 +1,4 @@
-"""A cluster in a process of its own that joins a Ray of several nodes, each a family of processes."""
+"""A cluster in a separate process that joins a Ray of several nodes, each node with processes of its own."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RAY_TRIES = 3
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[Path]:
-    """A folder whose name leaves room for the names of Ray's sockets."""
+    """A folder with a path short enough for Ray's socket names."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 class Process:
-    """A script that is told what to do by lines on stdin, answers with lines, and ends with stdin."""
+    """A script that takes commands as lines on stdin, replies with lines, and exits when stdin closes."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -52,7 +52,7 @@ class Process:
         return line.decode()
 
     async def tell(self, **message: Any) -> str:
-        """Send one line; its answer."""
+        """Sends one line and returns the reply."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         return await self.line()
@@ -63,7 +63,7 @@ class Process:
         await self._gone()
 
     async def terminate(self) -> None:
-        """For one that does not look at stdin."""
+        """Terminates a process that does not read stdin."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         await self._gone()
@@ -76,7 +76,7 @@ class Process:
             raise
 
     def kill(self) -> None:
-        """SIGKILL of it and of everything that it started, as if its host had lost power."""
+        """Kills the process and all its descendants with SIGKILL, as if its host had lost power."""
         whole = psutil.Process(self._process.pid)
         for process in [whole, *whole.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,7 +84,7 @@ class Process:
 
 
 class JoinedCluster:
-    """Who is registered, and what they hold, as the controller and they themselves say."""
+    """The cluster's registered workers and their pages, as the controller and the workers report them."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.router_address = endpoints.grpc
@@ -94,7 +94,7 @@ class JoinedCluster:
         self.workers: dict[str, cluster_pb2.WorkerInfo] = {}
 
     async def look(self) -> None:
-        """Learn who is registered now."""
+        """Updates the registered workers from the controller."""
         async with rpc.open_channel(self.controller_address, self._token) as channel:
             watch = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
             membership = await watch.read()
@@ -109,7 +109,7 @@ class JoinedCluster:
         return reply
 
     async def idle_and_sound(self) -> None:
-        """Every page of all workers free, nothing open, all pools consistent, in the end."""
+        """Waits until all pages of all workers are free, no request or lease is open, and all pools are consistent."""
         give_up = time.monotonic() + IDLE_WITHIN_S
         for worker_id in self.workers:
             while True:
@@ -122,7 +122,10 @@ class JoinedCluster:
 
 
 async def ray_node(command: list[str], **env: str) -> Process:
-    """The node that `command` starts, once it is up. Ray gives one 30 s, which a busy machine may not keep at first."""
+    """Starts the node of `command` and waits until it is up.
+
+    Ray allows a node 30 s, which a busy machine may exceed at first, so a failed start is retried.
+    """
     for last in (*[False] * (RAY_TRIES - 1), True):
         node = await Process.start(*command, **env)
         try:
@@ -138,7 +141,7 @@ async def ray_node(command: list[str], **env: str) -> Process:
 
 @contextlib.asynccontextmanager
 async def joined_cluster(environment: dict[str, str], **settings: Any) -> AsyncIterator[Endpoints]:
-    """A cluster of these settings of `ClusterConfig`, from when it serves."""
+    """A cluster with these settings of `ClusterConfig`, once it serves."""
     cluster = await Process.start(sys.executable, str(ROOT / "tests/integration/cluster_process.py"), **environment)
     try:
         yield Endpoints(**json.loads(await cluster.tell(**settings)))

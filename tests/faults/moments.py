@@ -1,4 +1,4 @@
-"""Moments at which a fault strikes, made certain by freezing a process before it is looked at, never by timing."""
+"""Moments at which a fault strikes, made certain by suspending a process before it is inspected, never by timing."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LOOK_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class AmidTransfer:
-    """A frozen prefill worker, and a decode worker with pages that the other was writing."""
+    """A suspended prefill worker, and a decode worker with pages that the former was writing."""
 
     prefill: Health
     decode: Health
 
 
 def freeze_amid_transfer(cluster: Any) -> AmidTransfer:
-    """Stop, with SIGSTOP, the one prefill worker that computes, while pages at a decode worker are advertised to it.
+    """Suspends, with SIGSTOP, the prefill worker that computes, while pages of a decode worker are advertised to it.
 
-    Its hand-over cannot end before it goes on. Exactly one prompt may be in prefill in the whole cluster.
+    The transfer cannot end before the prefill worker continues. Exactly one prompt may be in prefill in the cluster.
     """
     give_up = time.monotonic() + TRIES_S
     while time.monotonic() < give_up:
@@ -44,14 +44,14 @@ def freeze_amid_transfer(cluster: Any) -> AmidTransfer:
 
 
 def busy(cluster: Any, role: str, measure: Callable[[worker_pb2.InspectResponse], int]) -> list[str]:
-    """Names of the registered workers of a role for which `measure` is not 0."""
+    """Returns the names of the registered workers of a role for which `measure` is not 0."""
     names = [member.worker_id for member in cluster.members() if member.worker_id.startswith(role)]
     return [name for name in names if measure(cluster.inspect_worker(name))]
 
 
 @contextlib.contextmanager
 def thawed(*processes: Health) -> Any:
-    """Whatever happens inside, none of these is frozen at the end."""
+    """Resumes these processes at the end, whatever happens inside."""
     try:
         yield
     finally:
@@ -61,12 +61,12 @@ def thawed(*processes: Health) -> Any:
 
 
 def kill(process: Health) -> None:
-    """SIGKILL: it also ends a frozen process."""
+    """Kills a process with SIGKILL, which also ends a suspended one."""
     os.kill(process.pid, signal.SIGKILL)
 
 
 def restarted(cluster: Any, dead: Health, within_s: float = 90.0) -> Health:
-    """The next incarnation, once it serves."""
+    """Returns the next incarnation of a worker, once it serves."""
     give_up = time.monotonic() + within_s
     while True:
         now = cluster.named(dead.name)

@@ -1,4 +1,4 @@
-"""Greedy answers on their way, token by token, and the same answers of an undisturbed cluster to hold them against."""
+"""Greedy streams in flight, compared token by token with the answers of an undisturbed cluster."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_client_channel
 
 DEADLINE_S = 120.0
-"""Of each request: what is not over by then hangs."""
+"""The deadline of each request in seconds: one that takes longer hangs."""
 LONG_PROMPT_TOKENS = 3000
 SHORT_PROMPT_TOKENS = (20, 33, 48, 64, 90, 17)
 ANSWER_TOKENS = 400
 AT_ONCE = 4
-"""Streams of a load, unless a test says otherwise."""
+"""Concurrent streams of a load, unless a test says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt and how many tokens to answer it with."""
+    """A prompt and the number of tokens to generate."""
 
     prompt: tuple[int, ...]
     tokens: int = ANSWER_TOKENS
 
     def request(self, name: str = "") -> inference_pb2.GenerateRequest:
-        """As it goes to a router: under a salt of its own, so that its prompt is computed and sent whole, however often
-        it was asked before.
+        """Returns the request for a router, with a cache salt of its own.
+
+        So its prompt is always prefilled and transferred as a whole, however often it was sent before.
         """
         return inference_pb2.GenerateRequest(
             request_id=name,
@@ -43,7 +44,7 @@ class Question:
 
 
 class Stream:
-    """One request. Its tokens as they come, and its end."""
+    """One request: its tokens as they arrive, and its end."""
 
     def __init__(self, stub: Any, question: Question, name: str) -> None:
         self.question = question
@@ -68,20 +69,20 @@ class Stream:
             self._news.set()
 
     async def reached(self, tokens: int) -> None:
-        """Wait until so many tokens are here; AssertionError if it ends before."""
+        """Waits until `tokens` tokens have arrived; AssertionError if the stream ends before."""
         while len(self.tokens) < tokens:
             assert not self.task.done(), (self.name, self.code, self.words)
             self._news.clear()
             await self._news.wait()
 
     def check(self, expected: Sequence[int]) -> None:
-        """The right tokens, all of them: nothing else is a success."""
+        """Asserts that the stream succeeded with exactly the expected tokens."""
         assert self.code is grpc.StatusCode.OK, (self.name, self.code, self.words)
         assert self.tokens == list(expected), self.name
 
 
 class Client:
-    """A connection to a router, for the length of an `async with`."""
+    """A connection to a router for the length of an `async with`."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -96,13 +97,13 @@ class Client:
         await self._channel.close()
 
     def ask(self, question: Question, name: str = "stream") -> Stream:
-        """Send a request whose name begins with `name`."""
+        """Sends a request whose name begins with `name`."""
         self._asked += 1
         return Stream(self._stub, question, f"{name}-{self._asked}-{time.time_ns()}")
 
 
 async def undisturbed(address: str, questions: Sequence[Question]) -> list[list[int]]:
-    """What a cluster answers while nothing breaks."""
+    """Returns the answers of a cluster in which nothing fails."""
     async with Client(address) as client:
         streams = [client.ask(question) for question in questions]
         await asyncio.gather(*(stream.task for stream in streams))
@@ -111,7 +112,7 @@ async def undisturbed(address: str, questions: Sequence[Question]) -> list[list[
 
 
 class Load:
-    """Questions asked over and over, a few at a time, until it is told to stop."""
+    """Sends questions over and over, a few at a time, until it is stopped."""
 
     def __init__(
         self, client: Client, questions: list[Question], expected: list[list[int]], at_once: int = AT_ONCE
@@ -136,6 +137,6 @@ class Load:
                 self.right += 1
 
     async def stop(self) -> None:
-        """AssertionError of the first answer that was wrong or failed."""
+        """Stops the load; raises AssertionError for the first answer that was wrong or failed."""
         self._stopping = True
         await asyncio.gather(*self._tasks)

@@ -1,4 +1,4 @@
-"""A step that fails or never ends, in a real cluster: clear errors for its batch, and one worker that starts again."""
+"""A step that fails or never ends, in a real cluster: clear errors for its batch, and one worker that restarts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .engine_fault import EngineFaults
 from .traffic import QUESTION, in_flight_when, serves_again
 
 NOTICED_WITHIN_S = 60.0
-"""Half of what a router waits for a worker that is only silent."""
+"""Half of the time that a router waits for a worker that is merely silent."""
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""What counts as growth of a process that lives on while others die."""
+"""The criteria for the growth of a process that survives the restarts of others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_descriptor_more_is_found_with_two_restarts(fds: list[int]) -> None:
 
 
 def growth(memory: list[float]) -> Growth:
-    """Of one process that had so many MiB."""
+    """Returns the growth of one process with these memory sizes in MiB."""
     found = Growth([], POOL_BYTES)
     found.series["decode-0"] = [Size(round(mib * MIB), 75) for mib in memory]
     return found

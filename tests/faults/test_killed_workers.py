@@ -1,5 +1,6 @@
-"""SIGKILL of the only worker of a role: clear errors at once, and a cluster that heals without a hand, on the same
-router.
+"""SIGKILL of a role's only worker: clear errors at once, and a cluster that recovers without intervention.
+
+The router stays the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .streams import Client, Question, Stream, undisturbed
 from .traffic import serves_again
 
 NOTICED_WITHIN_S = 60.0
-"""Half of what a router waits for a worker that is only silent."""
+"""Half of the time that a router waits for a worker that is merely silent."""
 IN_DECODE = 3
 SHORT = [Question((5, 6, 7, 8 + n), 400) for n in range(5)]
 LONG = Question(tuple(3 + n % 4000 for n in range(3000)), 16)

@@ -1,5 +1,6 @@
-"""A worker, router or controller that is stopped lives, keeps its sockets open, and does nothing: its keeper kills
-it, and goes on as after any other death.
+"""A worker, router or controller that is suspended lives and keeps its sockets open, but does nothing.
+
+Its supervisor kills it and continues as after any other death.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def stop(pid: int) -> None:
 
 
 async def stopped_amid(cluster: Any) -> tuple[list[Stream], Any]:
-    """Answers that run, and the decode worker of some of them, which was stopped."""
+    """Streams in flight, and the decode worker of some of them, which was suspended."""
     async with Client(cluster.grpc_address) as client:
         streams = [client.ask(question) for question in QUESTIONS]
         await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
@@ -77,7 +78,7 @@ def test_a_router_that_hangs(cluster: Any) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_controller_that_hangs(cluster: Any, request: pytest.FixtureRequest) -> None:
-    """Its `tandem up` ends with it, in words, and leaves nothing behind: whoever started that starts it again."""
+    """`tandem up` exits with the controller, reports why, and leaves no process; its own supervisor restarts it."""
     try:
         pids = [cluster.controller_pid(), cluster.router().pid, *(one.pid for one in cluster.workers())]
         stop(pids[0])

@@ -1,6 +1,6 @@
-"""Two prefill and two decode workers: whichever dies or stands still, every stream goes on with the same tokens.
+"""Two prefill and two decode workers: whichever dies or is suspended, every stream continues with the same tokens.
 
-TANDEM_FAULT_RESTARTS=30 restarts each side thirty times instead of a few, TANDEM_FAULT_SAVE=1 keeps the figures.
+TANDEM_FAULT_RESTARTS=30 restarts each role thirty times instead of a few, TANDEM_FAULT_SAVE=1 saves the measurements.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from .streams import AT_ONCE, LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, Client, L
 
 STILL_S = 3.0
 RESTARTS = int(os.environ.get("TANDEM_FAULT_RESTARTS", "2"))
-"""Of each side."""
+"""The number of restarts of each role."""
 REFUSED_MAX = RESTARTS // 10
-"""Requests that hear in words that they cannot be served: the router tries no more than three times, and where prefill
-workers die faster than pages leave quarantine, no decode worker is ready for some seconds."""
+"""The number of requests that may be rejected with a clear error.
+
+The router makes at most three attempts, and where prefill workers die faster than pages leave quarantine, no decode
+worker is ready for some seconds.
+"""
 KV_CACHE_BYTES = 40 * MIB
 CHUNK_TOKENS = 16
 IN_DECODE = 3
-"""Tokens that tell of a request in decode: the prefill worker brings one."""
+"""The number of tokens from which a request is certainly in decode: the prefill worker sends only one."""
 
 
 @pytest.fixture(scope="module")
 def questions() -> list[Question]:
-    """Short prompts, and last a long one, of many chunks."""
+    """Short prompts, and at last a long one of many chunks."""
     rng = random.Random(4)
     lengths = (*SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS)
     return [Question(tuple(rng.randrange(3, VOCAB) for _ in range(length))) for length in lengths]
@@ -62,7 +65,7 @@ def expected(cluster: Any, questions: list[Question]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """What came of all questions, and how many tokens of each were out when it struck."""
+    """The streams of all questions, and the tokens that each had when the fault struck."""
 
     streams: list[Stream]
     tokens_before: list[int]
@@ -70,7 +73,7 @@ class Struck:
 
 
 async def struck(cluster: Any, questions: list[Question], strike: Callable[[AmidTransfer], None]) -> Struck:
-    """All questions: the short ones are in decode and the long one is being transferred when it strikes."""
+    """Sends all questions; the fault strikes while the short ones decode and the long one is transferred."""
     async with Client(cluster.grpc_address) as client:
         streams = [client.ask(question) for question in questions[:-1]]
         await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
@@ -84,8 +87,8 @@ async def struck(cluster: Any, questions: list[Question], strike: Callable[[Amid
 
 
 def moved(cluster: Any, streams: list[Stream]) -> list[Stream]:
-    """Those that the router tried again, with other workers."""
-    again = [line for line in cluster.log("router").splitlines() if "failed, again: " in line]
+    """Returns the streams that the router retried with other workers."""
+    again = [line for line in cluster.log("router").splitlines() if "failed, retrying: " in line]
     return [stream for stream in streams if any(f"request {stream.name}~" in line for line in again)]
 
 
@@ -100,7 +103,7 @@ def test_death_amid_transfer_and_decode(
     again = moved(cluster, result.streams)
     assert result.streams[-1] in again
     if role == "decode":
-        # On a fast machine all others may have ended by then.
+        # On a fast machine all other streams may have ended by then.
         in_decode = [n for n, stream in enumerate(result.streams[:-1]) if stream in again]
         assert all(IN_DECODE <= result.tokens_before[n] < len(expected[n]) for n in in_decode)
     restarted(cluster, getattr(result.moment, role))
@@ -129,10 +132,10 @@ def test_a_worker_that_stands_still_amid_a_transfer(
 @pytest.mark.timeout(300 + 60 * RESTARTS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_restarts_under_load(role: str, cluster: Any, questions: list[Question], expected: list[list[int]]) -> None:
-    """The router and the other side live through all of them, without one file descriptor more.
+    """The router and the other role survive all restarts without one more file descriptor.
 
-    A leak of memory is found from a dozen restarts of each side on, which `make test` does not take: a few show no more
-    than what a process touches once.
+    A memory leak is found from a dozen restarts of each role on, which `make test` does not run: a few restarts show
+    only memory that a process touches once.
     """
     survivors = [cluster.router(), *(one for one in cluster.workers() if not one.name.startswith(role))]
     growth = Growth(survivors, KV_CACHE_BYTES)

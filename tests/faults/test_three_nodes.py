@@ -1,4 +1,4 @@
-"""Nodes and workers of a real Ray come and go under load: every answer is whole and right, and nothing hangs."""
+"""Nodes and workers of a real Ray come and go under load: every answer is complete and right, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LONG_ONES, LONG_PROMPT_TOKENS, LONG_ANSWER_TOKENS = 2, 1500, 20
 CLIENTS = 2
 TRIES_S = 60.0
 HANDED_BACK = "others go on with the request"
-"""What a router hears of a worker that drains or changes its role."""
+"""A part of the error that a worker sends to the router when it drains or changes its role."""
 
 
 def some_questions() -> list[Question]:
-    """Short ones, and last some with prompts of many chunks."""
+    """Short prompts, and at last some of many chunks."""
     rng = random.Random(11)
     lengths = [
         *((length, ANSWER_TOKENS) for length in SHORT_PROMPTS),
@@ -34,7 +34,7 @@ def some_questions() -> list[Question]:
 
 
 class Scenario:
-    """One cluster through all of it."""
+    """The steps of the test, on one cluster."""
 
     def __init__(self, nodes: ThreeNodes, tell: Callable[[str], None]) -> None:
         self._nodes = nodes
@@ -47,7 +47,7 @@ class Scenario:
         self._right = await undisturbed(self._nodes.router_address, self._questions)
 
     async def add_a_node(self) -> None:
-        """Workers are wanted for which there is no place; a node comes that has some."""
+        """Requests more workers than the nodes can hold; then a node with free resources joins."""
         growing = asyncio.ensure_future(self._nodes.controller.resize(decode=2))
         began = time.monotonic()
         await self._nodes.add(THIRD)
@@ -61,7 +61,7 @@ class Scenario:
         await self._ask_all()
 
     async def kill_a_node(self) -> None:
-        """Streams that decode there and prompts that are sent there go on; its worker starts where there is room."""
+        """Streams in decode or transfer on the killed node continue, and its worker restarts on another node."""
         before = self._nodes.workers["decode-0"].incarnation
         async with Client(self._nodes.router_address) as client:
             streams = [client.ask(question) for question in self._questions]
@@ -95,8 +95,10 @@ class Scenario:
         assert all(self._nodes.workers[name].incarnation > old for name, old in before.items())
 
     async def shrink_amid_transfers(self) -> None:
-        """Without a grace. The router may hear of the leaving before it hears of an answer that is handed back, and
-        begins it again in any case; that nobody was killed is the controller's to say.
+        """Shrinks the cluster without a grace period; requests are retried, but no worker is killed.
+
+        The router may learn that the worker left before it receives the request that the worker gives up; it retries it
+        either way; only the controller's log shows whether a worker was killed.
         """
         killed = self._killed()
         async with Client(self._nodes.router_address) as client:
@@ -112,12 +114,12 @@ class Scenario:
         await self._ask_all()
 
     def _failed_attempts(self) -> list[str]:
-        """Those of which the router took a worker for lost; what one hands back is none of them."""
+        """Returns the failed attempts in the router's log, without those that a worker gave up while it drained."""
         log = (self._nodes.logs / "router.log").read_text()
-        return [line for line in log.splitlines() if "failed, again: " in line and HANDED_BACK not in line]
+        return [line for line in log.splitlines() if "failed, retrying: " in line and HANDED_BACK not in line]
 
     def _killed(self) -> list[str]:
-        """Workers that were ended before they had drained, and those that died."""
+        """Returns the log lines of workers that were killed before they had drained, or that died."""
         log = (self._nodes.logs / "controller.log").read_text()
         return [line for line in log.splitlines() if "did not drain: " in line or " is gone (" in line]
 

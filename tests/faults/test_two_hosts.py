@@ -1,4 +1,4 @@
-"""Prefill and decode on two hosts of a Ray cluster, a bad wire between: right tokens or clear errors, no page lost."""
+"""Prefill and decode on two hosts of a Ray cluster over a lossy link: right tokens or clear errors, no page lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .wire import ADDRESSES
 DELAY_S, LOSS = 0.02, 0.01
 CUT_S = 5.0
 WRITING_S = 0.5
-"""From the first advertised page to the cut; the whole transfer takes seconds at that loss."""
+"""Time in seconds from the first advertised page to the cut; at that loss the whole transfer takes seconds."""
 QUESTIONS = [Question(tuple(3 + (n + 37 * k) % 4000 for n in range(400 + 16 * k)), 48) for k in range(4)]
 LONG = Question(tuple(3 + n % 4000 for n in range(2000)), 48)
 CLEAR = {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
@@ -36,7 +36,7 @@ async def answers(hosts: TwoHosts, questions: list[Question]) -> list[Stream]:
 
 
 async def cut_amid_transfer(hosts: TwoHosts) -> Stream:
-    """One long prompt; the wire is cut while its pages are being written, and is whole again some seconds later."""
+    """Sends one long prompt and cuts the link while its pages are being written; some seconds later it is restored."""
     async with Client(hosts.router_address) as client:
         stream = client.ask(LONG)
         while True:

@@ -1,4 +1,4 @@
-"""`tandem up` comes and goes, by SIGTERM or SIGKILL, and its workers serve on with whoever is there."""
+"""`tandem up` is stopped by SIGTERM or SIGKILL and started again, and its workers continue to serve."""
 
 from __future__ import annotations
 

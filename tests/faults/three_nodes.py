@@ -1,5 +1,7 @@
-"""A Ray of three nodes on one machine, each with an address and processes of its own: a head with controller, router
-and the prefill worker, a node with the first decode worker, and one that comes later, with room for two of these.
+"""A Ray of three nodes on one machine, each with an address and processes of its own.
+
+A head with controller, router and the prefill worker, a node with the first decode worker, and a node that joins
+later, with resources for two decode workers.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tests.ray_start import head_address, ray_environment, ray_start
 from .joined import START_S, JoinedCluster, Process, joined_cluster, ray_node, short_folder
 
 HEAD, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
-"""Loopback, but not the address that Ray takes for no address."""
+"""Loopback addresses, but not the one that Ray treats as no address."""
 PLACES = {HEAD: '{"prefill": 1}', SECOND: '{"decode": 1}', THIRD: '{"decode": 2}'}
 LOOK_S = 0.02
 LOGS = "logs"
@@ -39,7 +41,7 @@ SETTINGS = {
 
 
 class ThreeNodes(JoinedCluster):
-    """Serves while inside `three_nodes`."""
+    """The cluster on these nodes, which serves within `three_nodes`."""
 
     def __init__(self, endpoints: Endpoints, start: Callable[[str], Awaitable[Process]], logs: Path) -> None:
         super().__init__(endpoints)
@@ -55,11 +57,11 @@ class ThreeNodes(JoinedCluster):
 
     @property
     def places(self) -> dict[str, str]:
-        """The node of each registered worker, as it was seen last."""
+        """Returns the node of each registered worker, as of the last `look`."""
         return {name: worker.address.rpartition(":")[0] for name, worker in self.workers.items()}
 
     async def until(self, condition: Callable[[], bool], within_s: float = START_S) -> float:
-        """Look until it is true of who is registered; how long that took, in seconds."""
+        """Waits until `condition` holds for the registered workers; returns the seconds that it took."""
         began = time.monotonic()
         while True:
             await self.look()
@@ -71,13 +73,13 @@ class ThreeNodes(JoinedCluster):
 
 @contextlib.asynccontextmanager
 async def three_nodes(model: Path) -> AsyncIterator[ThreeNodes]:
-    """The first two are up, each with a worker."""
+    """Starts the first two nodes, each with a worker."""
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(short_folder())
         environment = {
             **ray_environment(secrets.token_hex(32)),
             "UCX_NET_DEVICES": "lo",
-            # A node whose address refuses five times is dead: after 5 s instead of 15.
+            # Ray declares a node dead after five refused connections: with this after 5 s instead of 15.
             "RAY_health_check_period_ms": "1000",
             "PATH": os.environ["PATH"],
         }

@@ -1,4 +1,4 @@
-"""Requests in flight while a step breaks, and the first one that works again."""
+"""Requests in flight while a step fails, and the first request that succeeds again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATER = 7
 
 
 async def in_flight_when(address: str, breaks: Callable[[], None]) -> tuple[list[Stream], float]:
-    """Eight requests, of which one decodes and seven are still to come when it breaks, and when that was."""
+    """Sends eight requests and makes a step fail when one decodes and seven are queued; returns them and the time."""
     async with Client(address) as client:
         streams = [client.ask(QUESTION)]
         await streams[0].reached(1)
@@ -30,7 +30,7 @@ async def in_flight_when(address: str, breaks: Callable[[], None]) -> tuple[list
 
 
 async def serves_again(address: str, within_s: float, request: inference_pb2.GenerateRequest) -> int:
-    """Tokens of the first request that works again."""
+    """Returns the number of tokens of the first request that succeeds again."""
     channel = open_client_channel(address)
     stub = inference_pb2_grpc.InferenceStub(channel)
     give_up = time.monotonic() + within_s

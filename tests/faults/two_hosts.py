@@ -1,5 +1,7 @@
-"""Two hosts on one machine, one Ray cluster over both: in this network namespace Ray's head with controller, router and
-decode worker, in another a second Ray node with the prefill worker, KV over TCP between them.
+"""Two hosts on one machine and one Ray cluster over both.
+
+The current network namespace has Ray's head with controller, router and decode worker; another one has a second Ray
+node with the prefill worker. KV goes over TCP between them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .wire import ADDRESSES
 
 HERE, THERE = "tandem-here", "tandem-there"
 WIRES = "tcp,self"
-"""What UCX may use: left alone, it would find that both hosts share their memory."""
+"""The transports that UCX may use; by default it would detect that both hosts share their memory."""
 SETTINGS = {
     "model_name": "small",
     "dtype": "float32",
@@ -38,7 +40,7 @@ SETTINGS = {
 
 
 def refusal() -> str:
-    """Why there can be no second network namespace here; "" = there can."""
+    """Returns the reason why a second network namespace cannot be created, "" if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -59,7 +61,7 @@ def refusal() -> str:
 
 @contextlib.contextmanager
 def namespace() -> Iterator[str]:
-    """A network namespace with nothing in it."""
+    """An empty network namespace."""
     name = f"tandem-{os.getpid()}"
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
@@ -69,7 +71,7 @@ def namespace() -> Iterator[str]:
 
 
 class TwoHosts(JoinedCluster):
-    """Serves while inside `two_hosts`."""
+    """The cluster on both hosts, which serves within `two_hosts`."""
 
     def __init__(self, wire: Process, endpoints: Endpoints) -> None:
         super().__init__(endpoints)
@@ -78,7 +80,7 @@ class TwoHosts(JoinedCluster):
 
 @contextlib.asynccontextmanager
 async def two_hosts(model: Path) -> AsyncIterator[TwoHosts]:
-    """Everything up, over a perfect wire at first."""
+    """Starts the cluster, with a perfect link at first."""
     async with contextlib.AsyncExitStack() as stack:
         there, folder = stack.enter_context(namespace()), stack.enter_context(short_folder())
         wire = await Process.start(sys.executable, str(ROOT / "tests/faults/wire.py"), there, HERE, THERE)

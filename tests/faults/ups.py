@@ -37,7 +37,7 @@ print(json.dumps([*ray.util.list_named_actors(), *groups]))
 
 
 class Up:
-    """One `tandem up`, from when it serves."""
+    """One `tandem up`, once it serves."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -45,7 +45,7 @@ class Up:
         self.said = ""
 
     async def until(self, words: str, within_s: float = WITHIN_S) -> None:
-        """Read what it says until these words are in it."""
+        """Reads its output until it contains `words`."""
         assert self._process.stdout is not None
         async with asyncio.timeout(within_s):
             while words not in self.said:
@@ -60,7 +60,7 @@ class Up:
         self.router = found[1]
 
     async def end(self, number: signal.Signals) -> None:
-        """Send it this signal; returns when it has ended."""
+        """Sends it a signal and waits until it has exited."""
         self._process.send_signal(number)
         out, _ = await asyncio.wait_for(self._process.communicate(), WITHIN_S)
         self.said += out.decode()
@@ -72,7 +72,7 @@ class Up:
 
 
 class Ups:
-    """Starts them, and knows the workers' processes."""
+    """Starts `tandem up` processes and finds the workers' processes."""
 
     def __init__(self, ray: int, environment: dict[str, str]) -> None:
         self._ray = psutil.Process(ray)
@@ -80,7 +80,7 @@ class Ups:
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self, *options: str) -> Up:
-        """Another one; it does not serve yet."""
+        """Starts another `tandem up`, which does not serve yet."""
         command = (sys.executable, "-m", "cli.main", "up", "--address", self._environment["RAY_ADDRESS"])
         pipe, same = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
         process = await asyncio.create_subprocess_exec(
@@ -91,7 +91,7 @@ class Ups:
         return up
 
     def workers(self) -> set[int]:
-        """The processes of all workers."""
+        """Returns the process ids of all workers."""
         found = set()
         for process in self._ray.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -100,7 +100,7 @@ class Ups:
         return found
 
     async def left(self) -> list[str]:
-        """The actors and places that Ray has, by name."""
+        """Returns the names of the actors and placement groups that Ray still has."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", LEFT), stdout=asyncio.subprocess.PIPE, env=self._environment, cwd=ROOT
         )
@@ -114,12 +114,12 @@ class Ups:
 
 @contextlib.asynccontextmanager
 async def ups(places: str = PLACES) -> AsyncIterator[Ups]:
-    """A Ray of one node, on loopback, with these places for workers."""
+    """A Ray of one node on loopback with these resources for workers."""
     with short_folder() as folder:
         environment = {
             **os.environ,
             **ray_environment(secrets.token_hex(32)),
-            # Keeps Ray on loopback, although that is no address for a cluster.
+            # Keeps Ray on loopback, which it otherwise does not accept as a cluster address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",

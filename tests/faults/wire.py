@@ -1,10 +1,10 @@
-"""A wire between this network namespace and another: what one end sends reaches the other late, or never.
+"""A network link between this network namespace and another one, with delay, loss, or cut.
 
 Usage: wire.py NAMESPACE HERE THERE (names of the two ends)
 
-Two TAP devices and this process between them: a veth pair with `tc netem`, for kernels that have no netem. It prints a
-line when both ends are up, and takes one JSON line on stdin for each change of {"delay_s", "loss", "cut"}, which it
-answers. The devices go when it ends, which it does with stdin.
+Two TAP devices with this process between them replace a veth pair with `tc netem`, for kernels without netem. It
+prints a line when both ends are up. Each JSON line on stdin changes {"delay_s", "loss", "cut"} and is acknowledged.
+The process exits, and the devices disappear, when stdin closes.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ ADDRESSES = ("198.18.77.1", "198.18.77.2")
 
 
 def open_end(name: str, address: str) -> int:
-    """A TAP device in the current namespace, up, with an address."""
+    """Creates a TAP device in the current namespace, up, with an address."""
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TAP | IFF_NO_PI))
     for command in (
@@ -50,7 +50,7 @@ def enter(namespace: str) -> None:
 
 
 class Wire:
-    """Carries frames until stdin ends."""
+    """Forwards frames until stdin closes."""
 
     def __init__(self, here: int, there: int) -> None:
         self._other = {here: there, there: here}
@@ -90,7 +90,7 @@ class Wire:
         while self._on_the_way and self._on_the_way[0][0] <= now:
             _, _, end, frame = heapq.heappop(self._on_the_way)
             if not self.cut:
-                # A full queue loses frames, as a real one does.
+                # A full queue drops frames, as a real one does.
                 with contextlib.suppress(BlockingIOError):
                     os.write(end, frame)
 

@@ -1,10 +1,12 @@
-"""Libraries that only GPU machines have warn of their own future, one of them as it is imported: an error there would
-be taken for a library that is missing, and the test would measure what stands in for it.
+"""Warnings are no errors in this folder.
+
+Libraries that only GPU machines have emit deprecation warnings, one of them at import: an error there would look like a
+missing library, and the test would measure its fallback.
 """
 
 import pytest
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of this folder: warnings are shown and are no errors."""
+    """Shows warnings of this folder's tests, without turning them into errors."""
     item.add_marker(pytest.mark.filterwarnings("default"))

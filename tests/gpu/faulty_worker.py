@@ -1,5 +1,6 @@
-"""A worker on a GPU, in a process of its own, whose device fails in the first prompt. Prints what a router and the
-process's keeper hear, as one JSON line.
+"""A worker on a GPU, in a separate process, whose device fails in the first prefill step.
+
+Prints what a router and the process's supervisor receive, as one JSON line.
 
     python -m tests.gpu.faulty_worker MODEL_FOLDER out-of-range|never-ends
 """
@@ -22,11 +23,11 @@ from worker.process import WorkerProcess
 
 STEP_DEADLINE_S = 5.0
 SPIN_CYCLES = 400_000_000_000
-"""Minutes on any GPU."""
+"""A spin of minutes on any GPU."""
 
 
 def out_of_range() -> None:
-    """A device-side assertion, which is reported when somebody waits for the device."""
+    """Triggers a device-side assertion, which is reported at the next synchronization."""
     table = torch.zeros(16, 4, device="cuda")
     torch.index_select(table, 0, torch.full((4,), 1 << 20, device="cuda"))
 
@@ -48,12 +49,12 @@ def main() -> None:
     heard = asyncio.run_coroutine_threadsafe(ask(process._worker), process._events)
     reply = {"ended": end_of(process), **describe(heard)}
     print(json.dumps(reply), flush=True)
-    # As its keeper would: nothing of a lost device can be ended in an orderly way.
+    # As its supervisor would: work on a lost device cannot be ended cleanly.
     os._exit(0)
 
 
 def break_steps(stepper: Any, fault: Any) -> None:
-    """However a step is launched, as a graph or kernel by kernel."""
+    """Breaks every launch of a step, as a graph or kernel by kernel."""
     compute = stepper._compute
 
     def broken(*arguments: Any) -> Any:
@@ -64,7 +65,7 @@ def break_steps(stepper: Any, fault: Any) -> None:
 
 
 async def ask(worker: Any) -> RequestEvent:
-    """The last event of one request."""
+    """Returns the last event of one request."""
     stream = worker.attach("r")
     worker.prefill(PrefillTask("r", RequestRef("q", 1), (3, 4, 5), SamplingParams(max_tokens=1), None))
     async for step in stream.messages():

@@ -1,4 +1,4 @@
-"""Requests that meet in given steps: launched one ahead as a worker does it, or again with the tokens known."""
+"""Requests scheduled into given steps: launched one ahead as a worker does it, or replayed with the tokens known."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.steps.batch import Draw, History, PendingStep, StepBatch, StepRow
 from wire.messages import SamplingParams, TokenLogprobs
 
 Schedule = Sequence[Sequence[tuple[int, int]]]
-"""For each step its rows: the number of the request, and how many tokens of it; one token behind its prompt decodes."""
+"""For each step its rows: (index of the request, number of its tokens); one token after its prompt is a decode row."""
 
 
 @dataclass
 class Request:
-    """`done` of its tokens are in the cache once the launched steps have run."""
+    """A request; `done` of its tokens are in the cache once the launched steps have run."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -29,7 +29,10 @@ class Request:
         self.history = History(self.prompt, self.answer) if self.sampling.penalized else None
 
     def row(self, tokens: int, pages: range, source: int | None) -> StepRow:
-        """Of the next `tokens` tokens; `source`: the row of the step before, if that draws what is read here."""
+        """Returns the row of the next `tokens` tokens.
+
+        `source`: the row of the step before, if that draws the token that is read here.
+        """
         start, self.done = self.done, self.done + tokens
         index = self.done - len(self.prompt)
         draw = Draw(self.sampling, index, self.history) if index >= 0 else None
@@ -41,7 +44,7 @@ class Request:
 
 
 def launch_ahead(runner: ModelRunner, requests: Sequence[Request], schedule: Schedule) -> None:
-    """Each step is launched before the last one is read, and its rows take what that one draws from the device."""
+    """Launches each step before the last one is read, so its rows take drawn tokens from the device."""
     pending: list[tuple[list[int], PendingStep]] = []
 
     def read() -> None:
@@ -71,10 +74,10 @@ def launch_ahead(runner: ModelRunner, requests: Sequence[Request], schedule: Sch
 def logits_again(
     runner: ModelRunner, requests: Sequence[Request], schedule: Schedule
 ) -> list[tuple[Draw, int, Tensor]]:
-    """The same steps, each once the one before is over, fed with the requests' answers whatever `runner` would say.
+    """Replays the same steps, each once the one before is over, fed with the requests' answers instead of drawn tokens.
 
-    For each draw, in the order of steps and rows: what is asked, with the history before it; the number of the request;
-    the logits [vocab] float32, on the host.
+    Returns for each draw, in the order of steps and rows: the draw with the history before it; the index of the
+    request; the logits [vocab] float32, on the host.
     """
     found = []
     again = [Request(each.prompt, each.sampling) for each in requests]
@@ -93,6 +96,6 @@ def logits_again(
 
 
 def pages_of(number: int, requests: Sequence[Request], runner: ModelRunner) -> range:
-    """Of one request, whose answer ends within its page."""
+    """Returns the pages of one request, whose answer ends within its last page."""
     share = max(-(-len(each.prompt) // runner.page_tokens) for each in requests) + 1
     return range(number * share, (number + 1) * share)

@@ -1,4 +1,4 @@
-"""Attention of answers beside that of a short chunk, each on a stream of its own: the bits of one after the other."""
+"""Decode attention concurrent with that of a short chunk, on two streams: the same bits as one after the other."""
 
 from __future__ import annotations
 

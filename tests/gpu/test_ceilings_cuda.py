@@ -1,4 +1,4 @@
-"""What a GPU can do at best, measured in passing: nothing stays on the device, and a full one is no error."""
+"""Measuring the ceilings of a GPU: no memory stays allocated, and a full device is no error."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SPARE_BYTES = 200 << 20
 
 
 def test_nothing_stays_on_the_device() -> None:
-    measure_ceilings(DEVICE, torch.bfloat16)  # libraries keep what they need for their work
+    measure_ceilings(DEVICE, torch.bfloat16)  # libraries keep their workspaces
     before = torch.cuda.memory_reserved(DEVICE)
     found = measure_ceilings(DEVICE, torch.bfloat16)
     assert torch.cuda.memory_reserved(DEVICE) <= before

@@ -1,4 +1,4 @@
-"""A real fault of the device, in a process of its own: typed errors, no hang, and an end that a keeper sees."""
+"""A real fault of the device, in a separate process: typed errors, no hang, and an exit that a supervisor sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 ROOT = Path(__file__).parent.parent.parent
 WITHIN_S = 180.0
-"""For the start of a worker as well, which compiles kernels."""
+"""The limit in seconds, which includes the start of a worker that compiles kernels."""
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ PROMPTS = [[(7 * i * i + 31 * s) % 40_000 for i in range(n)] for s, n in enumera
 
 
 def greedy(runner: ModelRunner, prompts: list[list[int]], new_tokens: int = 16) -> list[list[int]]:
-    """All prompts in one step, then all together token by token, each step launched before the last one is read."""
+    """Decodes greedily: all prompts in one step, then token by token, each launched before the last one is read."""
     return decode(runner, prompts, SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True))
 
 
@@ -73,7 +73,10 @@ def on_gpu(model_folder: Path) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def reference(model_folder: Path) -> ModelRunner:
-    """The plain kernels in float32, the yardstick. They run on the GPU, too, where they are the same in less time."""
+    """Returns the plain kernels in float32, the reference.
+
+    They run on the GPU, too, with the same results in less time.
+    """
     config = EngineConfig(model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE)
     return ModelRunner.load(config, kernels=ReferenceKernels())
 
@@ -89,7 +92,10 @@ def test_alone_as_in_company(on_gpu: ModelRunner) -> None:
 
 
 def test_alone_as_in_company_where_a_library_multiplies(on_gpu: ModelRunner) -> None:
-    """The first is streamed alone and the library's together, the second the library's both times, beside others."""
+    """The first prompt is streamed alone and multiplied by the library in a batch.
+
+    The second uses the library both times.
+    """
     lengths = (40, 300, 400, 600)
     assert lengths[0] <= FLOAT_STREAMED_TOKENS < lengths[1]
     prompts = [[(11 * i * i + 53 * s + i) % 40_000 for i in range(n)] for s, n in enumerate(lengths)]
@@ -104,7 +110,7 @@ def test_seeded_draws_alone_as_in_company(on_gpu: ModelRunner) -> None:
 
 
 def test_decode_rows_and_chunks_in_one_step(on_gpu: ModelRunner) -> None:
-    """Three requests decode while a fourth prompt is computed in chunks beside them, the last of one token."""
+    """Three requests decode while a fourth prompt is computed in chunks in the same steps, the last of one token."""
     early, late, chunks = PROMPTS[:3], PROMPTS[3], (64, 65, 1)
     assert sum(chunks) == len(late)
     pages = [range(number * 20, (number + 1) * 20) for number in range(len(PROMPTS))]
@@ -138,7 +144,7 @@ def test_decode_rows_and_chunks_in_one_step(on_gpu: ModelRunner) -> None:
 
 
 class Forced:
-    """A runner that is fed `answers` whatever it would say itself: all prompts in one step, then token by token."""
+    """A runner that is fed `answers` instead of its own tokens: all prompts in one step, then token by token."""
 
     def __init__(self, runner: ModelRunner, prompts: list[list[int]], answers: list[list[int]]) -> None:
         longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
@@ -146,7 +152,7 @@ class Forced:
         self._runner, self._prompts, self._answers = runner, prompts, answers
 
     def logits(self, index: int) -> torch.Tensor:
-        """float32 [prompts, vocab] before token `index` of the answers; asked for in their order, from 0 on."""
+        """Returns float32 [prompts, vocab] before token `index` of the answers; to be called in order, from 0 on."""
         rows = []
         for number, (prompt, answer) in enumerate(zip(self._prompts, self._answers, strict=True)):
             pages = range(number * self._pages, (number + 1) * self._pages)
@@ -160,7 +166,7 @@ class Forced:
 def test_bfloat16_gives_the_tokens_of_float32_but_for_ties(reference: ModelRunner, model_folder: Path) -> None:
     """50 prompts, 64 tokens, the same context on all sides for each.
 
-    The engine's logits, those it drew from, are at most twice as far from float32 as the plain kernels' in bfloat16.
+    The engine's logits, from which it drew, are at most twice as far from float32 as the plain kernels' in bfloat16.
     Where its token is another one, float32 has both so close together that the plain kernels' errors at this very
     position would explain it as well: a tie, by name.
     """
@@ -176,7 +182,7 @@ def test_bfloat16_gives_the_tokens_of_float32_but_for_ties(reference: ModelRunne
         errors.append((drawn_from - exact).abs().amax(dim=1))
         plain_error = plainly - exact
         plain_errors.append(plain_error.abs().amax(dim=1))
-        # A shift of all logits alike changes no choice: what counts is how far their errors lie apart.
+        # A common offset of all logits changes no choice: only the differences of their errors count.
         bounds = (plain_error.amax(dim=1) - plain_error.amin(dim=1)).tolist()
         for number, answer in enumerate(answers):
             token, best = answer[index], int(exact[number].argmax())
@@ -209,7 +215,7 @@ def test_graphs_share_the_memory_of_their_logits(model_folder: Path) -> None:
 
 
 def test_a_graph_s_logits_last_until_the_next_step(on_gpu: ModelRunner, reference: ModelRunner) -> None:
-    """Of the graphs of one row and of many, in turns, after the many captures that came before."""
+    """Graphs of one row and of many, in turns, after the many captures that came before."""
     for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[:2], PROMPTS[:1]):
         answers = [[7, 11] for _ in prompts]
         ours, exact = Forced(on_gpu, prompts, answers), Forced(reference, prompts, answers)

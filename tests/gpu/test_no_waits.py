@@ -1,4 +1,4 @@
-"""No launch waits for the device: whatever is drawn, with graphs and without, one step ahead of the last one read."""
+"""No launch waits for the device: any kind of draw, with graphs and without, one step ahead of the last one read."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_no_launch_waits(model_folder: Path, schedule: list[list[tuple[int, int]
     runner = ModelRunner.load(config)
     if not runner.stepper.asynchronous:
         pytest.skip("steps of this engine wait")
-    launch_ahead(runner, requests(), schedule)  # what is made at the first use may wait
+    launch_ahead(runner, requests(), schedule)  # first-use allocations may wait
     asked = requests()
     launch_ahead(_Watched(runner), asked, schedule)  # type: ignore[arg-type]
     assert all(each.answer for each in asked)
 
 
 def test_a_wait_would_be_seen() -> None:
-    """Or the test above could not fail."""
+    """The check detects a wait; otherwise the test above could not fail."""
     with pytest.raises(RuntimeError), _no_waits():
         torch.ones(1, device="cuda").item()

@@ -1,6 +1,4 @@
-"""Penalties, least lengths and log probabilities on a GPU, with CUDA graphs and steps one ahead, as plain kernels have
-them.
-"""
+"""Penalties, least lengths and log probabilities on a GPU, with graphs and steps one ahead, as in plain kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ Answers = tuple[list[list[int]], list[list[TokenLogprobs | None]]]
 
 
 def decode(runner: ModelRunner) -> Answers:
-    """All prompts in one step, then all together token by token, each step launched before the last one is read."""
+    """Decodes all prompts in one step, then together token by token, each step launched before the last one is read."""
     share = -(-(max(map(len, PROMPTS)) + NEW_TOKENS) // runner.page_tokens)
     pages = [list(range(i * share, (i + 1) * share)) for i in range(len(PROMPTS))]
     answers: list[list[int]] = [[] for _ in PROMPTS]

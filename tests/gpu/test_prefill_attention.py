@@ -1,7 +1,7 @@
 """Prefill attention on a GPU against float64: flash-attn-4 where it is installed, and PyTorch's SDPA.
 
-Behind each row's context in its last page is NaN, as everywhere where nothing was written: an earlier owner of a page
-may have left anything there.
+After each row's context its last page holds NaN, as all memory that was never written: an earlier owner of a page may
+have left any value there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 GPU = torch.device("cuda")
 PAGES = [16, 64, 128]
-"""Flash-attn-4 loads pages of 128 tokens with the copy engine, others through its threads."""
+"""Page sizes: flash-attn-4 loads pages of 128 tokens with the copy engine, others through its threads."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 KERNEL: dict[str, Any] = {"attention": ["flash", "sdpa"], "page_tokens": PAGES, "dtype": DTYPES}
 DEFAULT_PATH = [("flash", "128", "bfloat16", name) for name in ROWS]
-"""What serves prompts on most GPUs has every case of rows."""
+"""The default kernels of most GPUs, which run every case of rows."""
 
 
 @pytest.fixture(params=PAGES)
@@ -96,7 +96,7 @@ def test_rows_before_the_first_belong_to_another_kernel(
 
 @pairwise(**KERNEL, indirect=["attention"])
 def test_queries_inside_a_stacked_product(attention: PrefillAttention, page_tokens: int, dtype: torch.dtype) -> None:
-    """As the engine passes them: q is a part of each token's row."""
+    """The engine passes q as a part of each token's row."""
     step = make_step([(129, 129), (20, 150)], SHAPES["gqa"], page_tokens)
     shape = step.shape
 
@@ -115,14 +115,14 @@ def test_queries_inside_a_stacked_product(attention: PrefillAttention, page_toke
 
 @pytest.mark.parametrize("odd_page_tokens", [7, 16, 100, 128, 256])
 def test_what_another_kernel_left_on_the_chip_is_not_read(odd_page_tokens: int, dtype: torch.dtype) -> None:
-    """Tiles reach beyond a row's context; what lies there in shared memory is whatever was there before."""
+    """Tiles reach beyond a row's context, where shared memory holds old contents."""
     pytest.importorskip("flash_attn.cute", reason="needs the package flash-attn-4")
     attention = FlashPrefill(odd_page_tokens, pdl=True)
     step = make_step([(129, 129), (20, 150), (1, 7), (70, 333)], heads(8, 2, 128), odd_page_tokens)
     whole, exact = torch_of(step, dtype, GPU), torch_of(step, torch.float64, GPU)
     left = torch.full((4096, 4096), float("nan"), dtype=dtype, device=GPU)
     for _ in range(3):
-        torch.mm(left, left)  # fills the shared memory of every multiprocessor with what is not a number
+        torch.mm(left, left)  # fills the shared memory of every multiprocessor with NaN
         assert_as_good(run(attention, step, dtype, GPU), whole, exact)
 
 

@@ -1,5 +1,6 @@
-"""Steps of prompts as CUDA graphs: as right as the plain kernels, whatever the step lacks of the graph's size, and
-their tokens are drawn from the rows, by the draws and after the histories that the steps name.
+"""CUDA graphs of prefill and mixed steps: as exact as the plain kernels, with any amount of padding.
+
+Their tokens are drawn from the rows, by the draws and after the histories that the steps name.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ SCHEDULE: Schedule = [
     [(11, 128)],
     *[[(number, 1) for number in range(12)]] * 3,
 ]
-"""Eight prompts that fill a graph of 512 tokens; then, in another graph before anybody has read their tokens, a chunk
-and two prompts, whose tokens the step after finds on the device; a chunk that ends between two decode steps, in a graph
-that it does not fill; a step that draws nothing."""
+"""Eight prompts that fill a graph of 512 tokens, then further steps.
+
+Before their tokens are read, in another graph, a chunk and two prompts, whose tokens the step after finds on the
+device; a chunk that ends between two decode steps, in a graph that it does not fill; a step that draws nothing.
+"""
 ASKED = [
     SamplingParams(1, temperature=0.0),
     SamplingParams(1, temperature=0.0, frequency_penalty=1.2, presence_penalty=0.4, logprobs=5),
@@ -66,7 +69,7 @@ def prompt(tokens: int, salt: int) -> list[int]:
 
 
 def step(lengths: list[int], starts: list[int] | None = None, draw: Draw | None = GREEDY) -> StepBatch:
-    """A prompt a row, `lengths` tokens of each, behind those in the cache."""
+    """Returns a step of one prompt per row, `lengths` tokens of each, after those in the cache."""
     return StepBatch(
         [
             StepRow(prompt(start + length, row)[start:], start, range(row * SHARE, (row + 1) * SHARE), draw)
@@ -91,7 +94,7 @@ LENGTHS = (
 
 
 def test_logits_are_as_right_as_the_plain_kernels(runners: dict[str, ModelRunner]) -> None:
-    """Over all lengths together: the errors of one row's logits come from one rounding and another."""
+    """All lengths are judged together: the errors of one row's logits come from few roundings."""
     errors: dict[str, list[torch.Tensor]] = {"graphs": [], "plain": []}
     for lengths in LENGTHS:
         batch = step(lengths)
@@ -148,7 +151,7 @@ def test_answers_decode_beside_prompts(runners: dict[str, ModelRunner]) -> None:
 
 @pytest.mark.parametrize("context", [4095, 4096, 6000])
 def test_a_short_chunk_behind_a_long_context(runners: dict[str, ModelRunner], context: int) -> None:
-    """Beside answers and another chunk."""
+    """A step of decode rows and another chunk."""
     tokens, found = 100, {}
     ours: Any = runners["graphs"].stepper
     batch = StepBatch(
@@ -181,7 +184,7 @@ def test_a_short_chunk_behind_a_long_context(runners: dict[str, ModelRunner], co
 def test_each_token_is_drawn_from_its_own_logits(
     runners: dict[str, ModelRunner], name: str, asked: list[SamplingParams]
 ) -> None:
-    """Steps one ahead give what the sampler's definition gives for the logits of the same steps one by one."""
+    """Steps one ahead give the sampler's definition applied to the logits of the same steps one by one."""
     runner = runners[name]
     runner.cache.tensor.fill_(float("nan"))
     use: Any = runner.graph_use
@@ -203,7 +206,7 @@ def test_each_token_is_drawn_from_its_own_logits(
 
 
 def test_what_is_drawn_from_is_as_right_as_without_graphs(runners: dict[str, ModelRunner]) -> None:
-    """The whole schedule, decode steps behind prompts included, every side fed with the same tokens."""
+    """The whole schedule, decode steps after prompts included, every side fed with the same tokens."""
     requests = requests_that(ASKED)
     launch_ahead(runners["graphs"], requests, SCHEDULE)
     found = {}
@@ -218,7 +221,7 @@ def test_what_is_drawn_from_is_as_right_as_without_graphs(runners: dict[str, Mod
 
 
 def requests_that(asked: list[SamplingParams]) -> list[Request]:
-    """All of `PROMPTS`, each of which asks for one of these in turn."""
+    """Returns a request for each of `PROMPTS`, with these parameters in turn."""
     return [Request(prompt(length, row), asked[row % len(asked)]) for row, length in enumerate(PROMPTS)]
 
 

@@ -1,7 +1,7 @@
-"""Every measured tile of `TUNED` against float64, with the columns and the number of tokens that it was measured for.
+"""Every measured tile of `TUNED` against float64, with the columns and the number of tokens of the measurement.
 
-Of the rows a few tiles only. Their number is a multiple of 16, as every real one is: Triton compiles other kernels for
-other numbers, and these are the engine's own. The last tile of rows is not full.
+Only a few tiles of the rows are computed. Their number is a multiple of 16, as every real one is: Triton compiles other
+kernels for other numbers, and these are the engine's own. The last tile of rows is not full.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 GPU = torch.device("cuda", 0)
 COMPILERS = 16
 OUTPUTS = 512
-"""At least so many: the largest of few errors is luck."""
+"""The minimum number of outputs: the largest of few errors is random."""
 BESIDE_THE_TILES = 16
 STORE, GATE_UP, ADD = (int(op.value) for op in (triton_linear.STORE, triton_linear.GATE_UP, triton_linear.ADD))
 OP_NAMES = {STORE: "norm_linear", GATE_UP: "norm_gate_up", ADD: "linear_add"}
@@ -31,7 +31,7 @@ OP_NAMES = {STORE: "norm_linear", GATE_UP: "norm_gate_up", ADD: "linear_add"}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tile of the table, and one product that is done with it."""
+    """A tile of the table, and one product that is computed with it."""
 
     k: int
     op: int
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Around the largest step that falls to the tile; one more takes a second tile of tokens."""
+        """The largest step of the tile, one less, and one more, which takes a second tile of tokens."""
         return (1,) if isinstance(self.tile, Gemv) else (self.bucket - 1, self.bucket, self.bucket + 1)
 
     def case(self) -> Case:
@@ -57,7 +57,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Shapes that differ in their number of rows alone share kernels, and are judged once."""
+    """Shapes that differ in their number of rows alone share kernels, and are tested once."""
     every = [
         Entry(k, op, bucket, tile)
         for (_, k, paired), by_bucket in TUNED.items()
@@ -69,7 +69,7 @@ def entries() -> list[Entry]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> Iterator[None]:
-    """All kernels are compiled side by side; one after another they would take minutes."""
+    """Compiles all kernels concurrently; one after another they would take minutes."""
 
     def launch(entry: Entry) -> None:
         torch.cuda.set_device(GPU)
@@ -79,7 +79,7 @@ def _compiled() -> Iterator[None]:
     with ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(launch, entries()))
     torch.cuda.synchronize()
-    # The baseline's sums are as wide as the kernels': otherwise it would allow them too much.
+    # The baseline's sums are as wide as the kernels': otherwise it would allow larger errors.
     narrow = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     yield

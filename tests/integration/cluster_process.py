@@ -1,7 +1,7 @@
-"""A cluster that is started, told apart and stopped from outside: its own process, so that its Ray is its own too.
+"""A cluster that is started and stopped from outside: a separate process, so that its Ray is separate, too.
 
 It takes one JSON line with settings of `ClusterConfig` on stdin, prints one with the `Endpoints` once it serves, and
-stops, leaving nothing behind, when stdin closes.
+stops, leaving nothing running, when stdin closes.
 """
 
 import json

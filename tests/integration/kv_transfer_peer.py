@@ -1,4 +1,4 @@
-"""The other end of the NIXL tests: a process with a pool and a transport, told what to do by JSON lines on stdin.
+"""The other end of the NIXL tests: a process with a pool and a transport, controlled by JSON lines on stdin.
 
 Usage: kv_transfer_peer.py WORKER_ID INCARNATION PAGES PAGE_FLOATS SEED DEVICE
 """
@@ -20,12 +20,12 @@ from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
 
 def pool_of(seed: int, pages: int, page_floats: int) -> np.ndarray:
-    """[pages, page_floats] float32, the same in every process."""
+    """Returns [pages, page_floats] float32, the same in every process."""
     return np.random.default_rng(seed).random((pages, page_floats), dtype=np.float32)
 
 
 def on_device(pool: np.ndarray, device: str) -> Any:
-    """The array itself on `cpu`, else a tensor of the same values there."""
+    """Returns the array itself on `cpu`, else a tensor of the same values there."""
     if device == "cpu":
         return pool
     import torch  # slow, and only a GPU needs it
@@ -34,7 +34,7 @@ def on_device(pool: np.ndarray, device: str) -> Any:
 
 
 def layout_of(pool: Any) -> KVLayout:
-    """The pool as pages of one layer, one head and one token a page."""
+    """Returns the layout of the pool as pages of one layer, one head and one token per page."""
     pages, page_floats = pool.shape
     if isinstance(pool, np.ndarray):
         return KVLayout(pool.ctypes.data, pages, 1, 1, 1, page_floats // 2, 4, "float32")
@@ -47,7 +47,7 @@ def digest(pages: Any) -> str:
 
 
 def looks_of(transport: NixlTransport) -> list[None]:
-    """One entry for each look for notices from now on."""
+    """Returns a list that gets one entry for each poll for notices from now on."""
     looks: list[None] = []
     notices = transport._agent.notices
 
@@ -66,7 +66,7 @@ def main() -> None:
     heard: list[dict[str, object]] = []
 
     def on_notice(notice: TransferNotice) -> None:
-        """Tests send, instead of a token hash, the hash of the pages from number `first_token_id` on."""
+        """Records a notice; in these tests `token_hash` is the hash of the pages from number `first_token_id` on."""
         first = notice.first_token_id
         whole = digest(pool[first : first + notice.pages]) == notice.token_hash.hex()
         heard.append({"epoch": notice.lease.epoch, "whole": whole})

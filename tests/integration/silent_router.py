@@ -1,4 +1,4 @@
-"""A router that promises prompts to a worker and falls silent."""
+"""A router that promises prompts to a worker and stops responding."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _ME, _ANSWER = "silent-router", types_pb2.SamplingParams(max_tokens=4, top_p=1.0
 
 
 class SilentRouter:
-    """Attaches, promises prompts to the prefill worker, and says nothing more. In the end the writer's word that it is
-    quiet: while its process lives, nothing else frees the pages.
+    """Attaches, promises prompts to the prefill worker, and sends nothing more.
+
+    In the end the writer reports that it is quiescent: while its process lives, nothing else frees the pages.
     """
 
     def __init__(self, cluster: Any) -> None:
@@ -38,7 +39,7 @@ class SilentRouter:
             channel.close()
 
     def reserve(self) -> None:
-        """All pages but a few are promised, and those of the prompts may be written."""
+        """Promises all pages but a few, and allows the prompts' pages to be written."""
         for number, pages in enumerate([*_portions(self._pages - _SMALL_PAGES, _LARGEST_PAGES), _SMALL_PAGES]):
             prompt = range(1, pages * PAGE_TOKENS - _ANSWER.max_tokens)
             asked = self._request(worker_pb2.ReserveRequest, number, prompt, **self._told)
@@ -48,7 +49,7 @@ class SilentRouter:
             assert self._decode.AllotPages(allot, timeout=60).page_ids
 
     def hand_over(self) -> None:
-        """The prompt of the last one, a small one, whose lease the prefill worker gives back itself."""
+        """Prefills the last prompt, a small one, whose lease the prefill worker releases itself."""
         lease, prompt = self._leases.pop()
         number = len(self._leases)
         reader = self.reader

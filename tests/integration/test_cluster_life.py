@@ -1,4 +1,4 @@
-"""A cluster's life on real parts: it serves, heals, listens on loopback alone, and leaves nothing behind."""
+"""A cluster's life on real parts: it serves, heals, listens on loopback alone, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokens_of_a_request(address: str) -> int:
 
 
 def tokens_once_it_serves(address: str, within_s: float) -> int:
-    """The same, once the router no longer says UNAVAILABLE."""
+    """Returns the tokens of a request, once the router no longer reports UNAVAILABLE."""
     give_up = time.monotonic() + within_s
     while True:
         try:
@@ -49,7 +49,10 @@ def tokens_once_it_serves(address: str, within_s: float) -> int:
 
 
 def answers_once_healthy(url: str, within_s: float) -> list[int]:
-    """Statuses of many requests, sent together as soon as `/health` is 200; it is asked from before the port opens."""
+    """Returns the statuses of many requests, sent together as soon as `/health` is 200.
+
+    Polls from before the port opens.
+    """
     give_up = time.monotonic() + within_s
     body = {"prompt": "Once upon a time", "max_tokens": 2}
     with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(16) as threads:
@@ -64,13 +67,13 @@ def answers_once_healthy(url: str, within_s: float) -> list[int]:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants."""
+    """Returns a process and all its descendants."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
 
 
 def listening(processes: list[psutil.Process]) -> set[str]:
-    """Addresses on which these processes accept connections."""
+    """Returns the addresses on which these processes accept connections."""
     found = set()
     for process in processes:
         try:
@@ -86,7 +89,7 @@ def shared_memory() -> set[str]:
 
 
 def used_shared_memory() -> set[str]:
-    """What some living process has mapped."""
+    """Returns the shared memory that some living process has mapped."""
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -95,7 +98,10 @@ def used_shared_memory() -> set[str]:
 
 
 def forgotten_shared_memory(before: set[str]) -> set[str]:
-    """Made since `before` by Ray or UCX, and nobody's: other clusters on this host have theirs."""
+    """Returns shared memory made since `before` by Ray or UCX and mapped by no process.
+
+    Other clusters on this host have mapped theirs.
+    """
     made = {name for name in shared_memory() - before if "ucx" in name or "ray" in name or "plasma" in name}
     return made - used_shared_memory()
 
@@ -110,14 +116,14 @@ def temp_root() -> Iterator[Path]:
 
 @pytest.fixture
 def environment(tmp_path: Path, temp_root: Path) -> dict[str, str]:
-    """Of a `tandem up` with temp and state folders of its own."""
+    """The environment of a `tandem up` with separate temp and state folders."""
     own = {"TMPDIR": str(temp_root), "TANDEM_STATE_DIR": str(tmp_path / "state"), "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **own}
 
 
 @pytest.fixture
 def start_up(environment: dict[str, str], model_folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `tandem up` in a process group of its own; whatever is left of it at the end is killed."""
+    """Starts `tandem up` in a separate process group; what is left of it at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
@@ -140,7 +146,7 @@ def start_up(environment: dict[str, str], model_folder: Path) -> Iterator[Callab
 
 
 def read_until(process: subprocess.Popen[str], words: str) -> str:
-    """Output up to the line that holds `words`."""
+    """Returns the output up to the line that holds `words`."""
     assert process.stdout is not None
     seen = ""
     for line in process.stdout:
@@ -151,7 +157,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 
 def assert_gone(processes: list[psutil.Process], before: set[str], root: Path) -> None:
-    """No process of the family is left, no shared memory it made, and no file in its temp folder."""
+    """Checks that no process of the family is left, no shared memory it made, and no file in its temp folder."""
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     assert list(root.iterdir()) == []
@@ -247,7 +253,7 @@ def test_a_signal_at_any_moment_leaves_nothing(
 def test_down_stops_what_up_started(
     start_up: Callable[..., subprocess.Popen[str]], environment: dict[str, str], temp_root: Path
 ) -> None:
-    """And lets what runs end first, as long as it was told to."""
+    """Running requests may end first, within the grace period that was set."""
     before = shared_memory()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

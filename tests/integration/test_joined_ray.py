@@ -1,4 +1,4 @@
-"""`tandem up` on a Ray cluster that was there before: it joins, answers, and gives its places back at any end."""
+"""`tandem up` on an existing Ray cluster: it joins, serves, and returns its resources at any end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STAY_AWAY_S = 1.0
 
 
 class Head:
-    """A Ray of one node with a place for a worker of each role, on loopback."""
+    """A Ray of one node with the resources of a worker of each role, on loopback."""
 
     def __init__(self, process: subprocess.Popen[str], env: dict[str, str], address: str) -> None:
         self.process = process
@@ -44,7 +44,7 @@ class Head:
         return sorted(found)
 
     def assert_soon(self, actors: list[str]) -> None:
-        """Processes that were told to end take their time."""
+        """Waits for these actors: processes that were asked to end take their time."""
         give_up = time.monotonic() + GONE_WITHIN_S
         while (left := self.actors()) != actors:
             assert time.monotonic() < give_up, left
@@ -57,7 +57,7 @@ class Head:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """With a name short enough for Ray's sockets."""
+    """A folder with a name short enough for Ray's sockets."""
     path = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
@@ -86,7 +86,7 @@ def head(folder: Path) -> Iterator[Head]:
 
 @pytest.fixture
 def up(head: Head, model_folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts `tandem up`; whatever is left of it at the end is killed."""
+    """Starts `tandem up`; what is left of it at the end is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
@@ -144,7 +144,7 @@ def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Pope
     out, _ = second.communicate(timeout=120)
     assert f"`tandem down --address {head.address} --cluster-name left`" in " ".join(out.split())
     assert head.actors() == [ACTORS[-1]] * 2
-    assert run_down() == (0, "ended decode-0, prefill-0; gave back the places of decode-0, prefill-0\n")
+    assert run_down() == (0, "ended decode-0, prefill-0; released the resources of decode-0, prefill-0\n")
     head.assert_empty_soon()
     code, said = run_down()
     assert (code, said.partition(";")[0]) == (1, "error: no workers were left there")
@@ -153,7 +153,7 @@ def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Pope
 
 @pytest.mark.timeout(240)
 def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
-    """As a pod's preStop hook does: it knows the controller's port and token beforehand, and its own address."""
+    """A pod's preStop hook does this: it has the controller's port and token beforehand, and its own address."""
     port, token = str(free_port()), secrets.token_hex(16)
     process = up("--address", head.address, "--controller-port", port, TANDEM_CLUSTER_TOKEN=token)
     read_until(process, "Ctrl-C stops it")
@@ -173,7 +173,7 @@ def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[...
 @pytest.mark.timeout(120)
 def test_who_waits_for_places_can_be_stopped(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2", "--places-timeout", "600")
-    read_until(process, "has 1 places for prefill workers, 2 are asked for")
+    read_until(process, "has 1 slots for prefill workers, 2 are needed")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert "nothing is left running" in out
@@ -185,5 +185,5 @@ def test_too_few_places_are_told(head: Head, up: Callable[..., subprocess.Popen[
     process = up("--address", head.address, "--prefill", "2")
     out, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert f"error: the Ray cluster at {head.address} has 1 places for prefill workers, 2 are asked for" in out
+    assert f"error: the Ray cluster at {head.address} has 1 slots for prefill workers, 2 are needed" in out
     assert head.actors() == []

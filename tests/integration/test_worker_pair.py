@@ -1,4 +1,4 @@
-"""Two real worker processes on the CPU: gRPC between them, NIXL under them, a router played by the test."""
+"""Two real worker processes on the CPU: gRPC between them, NIXL under them, and the test in the role of the router."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ ENGINE = {"threads": 1, "kv_cache_bytes": 1 << 22, "max_step_tokens": 48}
 
 @dataclass
 class Answer:
-    """What the router saw of one request."""
+    """The events of one request that the router received."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class WorkerEnd:
             return
 
     async def stop(self) -> dict[str, Any]:
-        """The last words of a process that ended by itself."""
+        """Returns the last line of a process that ended by itself."""
         await self.channel.close()
         await self.reader
         assert self.process.stdin
@@ -134,7 +134,7 @@ class WorkerEnd:
         return convert.inspection_from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()))
 
     async def empty(self) -> WorkerInspection:
-        """Wait until every page is free, or cached and read by nobody, and no request is known."""
+        """Waits until every page is free, or cached without readers, and no request is known."""
         async with asyncio.timeout(60):
             while True:
                 found = await self.inspect()
@@ -192,27 +192,27 @@ async def running_pair(model: Path, lease_s: float, **changes: Any) -> AsyncIter
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(model: Path) -> AsyncIterator[Pair]:
-    """Nobody sends heartbeats here: no lease may end on a slow machine."""
+    """A pair without heartbeats whose leases do not end on a slow machine."""
     async for made in running_pair(model, lease_s=120.0):
         yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def damaging_pair(model: Path) -> AsyncIterator[Pair]:
-    """The first transfer arrives with a flipped bit."""
+    """A pair whose first transfer arrives with a flipped bit."""
     async for made in running_pair(model, lease_s=120.0, damaged_transfers=1):
         yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def mortal_pair(model: Path) -> AsyncIterator[Pair]:
-    """Nobody sends heartbeats here: leases end soon."""
+    """A pair without heartbeats whose leases end soon."""
     async for made in running_pair(model, lease_s=1.0):
         yield made
 
 
 def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """The same request on one engine, prompt in one piece, one request at a time: tokens and log probabilities."""
+    """Returns tokens and log probabilities of the same request on one engine: one chunk, one request at a time."""
     runner = ModelRunner.load(tiny_engine_config(model, kv_cache_bytes=ENGINE["kv_cache_bytes"]))
     pages = list(range(-(-(len(prompt) + sampling.max_tokens) // runner.page_tokens)))
     answer: list[int] = []
@@ -233,14 +233,14 @@ def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> tuple[lis
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Lengths around pages and chunks, one to a few hundred tokens."""
+    """Returns prompts of lengths around pages and chunks, one to a few hundred tokens."""
     rng = np.random.default_rng(7)
     lengths = [1, 15, 16, 17, 47, 48, 49, 96, 130, 300]
     return [rng.integers(3, 160, lengths[n % len(lengths)]).tolist() for n in range(count)]
 
 
 def some_sampling(number: int) -> SamplingParams:
-    """Greedy and drawn, with penalties and without, with log probabilities and without, and with a least length."""
+    """Returns greedy and random sampling, with and without penalties and log probabilities, and with a least length."""
     kinds: list[dict[str, Any]] = [
         {},
         {"frequency_penalty": 1.5, "presence_penalty": 0.5},
@@ -294,7 +294,7 @@ async def test_a_conversation_is_neither_computed_nor_sent_again(pair: Pair, mod
 
 
 async def converse(talking: Pair, model: Path) -> None:
-    """Greedy and drawn, with penalties and log probabilities: the same as by the engine alone, which has no cache."""
+    """Greedy and random draws, penalties and log probabilities equal those of the engine alone, which has no cache."""
     prompt = np.random.default_rng(11).integers(3, 160, 100).tolist()
     stored = 0
     for turn in range(4):
@@ -372,7 +372,7 @@ async def test_prefill_worker_killed_between_reserve_and_transfer(mortal_pair: P
     for n, prompt in enumerate(prompts(10)):
         await mortal_pair.send(f"q{n}", prompt, SamplingParams(max_tokens=100, ignore_eos=True))
     await mortal_pair.prefill.kill()
-    # Without a controller nobody says that the writer is dead: what it may still write stays in quarantine.
+    # Without a controller the writer is not reported dead: the pages that it may still write stay in quarantine.
     async with asyncio.timeout(60):
         while (found := await mortal_pair.decode.inspect()).requests:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -388,7 +388,7 @@ async def test_decode_worker_killed_in_the_middle(mortal_pair: Pair) -> None:
     ]
     await mortal_pair.decode.kill()
     await mortal_pair.prefill.empty()
-    # On a slow machine leases had ended before the death.
+    # On a slow machine leases had ended before the worker was killed.
     assert {answer.error for answer in answers} <= {"", "TRANSFER_FAILED", "UNAVAILABLE", "STALE_EPOCH"}
 
 

@@ -1,4 +1,4 @@
-"""One worker process from start to end, in this process: nothing of it is left behind, whatever happened."""
+"""One worker process from start to end, in this process: no resource of it is left, in any case."""
 
 import gc
 import socket
@@ -25,13 +25,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own_threads() -> set[str]:
-    """Threads of a worker; gRPC's poller ends when its last object is collected."""
+    """Returns the threads of a worker; gRPC's poller ends when its last object is collected."""
     gc.collect()
     return {t.name for t in threading.enumerate()} & {"engine", "events", "nixl"}
 
 
 def ceilings(process: WorkerProcess) -> Ceilings:
-    """What utilization is told by."""
+    """Returns the ceilings that utilization refers to."""
     assert process._worker is not None
     return process._worker.metrics.utilization.ceilings
 
@@ -53,7 +53,7 @@ def test_starts_reports_and_stops(model: Path) -> None:
     with socket.create_connection((host, int(port)), timeout=60):
         pass
     assert process.drain(1.0) == 0
-    process.wait()  # its keeper starts another: this one has left the cluster for good
+    process.wait()  # its supervisor starts another: this one has left the cluster for good
     process.stop()
     process.stop()
     process.wait()
@@ -89,7 +89,7 @@ def test_what_is_wrong_with_it_is_among_what_it_announces(model: Path) -> None:
 
 
 async def refuse(peers: Peers) -> None:
-    """One of another release introduces itself."""
+    """Simulates the handshake of a worker of another release."""
     mine = peers._mine
     theirs = replace(mine, protocol_version=1, description=replace(mine.description, peer=PeerRef("prefill-9", 1)))
     with pytest.raises(FailedPrecondition):
@@ -103,7 +103,7 @@ def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
     assert own_threads() == set()
     with pytest.raises(ModelError) as ended:
         process.wait()
-    assert ended.value is started.value, "whoever waits for its end hears why, not only who starts it"
+    assert ended.value is started.value, "waiting for its end raises the reason, as starting does"
 
 
 def test_a_defect_in_the_start_is_told_to_whoever_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

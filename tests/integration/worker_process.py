@@ -1,6 +1,6 @@
-"""One worker for the integration tests: a real process, told what to serve by one JSON line on stdin.
+"""One worker for the integration tests: a real process, configured by one JSON line on stdin.
 
-It prints one JSON line when it serves, and stops, leaving nothing behind, when stdin closes.
+It prints one JSON line when it serves, and stops, leaving nothing running, when stdin closes.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from worker.process import WorkerProcess
 
 
 def damage_arrivals(process: WorkerProcess, transfers: int) -> None:
-    """Flip a bit of the last byte of the first page of each of the next so many transfers, once all of it is here."""
+    """Flips a bit in the first page of each of the next `transfers` transfers, once all of it has arrived."""
     if not transfers:
         return
     worker, engine = process._worker, process._engine

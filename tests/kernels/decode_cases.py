@@ -1,4 +1,4 @@
-"""Steps of decode attention and what they are judged by: shuffled pages, NaN wherever nothing was written."""
+"""Steps of decode attention and their checks: shuffled pages, NaN in all memory that was never written."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ REFERENCE = ReferenceKernels()
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 NO_PAGE = 1 << 30
-"""A page id that no cache has: reading it faults, or is seen by the interpreter."""
+"""A page id that no cache has: reading it faults, or is detected by the interpreter."""
 SHAPES = {
     "gqa": heads(9, 3, 64),
     "mqa": heads(8, 1, 128),
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 def decode_step(lengths: list[int], shape: AttentionShape, page_tokens: int, seed: int = 0) -> Step:
-    """Rows of one token; table entries behind a row's context name no page."""
+    """Returns rows of one token; table entries after a row's context name no page."""
     step = make_step([(1, length) for length in lengths], shape, page_tokens, seed)
     for row, length in enumerate(lengths):
         step.layout.page_table[row, -(-length // page_tokens) :] = NO_PAGE
@@ -43,7 +43,7 @@ def attention_of(step: Step, dtype: torch.dtype = torch.float16, max_rows: int =
 
 
 def attend(attention: DecodeAttention, q: Tensor, cache: Tensor, layer: int, *rows: Tensor) -> Tensor:
-    """`rows`: their page tables and contexts."""
+    """Computes attention; `rows`: their page tables and contexts."""
     attention.begin_step(cache, *rows)
     rows[0].clone()  # overlaps no launch, as the embedding between them
     return attention(q, cache, layer, *rows)
@@ -70,5 +70,5 @@ def check(step: Step, dtype: torch.dtype, **options: Any) -> None:
 
 
 def fixed(units: int = 0, splits: int = 1) -> PlanFunction:
-    """A stand-in for the plan function: always the same plan."""
+    """Returns a replacement of the plan function that always returns the same plan."""
     return lambda *_: Plan(block_tokens=32, warps=4, stages=2, units=units, splits=splits)

@@ -1,4 +1,4 @@
-"""Triton's interpreter as these tests use it: what it lacks, and what it would do over and over for nothing."""
+"""Triton's interpreter for these tests: fixes for NumPy 2.4, and without redundant work."""
 
 import inspect
 from dataclasses import replace
@@ -17,23 +17,23 @@ is_builtin = tl.core.is_builtin
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With NumPy 2.4 it takes loop bounds, and it patches Triton's language once a launch, not once a call in it."""
+    """Fixes loop bounds with NumPy 2.4, and patches Triton's language once per launch, not once per call in it."""
     for mended in (patch_lang_tensor, patch_lang, patch_builtin, get_np_dtype):
         monkeypatch.setattr(interpreter, f"_{mended.__name__}", mended)
     options = interpreter.interpreter_builder.options
-    assert not options.debug, "else it would say what it finds"
-    # It looks for overflows, a third of its time, and without `debug` forgets what it found.
+    assert not options.debug, "else overflows would be reported"
+    # It checks for overflows, a third of its time, and without `debug` drops the result.
     monkeypatch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
 
 
 def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-    """It keeps scalars as arrays of one number, which NumPy 2.4 no longer takes for a loop's bounds."""
+    """Makes scalars, kept as arrays of one number, usable as a loop's bounds, which NumPy 2.4 refuses."""
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 def patch_lang(fn: Any) -> Any:
-    """A function that another calls finds the language as its caller left it, if the caller sees as much of it."""
+    """Skips the patch of a called function whose caller has patched the same languages."""
     patched = (tl.tensor.__add__, *(language.load for language in languages_of(fn)))
     return _patch_lang(fn) if any(map(is_builtin, patched)) else interpreter._LangPatchScope()
 
@@ -56,7 +56,7 @@ def builtins_of(package: Any) -> list[str]:
 
 
 def get_np_dtype(dtype: Any) -> Any:
-    """Of a tensor's elements."""
+    """Returns the NumPy dtype of a tensor's elements."""
     return np.dtype(np.uint64) if dtype.scalar.is_ptr() else np_dtype_of(dtype.scalar)
 
 

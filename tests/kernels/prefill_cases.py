@@ -1,4 +1,4 @@
-"""What every prefill attention is judged on: fresh random steps on shuffled pages, NaN wherever nothing was written."""
+"""The cases of every prefill attention: fresh random steps on shuffled pages, NaN in all unwritten memory."""
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def run(
     first_row: int = 0,
     cache: Tensor | None = None,
 ) -> Tensor:
-    """Of the rows from `first_row` on: [T, heads · head_dim] on the CPU."""
+    """Runs the rows from `first_row` on: [T, heads · head_dim] on the CPU."""
     layout = to_device(step.layout, device)
     q = step.q.to(device, dtype)
     held = (step.cache if cache is None else cache).to(device, dtype)
@@ -63,7 +63,7 @@ def run(
 
 
 def torch_of(step: Step, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """PyTorch's plain operations in `dtype`."""
+    """Runs PyTorch's plain operations in `dtype`."""
     q, cache = step.q.to(device, dtype), step.cache.to(device, dtype)
     return REFERENCE.attention(q, cache, LAYER, to_device(step.layout, device), step.shape).cpu()
 
@@ -71,6 +71,6 @@ def torch_of(step: Step, dtype: torch.dtype, device: torch.device) -> Tensor:
 def check(
     attention: PrefillAttention, step: Step, dtype: torch.dtype, device: torch.device, cache: Tensor | None = None
 ) -> None:
-    """At most twice the error of PyTorch in the same dtype, both against float64."""
+    """Checks that the error is at most twice that of PyTorch in the same dtype, both against float64."""
     exact = torch_of(step, torch.float64, device)
     assert_as_good(run(attention, step, dtype, device, cache=cache), torch_of(step, dtype, device), exact)

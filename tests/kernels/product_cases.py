@@ -1,4 +1,4 @@
-"""What every weight-streaming product is judged on: random inputs between NaN, and PyTorch beside the kernel."""
+"""The cases of every weight-streaming product: random inputs between NaN, with PyTorch's result as the baseline."""
 
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REFERENCE = ReferenceKernels()
 EPS = 1e-5
 GUARD = 256
-"""Numbers of NaN before and after each tensor: more than any tile's overhang would skip."""
+"""Elements of NaN before and after each tensor: more than any tile's overhang would skip."""
 
 
 def guarded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of `values` on the device with NaN around it."""
+    """Returns a copy of `values` on the device with NaN around it."""
     memory = torch.full((values.numel() + 2 * GUARD,), float("nan"), dtype=dtype, device=DEVICE)
     held = memory[GUARD : GUARD + values.numel()].view(values.shape)
     held.copy_(values)
@@ -37,7 +37,7 @@ def guards_of(held: Tensor) -> Tensor:
 class Case:
     """Random inputs that every dtype holds exactly, in float64: x [T, K], weight [N, K], residual [T, N].
 
-    On the device where PyTorch computes the baseline and the exact result.
+    They are on the device on which PyTorch computes the baseline and the exact result.
     """
 
     x: Tensor
@@ -72,7 +72,7 @@ def make_case(
 
 
 def run(op: int, case: Case, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
-    """One product by the kernels under test, its output poisoned before and its surroundings checked after."""
+    """Runs one product by the kernels under test, its output poisoned before and its surroundings checked after."""
     paired = op == ours.GATE_UP.value
     tokens, n = case.x.shape[0], case.weight.shape[0] // (2 if paired else 1)
     fresh = torch.full((tokens, n), float("nan"))
@@ -87,7 +87,7 @@ def run(op: int, case: Case, dtype: torch.dtype, tile: Tile | None = None) -> Te
 
 
 def torch_run(op: int, case: Case, dtype: torch.dtype) -> Tensor:
-    """The same in plain PyTorch."""
+    """Runs the same product in plain PyTorch."""
     x = case.x.to(dtype)
     if case.norm is not None:
         x = rms_norm(x, case.norm.to(dtype), EPS)
@@ -104,7 +104,7 @@ def torch_run(op: int, case: Case, dtype: torch.dtype) -> Tensor:
 
 
 def check(op: int, cases: list[Case], dtype: torch.dtype, tile: Tile | None = None) -> None:
-    """All cases together, as the largest of few errors is luck."""
+    """Checks all cases together, as the largest of few errors is random."""
     found = torch.cat([run(op, case, dtype, tile).flatten() for case in cases])
     baseline = torch.cat([torch_run(op, case, dtype).flatten() for case in cases])
     exact = torch.cat([torch_run(op, case, torch.float64).flatten() for case in cases])

@@ -1,4 +1,4 @@
-"""Random steps for kernel tests: rows on shuffled pages, a cache that is NaN wherever nothing was written."""
+"""Random steps for kernel tests: rows on shuffled pages, a cache that is NaN in all memory that was never written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Step:
 def make_step(
     rows: Sequence[tuple[int, int]], shape: AttentionShape, page_tokens: int = 16, seed: int = 0, filled: bool = True
 ) -> Step:
-    """Rows with their context in the cache (`filled`: this step's tokens too), everything else NaN."""
+    """Returns rows with their context in the cache (`filled`: this step's tokens too), everything else NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*sizes: int) -> Tensor:
@@ -85,8 +85,8 @@ def heads(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -
 
 
 def assert_as_good(ours: Tensor, baseline: Tensor, exact: Tensor) -> None:
-    """No NaN, and at most twice the largest error that PyTorch makes in the same dtype."""
+    """Checks for no NaN, and at most twice the largest error that PyTorch makes in the same dtype."""
     error, allowed = (ours.double() - exact).abs().max(), 2 * (baseline.double() - exact).abs().max()
-    # Where few numbers are compared PyTorch may be exact by luck: two units of float32's last place are as good.
+    # If few numbers are compared PyTorch may be exact by chance: two units of float32's last digit are allowed.
     luck = 2 * exact.abs().max() * torch.finfo(torch.float32).eps
     assert error <= max(allowed, luck), f"error {error:.3g}, allowed {allowed:.3g}"

@@ -1,5 +1,7 @@
-"""Kernels of many trials are compiled side by side, each once. On a machine without a GPU nothing is compiled, so
-Triton's part is played: what it asks of whoever listens before it compiles, and what a launch returns then.
+"""Kernels of many trials are compiled concurrently, each once.
+
+On a machine without a GPU nothing is compiled, so the test simulates Triton: the call of its hook before it compiles,
+and the return value of a launch then.
 """
 
 import logging
@@ -22,7 +24,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(name: str, key: str, compiled: list[str], gate: threading.Barrier | None = None) -> str | None:
-    """As Triton does: asks its hook, and compiles unless that says that it need not."""
+    """Launches as Triton does: calls its hook, and compiles unless that returns True."""
     hook = knobs.runtime.jit_cache_hook
     assert hook is not None
     if gate is not None:

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: seen through once, and never a reason for a start to fail or to hang."""
+"""Jobs in separate processes: completed once, and never a reason for a start to fail or to hang."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """The processes, as they begin."""
+    """The processes, in the order of their start."""
     every: list[Process] = []
     begin = module._begin
 
@@ -98,7 +98,7 @@ def test_a_python_that_cannot_start_is_no_failure(
 
 
 def test_a_job_that_hangs_is_ended(folder: Path, begun: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(module, "_COMPILE_TIMEOUT_S", 0.5)
     began = time.monotonic()
     compile_apart([Job(time.sleep, (600,))], folder, DEVICE)()
     assert time.monotonic() - began < 60

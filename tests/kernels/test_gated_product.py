@@ -1,4 +1,4 @@
-"""The product of gate and up with its activation: what is chosen, and that every choice computes the same."""
+"""The product of gate and up with its activation: the choice, and that every choice computes the same."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ PDL = overlaps_launches()
 _ON_GPU = DEVICE.type == "cuda"
 TOKENS = (1, 127, FUSED_TOKENS - 1, FUSED_TOKENS, FUSED_TOKENS + 1, 4097) if _ON_GPU else (1, 9, 127, 128, 129)
 FEWEST_NUMBERS = 1000
-"""That an error is judged by."""
+"""The minimum number of elements by which an error is judged."""
 SHAPES = ((1024, 3072), (2048, 8192), (4096, 3072), (264, 200)) if _ON_GPU else ((64, 48),)
 
 
 class _Never:
-    """Stands where the plain path must not be taken, or the fused one."""
+    """Replaces the plain path or the fused one where it must not be taken."""
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
         raise AssertionError("the other path was taken")
@@ -45,7 +45,7 @@ def _inputs(tokens: int, hidden: int, intermediate: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize(("hidden", "intermediate"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_is_at_most_twice_pytorchs(tokens: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
-    """Over so many numbers that none decides: one in forty-eight is rounded better by chance now and then."""
+    """The number of elements is large enough that none decides: one in forty-eight is rounded better by chance."""
     draws = -(-FEWEST_NUMBERS // (tokens * intermediate))
     ours_off, baseline_off = [], []
     for _ in range(draws):

@@ -1,4 +1,4 @@
-"""Checksums of KV pages: one value on every device, and no error that a transfer makes goes unseen."""
+"""Checksums of KV pages: one value on every device, and every error that a transfer can make is detected."""
 
 import random
 
@@ -12,7 +12,7 @@ from engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums, referen
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5, 2, 2, 3, 16, 64), (4, 3, 2, 1, 5, 6), (3, 1, 2, 1, 4, 2), (4, 4, 2, 8, 128, 8)]
-"""The last has pages of more words than one round of a page's programs loads."""
+"""Cache shapes; the last has pages of more words than one round of a page's programs loads."""
 DTYPES = [torch.float32, torch.bfloat16]
 PAGE_TOKENS = 16
 
@@ -22,7 +22,7 @@ def make_cache(shape: tuple[int, ...] = SHAPES[0], dtype: torch.dtype = torch.fl
 
 
 def naive(cache: Tensor, page: int, filled: int) -> int:
-    """The definition, in whole numbers of Python's."""
+    """Computes the definition in Python integers."""
     total, place = 0, 0
     for row in as_words(cache)[page].tolist():
         for token, words in enumerate(row):
@@ -63,7 +63,7 @@ def test_sums_that_overflow_are_still_equal() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_one_changed_bit_and_two_swapped_words_are_seen(seed: int) -> None:
-    """Words of like size, of opposite sign and next to each other included."""
+    """Words of similar size, of opposite sign and adjacent ones are included."""
     cache = make_cache()
     sums = page_checksums(cache)
     before = sums([1], [PAGE_TOKENS])

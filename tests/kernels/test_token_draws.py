@@ -22,7 +22,7 @@ VOCAB = 60
 STEPS = 9
 LIKELY = [3, 7, 30, 31]
 GARBAGE = 5
-"""What a graph may have put where the tokens of the step before stood."""
+"""A token that a graph may have written over those of the step before."""
 
 KINDS: list[dict[str, Any]] = [
     {"frequency_penalty": 1.5, "presence_penalty": 0.5},
@@ -37,12 +37,12 @@ KINDS: list[dict[str, Any]] = [
     {"min_tokens": 6, "ignore_eos": True, "frequency_penalty": 0.7, "temperature": 1.1, "top_p": 0.9, "seed": 9},
 ]
 EOS = (3, 31)
-"""Likely ones."""
+"""End tokens, chosen among the likely ones."""
 
 
 @dataclass
 class Request:
-    """One request as a half runs it: `answer` is what the host knows."""
+    """A request as a worker half runs it: `answer` is the part that the host knows."""
 
     sampling: SamplingParams
     prompt: list[int]
@@ -57,12 +57,12 @@ class Request:
 
 
 def some_requests(**changes: float) -> list[Request]:
-    """One of each kind, with `changes` to its sampling."""
+    """Returns one request of each kind, with `changes` to its sampling."""
     return [Request(draw(**(kind | changes)).sampling, [n + 1, *LIKELY]) for n, kind in enumerate(KINDS)]
 
 
 def logits_of(step: int, requests: int, dtype: torch.dtype) -> Tensor:
-    """Of few likely tokens, so that penalties change many choices."""
+    """Returns logits of few likely tokens, so that penalties change many choices."""
     logits = torch.randn(requests, VOCAB, generator=torch.Generator().manual_seed(step))
     logits[:, LIKELY] += 2
     return logits.to(dtype)
@@ -82,14 +82,14 @@ def one_by_one(steps: int, dtype: torch.dtype, **changes: float) -> list[Request
 
 
 def make_draws(rows: int, most: int = 16) -> tuple[TokenDraws, PenaltyCounts, Tensor]:
-    """For at most `rows` rows at once, and as many with penalties at a time."""
+    """Returns draws for at most `rows` rows at once, and as many with penalties at a time."""
     drawn = torch.zeros(most, dtype=torch.int64, device=DEVICE)
     counts = PenaltyCounts(VOCAB, rows, DEVICE)
     return TokenDraws(DeviceSampler(VOCAB, rows, DEVICE, PDL), counts, drawn, EOS, pdl=PDL), counts, drawn
 
 
 def one_ahead(steps: int, rows: int, dtype: torch.dtype) -> list[Request]:
-    """Each step is launched before the host reads the tokens of the one before; rows change places in every step."""
+    """Launches each step before the host reads the tokens of the one before; rows are permuted in every step."""
     requests = some_requests()
     draws, _, drawn = make_draws(rows)
     memory = [draws.make_memory() for _ in range(2)]
@@ -161,7 +161,7 @@ def test_logits_are_the_models_own_behind_a_draw_that_may_not_end(temperature: f
 
 
 def test_every_penalty_matters_here() -> None:
-    """Or the comparison above would show nothing."""
+    """Without an effect of every penalty, the comparison above would show nothing."""
     plain = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     without = one_by_one(STEPS, torch.float32, **plain)
     for free, bound in zip(without, one_by_one(STEPS, torch.float32), strict=True):
@@ -169,14 +169,14 @@ def test_every_penalty_matters_here() -> None:
 
 
 def place(counts: PenaltyCounts, history: History, late: int | None = None) -> Tensor:
-    """The counts of one request as its next draw finds them."""
+    """Returns the counts of one request for its next draw."""
     token = None if late is None else torch.tensor([late], device=DEVICE)
     (row,) = counts.place([Draw(SamplingParams(1, presence_penalty=1.0), 0, history)], [token])
     return counts.counts[row]
 
 
 def counted(row: Tensor) -> dict[int, tuple[bool, int]]:
-    """Whether the prompt has a token, and how often the answer has it."""
+    """Returns per token True if the prompt has it, and the number of times that the answer has it."""
     seen = {int(token): int(row[token]) for token in row.nonzero().flatten()}
     return {token: (count >= IN_PROMPT, count % IN_PROMPT) for token, count in seen.items()}
 
@@ -186,7 +186,7 @@ def test_prompt_and_answer_are_counted_apart_and_only_once() -> None:
     history = History((9, 9, 4), [4, 6, 6])
     row = place(counts, history, late=6)
     assert counted(row) == {9: (True, 0), 4: (True, 1), 6: (False, 3)}
-    row[11] += 1  # as the sampler does with the token it draws
+    row[11] += 1  # as the sampler counts the token it draws
     row[50] += 1  # would be lost if all were counted again
     history.answer = [4, 6, 6, 6]
     assert place(counts, history, late=11).data_ptr() == row.data_ptr()
@@ -194,7 +194,7 @@ def test_prompt_and_answer_are_counted_apart_and_only_once() -> None:
 
 
 def test_what_was_not_counted_here_is_counted_anew() -> None:
-    """As after a hand-over, or when a step's token was never drawn here."""
+    """Counts are missing after a hand-over, or when a step's token was never drawn here."""
     counts = PenaltyCounts(VOCAB, 2, DEVICE)
     history = History((9,), [])
     place(counts, history)
@@ -220,7 +220,7 @@ def test_equal_requests_have_rows_of_their_own() -> None:
 
 
 def test_plain_greedy_tokens_that_are_drawn_already_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is launched for steps that want neither chance nor penalties nor log probabilities."""
+    """Nothing is launched for steps without randomness, penalties and log probabilities."""
     draws, _, drawn = make_draws(4)
     drawn[:2] = torch.tensor([17, 18])
     for name in ("_sample", "_score"):

@@ -21,19 +21,19 @@ EPS = 1e-5
 GUARD = 512
 """Elements of NaN before and after an input: a load outside it shows."""
 
-# The interpreter cuts a float32 off where a GPU rounds it to bfloat16: there float16 stands for both.
+# The interpreter truncates to bfloat16 where a GPU rounds: float16 is tested for both there.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 big = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter")
 
 
 def random(*sizes: int, seed: int = 0) -> Tensor:
-    """Values that every dtype holds exactly, float64."""
+    """Returns float64 values that every dtype holds exactly."""
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
 
 
 def guarded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy on the device, NaN on both of its sides."""
+    """Returns a contiguous copy on the device, NaN on both of its sides."""
     room = torch.full((values.numel() + 2 * GUARD,), float("nan"), dtype=dtype, device=DEVICE)
     inner = room[GUARD : GUARD + values.numel()].view(values.shape)
     return inner.copy_(values)
@@ -85,7 +85,7 @@ def test_embed(tokens: int, width: int, dtype: torch.dtype) -> None:
 def run_rope(
     step: Step, dtype: torch.dtype, norms: tuple[Tensor | None, Tensor | None], slots: Tensor, planned_tokens: int = 1
 ) -> list[Tensor]:
-    """→ q and the cache after the store, with the tile of a step of `planned_tokens`."""
+    """Returns q and the cache after the store, with the tile of a step of `planned_tokens`."""
     cache = step.cache.to(DEVICE, dtype)
     q_norm, k_norm = (None if norm is None else guarded(norm, dtype) for norm in norms)
     positions = torch.where(slots >= 0, step.layout.positions, 2**30)
@@ -153,7 +153,7 @@ def test_a_tile_holds_heads_of_one_kind(shape: AttentionShape, tokens: int) -> N
 def assert_rotated_and_stored(
     step: Step, dtype: torch.dtype, chosen: tuple[Tensor | None, Tensor | None], q: Tensor, cache: Tensor
 ) -> None:
-    """As good as the reference; values exactly as they came, and nothing written elsewhere."""
+    """Checks that q and keys are as good as the reference, values are exact copies, and nothing else is written."""
     base_q, base_cache = run_reference(step, dtype, chosen)
     exact_q, exact_cache = run_reference(step, torch.float64, chosen)
     assert_as_good(q, base_q, exact_q)
@@ -180,7 +180,7 @@ def test_a_padded_row_is_stored_nowhere(planned_tokens: int) -> None:
 
 @big
 def test_offsets_beyond_32_bits() -> None:
-    """A cache of more than 2³¹ elements, its last page the only one used."""
+    """The cache has more than 2³¹ elements, and its last page is the only one used."""
     page_tokens, head_dim, pages = 128, 128, 20_000
     cache = torch.empty(pages, 1, 2, 8, page_tokens, head_dim, dtype=torch.bfloat16, device=DEVICE)
     shape = heads(32, 8, head_dim)

@@ -1,4 +1,4 @@
-"""Weight-streaming products: as exact as PyTorch's in the same dtype, nothing read or written beside the tensors."""
+"""Weight-streaming products: as exact as PyTorch's in the same dtype, nothing read or written outside the tensors."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from engine.kernels.triton_launch import overlaps_launches
 
 from .product_cases import DEVICE, EPS, Case, check, guarded, make_case, run
 
-# Triton's interpreter multiplies the bit patterns of bfloat16 as integers: float16 stands for both on the CPU.
+# Triton's interpreter multiplies the bit patterns of bfloat16 as integers: float16 is tested for both on the CPU.
 SIXTEEN = [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 ALL = [*SIXTEEN, torch.float32]
 TOKENS = [1, 2, 3, 8, 17, 64, 100]

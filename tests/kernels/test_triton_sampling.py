@@ -75,7 +75,7 @@ def run(
 
 @pytest.mark.parametrize(("vocab", "repeats"), [(100, 3), (4097, 2), (49152, 1)])
 def test_the_tokens_of_the_cpu_sampler(vocab: int, repeats: int) -> None:
-    """Continuous logits: another token would need a number within 1e-7 of an edge."""
+    """With continuous logits another token would need a number within 1e-7 of a threshold."""
     mix = MIXED if vocab < CANDIDATES + 500 else MIXED_BIG
     chosen = DeviceSampler(vocab, len(mix) + 1, DEVICE, PDL)
     for seed in range(20 if ON_GPU else repeats):
@@ -88,7 +88,7 @@ def test_the_tokens_of_the_cpu_sampler(vocab: int, repeats: int) -> None:
     ("vocab", "dtype"), [(100, torch.float32), (100, torch.float16), (100, torch.bfloat16), (8000, torch.bfloat16)]
 )
 def test_ties_go_by_id(vocab: int, dtype: torch.dtype) -> None:
-    """Few distinct logits, so that every edge falls among equals."""
+    """Few distinct logits put every threshold among equals."""
     coarse = (random_logits(len(MIXED), vocab, seed=3) / 2).round().to(dtype)
     draws = make_draws(MIXED, seed=77)
     assert on_device(coarse, draws).tolist() == sampler.sample(coarse, draws).tolist()
@@ -159,7 +159,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_penalties_change_the_logits_before_everything_else() -> None:
-    """Rows of counts stand in any order, and rows without penalties have none."""
+    """Rows of counts are in any order, and rows without penalties have none."""
     vocab, generator = 700, torch.Generator().manual_seed(4)
     logits = random_logits(5, vocab)
     counted = [2, -1, 0, 5, -1]

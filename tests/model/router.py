@@ -169,7 +169,7 @@ class RouterProcess:
         dispatcher = self.dispatcher
         links = [link for link in dispatcher.pool.links if not link.state.idle or len(link.leases)]
         live = dispatcher._live
-        busy = live or live._by_client_id or dispatcher.waiting or len(dispatcher._walks) or links
+        busy = live or live._by_client_id or dispatcher.waiting or len(dispatcher._calls) or links
         return f"{list(live.values())} {links}" if busy else ""
 
     def _ask(self, client: Client) -> None:

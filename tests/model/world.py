@@ -252,7 +252,7 @@ class World:
 
     def _hear_of_death(self, peer: PeerRef) -> None:
         self.controller.process.run(self.controller.expel, peer)
-        self._bury(peer)
+        self._mark_dead(peer)
 
     def _hear_of_start(self, started: WorkerProcess) -> None:
         """A run that takes its predecessors' place says that they are dead, too."""
@@ -260,7 +260,7 @@ class World:
             return
         info = started.info()
         self.controller.process.run(self.controller.admit, info)
-        self._bury(PeerRef(info.peer.worker_id, info.peer.incarnation - 1))
+        self._mark_dead(PeerRef(info.peer.worker_id, info.peer.incarnation - 1))
         for one, joined in [(one, info) for one in self.workers.values()] + [
             (started, other.info()) for other in self.workers.values()
         ]:
@@ -275,7 +275,7 @@ class World:
             self._disowned.discard((joined.peer, one.me))
             one.process.run(one.worker.peer_joined, joined)
 
-    def _bury(self, gone: PeerRef) -> None:
+    def _mark_dead(self, gone: PeerRef) -> None:
         for other in self.workers.values():
             if other.me.worker_id != gone.worker_id:
                 key = (other.process.name, "gone", gone.worker_id, gone.incarnation)

@@ -1,4 +1,4 @@
-"""The workers itself: each room is imported from this repository, and generated code matches its schemas."""
+"""The repository: each package is imported from it, and generated code matches its schemas."""
 
 import importlib
 import os
@@ -47,7 +47,7 @@ def test_generated_code_matches_the_schemas(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="not a checkout of git")
 def test_the_environment_stays_out_of_the_repository(tmp_path: Path) -> None:
-    """As a folder and as a link to another checkout's: a pull would put that link in place of the folder."""
+    """Git ignores `.venv` as a folder and as a link to another checkout's, which a pull would otherwise replace."""
     assert _git(ROOT, "ls-files", "--", ".venv") == ""
     shutil.copy(ROOT / ".gitignore", tmp_path)
     _git(tmp_path, "init", "--quiet")
@@ -60,7 +60,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def test_gpu_tests_need_no_plugin_of_pytest() -> None:
-    """GPU hosts often have pytest alone; an option of a plugin that is missing ended the run before its first test."""
+    """GPU hosts often have only pytest; a setting of a missing plugin used to fail the run before its first test."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_ceilings_cuda.py"]
     plain = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     run = subprocess.run([*command, "--collect-only"], capture_output=True, text=True, cwd=ROOT, env=plain, check=False)

@@ -1,4 +1,4 @@
-"""Cases that tests are given instead of a full product."""
+"""Pairwise cases, which tests use instead of a full product."""
 
 from itertools import combinations
 from math import prod

@@ -1,4 +1,4 @@
-"""docs/security.md names a test for each class of attack, and each is there. And nothing runs what others send."""
+"""docs/security.md names an existing test for each class of attack, and no code executes data from outside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLASSES = (
 )
 RUNS_CODE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 TO_ITS_OWN_CHILD = "engine/kernels/compile_apart.py"
-"""It pickles through a pipe to a process that it starts itself."""
+"""The module that pickles through a pipe to a process that it starts itself."""
 
 
 def test_each_class_of_attack_has_a_row() -> None:
@@ -53,7 +53,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def what_runs_code(tree: ast.Module) -> Iterator[str]:
-    """Imports and calls by which bytes or text from elsewhere could become code."""
+    """Yields imports and calls by which bytes or text from outside could become code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name.partition(".")[0] in RUNS_CODE)
@@ -86,7 +86,7 @@ def test_weights_that_are_pickled_are_not_read(tmp_path: Path) -> None:
 
 
 def test_names_of_pages_are_of_a_strong_hash() -> None:
-    """128 bits of BLAKE2b: no flip of a bit in a token, wherever it is, leaves the names behind it as they were."""
+    """Page names are 128 bits of BLAKE2b: flipping any bit of a token changes its page's name and all later ones."""
     assert DIGEST_BYTES >= 16
     tokens = list(range(64))
     names = page_digests(tokens, 16, root_digest("salt"))

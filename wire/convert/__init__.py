@@ -1,7 +1,7 @@
-"""Between protobuf and dataclasses: the only place that knows both.
+"""Converts between protobuf messages and dataclasses; the only package that depends on both.
 
-`x_to_proto` and `x_from_proto` are inverses (a property test holds them to it). Values are taken as they are;
-whoever receives a message from outside validates it.
+`x_to_proto` and `x_from_proto` are inverses, which a property test checks. Values are not validated: the receiver of a
+message from outside validates it.
 """
 
 from wire.convert.cluster import (

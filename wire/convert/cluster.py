@@ -1,4 +1,4 @@
-"""Between workers, controller and routers: who is there."""
+"""Converts the messages about membership between workers, controller and routers."""
 
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import cluster_pb2, types_pb2
@@ -7,6 +7,8 @@ from wire.policy_name import PolicyName
 
 
 def assignment_to_proto(value: Assignment) -> types_pb2.Assignment:
+    """Convert an `Assignment` to protobuf."""
+    """Convert an `Assignment` to protobuf."""
     return types_pb2.Assignment(
         role=value.role.value,
         step_policy=value.step_policy.value,
@@ -16,7 +18,7 @@ def assignment_to_proto(value: Assignment) -> types_pb2.Assignment:
 
 
 def assignment_from_proto(message: types_pb2.Assignment) -> Assignment:
-    """InvalidArgument for what no worker does."""
+    """Convert an `Assignment` from protobuf; raises InvalidArgument for an unknown role or step policy."""
     for field, name, known in (("role", message.role, Role), ("step_policy", message.step_policy, PolicyName)):
         if name not in list(known):
             raise InvalidArgument(field, f"{name!r} is none of {', '.join(known)}")
@@ -29,6 +31,7 @@ def assignment_from_proto(message: types_pb2.Assignment) -> Assignment:
 
 
 def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
+    """Convert a `WorkerInfo` to protobuf."""
     return cluster_pb2.WorkerInfo(
         worker_id=value.peer.worker_id,
         incarnation=value.peer.incarnation,
@@ -57,6 +60,7 @@ def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
 
 
 def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
+    """Convert a `WorkerInfo` from protobuf."""
     model = message.model
     return WorkerInfo(
         peer=PeerRef(message.worker_id, message.incarnation),
@@ -79,18 +83,22 @@ def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
 
 
 def membership_to_proto(value: Membership) -> cluster_pb2.Membership:
+    """Convert a `Membership` to protobuf."""
     return cluster_pb2.Membership(
         revision=value.revision, workers=[worker_info_to_proto(w) for w in value.workers], mode=value.mode
     )
 
 
 def membership_from_proto(message: cluster_pb2.Membership) -> Membership:
+    """Convert a `Membership` from protobuf."""
     return Membership(message.revision, tuple(worker_info_from_proto(w) for w in message.workers), message.mode)
 
 
 def absence_to_proto(value: Absence) -> cluster_pb2.Absence:
+    """Convert an `Absence` to protobuf."""
     return cluster_pb2.Absence(worker_id=value.worker_id, reason=value.reason, coming=value.coming)
 
 
 def absence_from_proto(message: cluster_pb2.Absence) -> Absence:
+    """Convert an `Absence` from protobuf."""
     return Absence(message.worker_id, message.reason, message.coming)

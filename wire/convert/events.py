@@ -1,4 +1,4 @@
-"""From workers to routers: what steps bring to requests."""
+"""Converts the step outputs that workers send to routers."""
 
 import logging
 
@@ -24,14 +24,17 @@ log = logging.getLogger(__name__)
 
 
 def token_logprobs_to_proto(value: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    """Convert a `TokenLogprobs` to protobuf."""
     return worker_pb2.TokenLogprobs(chosen=value.chosen, top_ids=value.top_ids, top=value.top)
 
 
 def token_logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Convert a `TokenLogprobs` from protobuf."""
     return TokenLogprobs(message.chosen, tuple(message.top_ids), tuple(message.top))
 
 
 def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
+    """Convert a `RequestEvent` to protobuf."""
     return worker_pb2.RequestEvent(
         request_id=value.ref.request_id,
         attempt=value.ref.attempt,
@@ -48,6 +51,7 @@ def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
 
 
 def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
+    """Convert a `RequestEvent` from protobuf."""
     return RequestEvent(
         ref=RequestRef(message.request_id, message.attempt),
         first_index=message.first_index,
@@ -63,6 +67,7 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
 
 
 def step_tokens_to_proto(value: StepTokens) -> worker_pb2.StepTokens:
+    """Convert a `StepTokens` to protobuf."""
     return worker_pb2.StepTokens(
         request_ids=value.request_ids,
         attempts=value.attempts,
@@ -72,13 +77,14 @@ def step_tokens_to_proto(value: StepTokens) -> worker_pb2.StepTokens:
 
 
 def step_tokens_from_proto(message: worker_pb2.StepTokens) -> StepTokens:
+    """Convert a `StepTokens` from protobuf."""
     return StepTokens(
         tuple(message.request_ids), tuple(message.attempts), tuple(message.indices), tuple(message.token_ids)
     )
 
 
 def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
-    """An event that cannot be written is replaced by its request's failure: everybody else's go with the message."""
+    """Convert a `StepEvents` to protobuf; an event that fails to convert becomes the failure of its request alone."""
     unwritten: list[RequestEvent] = []
     tokens = [_tokens_to_proto(each, unwritten) for each in value.tokens]
     return worker_pb2.StepEvents(
@@ -91,7 +97,7 @@ def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
 
 
 def step_events_from_proto(message: worker_pb2.StepEvents) -> StepEvents:
-    """An event that cannot be read is replaced by its request's failure: everybody else's are taken."""
+    """Convert a `StepEvents` from protobuf; an event that fails to convert becomes the failure of its request alone."""
     return StepEvents(
         message.step,
         tuple(_event_or_failure_from_proto(e) for e in message.events),
@@ -116,7 +122,7 @@ def _event_or_failure_from_proto(message: worker_pb2.RequestEvent) -> RequestEve
 
 
 def _tokens_to_proto(value: StepTokens, unwritten: list[RequestEvent]) -> worker_pb2.StepTokens | None:
-    """None for columns that cannot be written; then their events, one by one, are among the `unwritten`."""
+    """Convert a `StepTokens`; if that fails, return None and append its events to `unwritten`."""
     try:
         return step_tokens_to_proto(value)
     except Exception:
@@ -126,4 +132,4 @@ def _tokens_to_proto(value: StepTokens, unwritten: list[RequestEvent]) -> worker
 
 def _failure(ref: RequestRef, verb: str) -> RequestEvent:
     log.exception("an event of request %s could not be %s", ref.request_id, verb, extra=about(ref.request_id))
-    return failure_event(ref, Internal(f"what a worker said of the request could not be {verb}; see the log"))
+    return failure_event(ref, Internal(f"a worker's event of the request could not be {verb}; see the log"))

@@ -1,4 +1,4 @@
-"""From workers: how much they have to do and to hold, and what their steps cost."""
+"""Converts load reports, step costs and inspections of workers."""
 
 from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.generated.tandem.v1 import worker_pb2
@@ -6,6 +6,7 @@ from wire.messages import PeerRef, WorkerInspection, WorkerLoad
 
 
 def cost_to_proto(value: CostParameters) -> worker_pb2.CostParameters:
+    """Convert a `CostParameters` to protobuf."""
     return worker_pb2.CostParameters(
         base_s=value.base_s,
         prompt_base_s=value.prompt_base_s,
@@ -23,6 +24,7 @@ def cost_to_proto(value: CostParameters) -> worker_pb2.CostParameters:
 
 
 def cost_from_proto(message: worker_pb2.CostParameters) -> CostParameters:
+    """Convert a `CostParameters` from protobuf."""
     return CostParameters(
         base_s=message.base_s,
         prompt_base_s=message.prompt_base_s,
@@ -40,6 +42,7 @@ def cost_from_proto(message: worker_pb2.CostParameters) -> CostParameters:
 
 
 def load_to_proto(value: WorkerLoad) -> worker_pb2.WorkerLoad:
+    """Convert a `WorkerLoad` to protobuf."""
     return worker_pb2.WorkerLoad(
         prefill_requests=value.prefill_requests,
         prefill_tokens=value.prefill_tokens,
@@ -55,6 +58,7 @@ def load_to_proto(value: WorkerLoad) -> worker_pb2.WorkerLoad:
 
 
 def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
+    """Convert a `WorkerLoad` from protobuf."""
     return WorkerLoad(
         message.prefill_requests,
         message.prefill_tokens,
@@ -70,6 +74,7 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
 
 
 def inspection_to_proto(value: WorkerInspection) -> worker_pb2.InspectResponse:
+    """Convert a `WorkerInspection` to protobuf."""
     return worker_pb2.InspectResponse(
         worker_id=value.peer.worker_id,
         incarnation=value.peer.incarnation,
@@ -94,6 +99,7 @@ def inspection_to_proto(value: WorkerInspection) -> worker_pb2.InspectResponse:
 
 
 def inspection_from_proto(message: worker_pb2.InspectResponse) -> WorkerInspection:
+    """Convert a `WorkerInspection` from protobuf."""
     return WorkerInspection(
         peer=PeerRef(message.worker_id, message.incarnation),
         pages_total=message.pages_total,

@@ -1,4 +1,4 @@
-"""Ended requests, on the wire and as JSON."""
+"""Converts the traces of ended requests to and from protobuf and JSON."""
 
 from collections.abc import Iterable
 
@@ -11,6 +11,7 @@ from wire.tracing.request_trace import RequestTrace, TraceContext
 
 
 def trace_to_proto(value: RequestTrace) -> inference_pb2.RequestTrace:
+    """Convert a `RequestTrace` to protobuf."""
     return inference_pb2.RequestTrace(
         request_id=value.request_id,
         wire_id=value.wire_id,
@@ -29,6 +30,7 @@ def trace_to_proto(value: RequestTrace) -> inference_pb2.RequestTrace:
 
 
 def trace_from_proto(message: inference_pb2.RequestTrace) -> RequestTrace:
+    """Convert a `RequestTrace` from protobuf."""
     return RequestTrace(
         request_id=message.request_id,
         wire_id=message.wire_id,
@@ -45,13 +47,13 @@ def trace_from_proto(message: inference_pb2.RequestTrace) -> RequestTrace:
 
 
 def traces_to_json(traces: Iterable[RequestTrace], kept: int) -> str:
-    """The body of /traces; `kept` is how many the router remembers at most."""
+    """Return the body of /traces; `kept` is the most traces of newest requests that the router keeps."""
     message = inference_pb2.RequestTraces(traces=[trace_to_proto(each) for each in traces], kept=kept)
     return json_format.MessageToJson(message, indent=1)
 
 
 def traces_from_json(text: str) -> tuple[list[RequestTrace], int]:
-    """And back. Unavailable if it is no such body."""
+    """Parse the body of /traces; raises Unavailable if it is not one."""
     message = inference_pb2.RequestTraces()
     try:
         json_format.Parse(text, message, ignore_unknown_fields=True)

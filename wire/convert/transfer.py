@@ -1,4 +1,4 @@
-"""Between workers: who they are, what they must share, what has arrived."""
+"""Converts the messages of the transfer handshake and of KV transfers between workers."""
 
 from wire.convert.work import lease_from_proto, lease_to_proto
 from wire.generated.tandem.v1 import worker_pb2
@@ -6,6 +6,7 @@ from wire.messages import Handshake, PageChecksum, PeerDescription, PeerRef, Tra
 
 
 def description_to_proto(value: PeerDescription) -> worker_pb2.PeerDescription:
+    """Convert a `PeerDescription` to protobuf."""
     return worker_pb2.PeerDescription(
         worker_id=value.peer.worker_id,
         incarnation=value.peer.incarnation,
@@ -22,6 +23,7 @@ def description_to_proto(value: PeerDescription) -> worker_pb2.PeerDescription:
 
 
 def description_from_proto(message: worker_pb2.PeerDescription) -> PeerDescription:
+    """Convert a `PeerDescription` from protobuf."""
     return PeerDescription(
         peer=PeerRef(message.worker_id, message.incarnation),
         agent_metadata=message.agent_metadata,
@@ -37,6 +39,7 @@ def description_from_proto(message: worker_pb2.PeerDescription) -> PeerDescripti
 
 
 def handshake_to_proto(value: Handshake) -> worker_pb2.ConnectPeerRequest:
+    """Convert a `Handshake` to protobuf."""
     return worker_pb2.ConnectPeerRequest(
         protocol_version=value.protocol_version,
         compatibility_hash=value.compatibility_hash,
@@ -46,6 +49,7 @@ def handshake_to_proto(value: Handshake) -> worker_pb2.ConnectPeerRequest:
 
 
 def handshake_from_proto(message: worker_pb2.ConnectPeerRequest) -> Handshake:
+    """Convert a `Handshake` from protobuf."""
     return Handshake(
         protocol_version=message.protocol_version,
         compatibility_hash=message.compatibility_hash,
@@ -55,6 +59,7 @@ def handshake_from_proto(message: worker_pb2.ConnectPeerRequest) -> Handshake:
 
 
 def notice_to_proto(value: TransferNotice) -> worker_pb2.TransferNotice:
+    """Convert a `TransferNotice` to protobuf."""
     return worker_pb2.TransferNotice(
         lease=lease_to_proto(value.lease),
         prefill_worker_id=value.prefill.worker_id,
@@ -69,6 +74,7 @@ def notice_to_proto(value: TransferNotice) -> worker_pb2.TransferNotice:
 
 
 def notice_from_proto(message: worker_pb2.TransferNotice) -> TransferNotice:
+    """Convert a `TransferNotice` from protobuf."""
     return TransferNotice(
         lease=lease_from_proto(message.lease),
         prefill=PeerRef(message.prefill_worker_id, message.prefill_incarnation),
@@ -82,10 +88,10 @@ def notice_from_proto(message: worker_pb2.TransferNotice) -> TransferNotice:
 
 
 def encode_notice(value: TransferNotice) -> bytes:
-    """The bytes that travel as a transfer's notification."""
+    """Return the bytes of a transfer's notification."""
     return notice_to_proto(value).SerializeToString()
 
 
 def decode_notice(data: bytes) -> TransferNotice:
-    """Inverse of `encode_notice`; google.protobuf.message.DecodeError on anything else."""
+    """Parse the bytes from `encode_notice`; raises google.protobuf.message.DecodeError for anything else."""
     return notice_from_proto(worker_pb2.TransferNotice.FromString(data))

@@ -1,4 +1,4 @@
-"""What messages of every service share: sampling, ends, errors, edges, timelines."""
+"""Converts the types shared by all services: sampling, finish reasons, errors, edges, timelines."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -9,6 +9,7 @@ from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 
 def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:
+    """Convert a `SamplingParams` to protobuf."""
     return types_pb2.SamplingParams(
         temperature=value.temperature,
         top_k=value.top_k,
@@ -27,6 +28,7 @@ def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
+    """Convert a `SamplingParams` from protobuf."""
     return SamplingParams(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -45,40 +47,49 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
 
 
 def finish_to_proto(value: FinishReason | None) -> types_pb2.FinishReason:
+    """Convert a `FinishReason` to protobuf; None becomes FINISH_REASON_UNSPECIFIED."""
     return cast(types_pb2.FinishReason, value or 0)
 
 
 def finish_from_proto(value: int) -> FinishReason | None:
+    """Convert a `FinishReason` from protobuf; FINISH_REASON_UNSPECIFIED becomes None."""
     return FinishReason(value) if value else None
 
 
 def error_to_proto(value: ErrorDetail) -> types_pb2.ErrorDetail:
+    """Convert an `ErrorDetail` to protobuf."""
     return types_pb2.ErrorDetail(code=value.code, message=value.message, retry_after_s=value.retry_after_s)
 
 
 def error_from_proto(message: types_pb2.ErrorDetail) -> ErrorDetail:
+    """Convert an `ErrorDetail` from protobuf."""
     return ErrorDetail(message.code, message.message, message.retry_after_s)
 
 
 def edges_to_proto(edges: Iterable[EdgeStamp]) -> list[types_pb2.EdgeStamp]:
+    """Convert edge stamps to protobuf."""
     return [types_pb2.EdgeStamp(edge=cast(types_pb2.Edge, s.edge), unix_nanos=s.unix_nanos) for s in edges]
 
 
 def edges_from_proto(messages: Iterable[types_pb2.EdgeStamp]) -> tuple[EdgeStamp, ...]:
+    """Convert edge stamps from protobuf."""
     return tuple(EdgeStamp(Edge(m.edge), m.unix_nanos) for m in messages)
 
 
 def transfer_to_proto(value: TransferStats) -> types_pb2.TransferStats:
+    """Convert a `TransferStats` to protobuf."""
     return types_pb2.TransferStats(
         bytes=value.bytes, pages=value.pages, backend=value.backend, duration_nanos=value.duration_nanos
     )
 
 
 def transfer_from_proto(message: types_pb2.TransferStats) -> TransferStats:
+    """Convert a `TransferStats` from protobuf."""
     return TransferStats(message.bytes, message.pages, message.backend, message.duration_nanos)
 
 
 def timeline_to_proto(value: Timeline) -> inference_pb2.Timeline:
+    """Convert a `Timeline` to protobuf."""
     return inference_pb2.Timeline(
         edges=edges_to_proto(value.edges),
         transfer=None if value.transfer is None else transfer_to_proto(value.transfer),
@@ -88,6 +99,7 @@ def timeline_to_proto(value: Timeline) -> inference_pb2.Timeline:
 
 
 def timeline_from_proto(message: inference_pb2.Timeline) -> Timeline:
+    """Convert a `Timeline` from protobuf."""
     return Timeline(
         edges=edges_from_proto(message.edges),
         transfer=transfer_from_proto(message.transfer) if message.HasField("transfer") else None,

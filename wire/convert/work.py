@@ -1,4 +1,4 @@
-"""Between routers and workers: references, leases, reservations, tasks."""
+"""Converts the messages with which routers give work to workers: references, leases, reservations, tasks."""
 
 import math
 
@@ -8,22 +8,27 @@ from wire.messages import Destination, GrantedLease, Lease, PeerRef, PrefillTask
 
 
 def ref_to_proto(value: RequestRef) -> worker_pb2.RequestRef:
+    """Convert a `RequestRef` to protobuf."""
     return worker_pb2.RequestRef(request_id=value.request_id, attempt=value.attempt)
 
 
 def ref_from_proto(message: worker_pb2.RequestRef) -> RequestRef:
+    """Convert a `RequestRef` from protobuf."""
     return RequestRef(message.request_id, message.attempt)
 
 
 def lease_to_proto(value: Lease) -> worker_pb2.Lease:
+    """Convert a `Lease` to protobuf."""
     return worker_pb2.Lease(request_id=value.request_id, attempt=value.attempt, epoch=value.epoch)
 
 
 def lease_from_proto(message: worker_pb2.Lease) -> Lease:
+    """Convert a `Lease` from protobuf."""
     return Lease(message.request_id, message.attempt, message.epoch)
 
 
 def reservation_to_proto(value: Reservation) -> worker_pb2.ReserveRequest:
+    """Convert a `Reservation` to protobuf."""
     return worker_pb2.ReserveRequest(
         router_id=value.router_id,
         request_id=value.ref.request_id,
@@ -39,6 +44,7 @@ def reservation_to_proto(value: Reservation) -> worker_pb2.ReserveRequest:
 
 
 def reservation_from_proto(message: worker_pb2.ReserveRequest) -> Reservation:
+    """Convert a `Reservation` from protobuf."""
     return Reservation(
         router_id=message.router_id,
         ref=RequestRef(message.request_id, message.attempt),
@@ -52,16 +58,19 @@ def reservation_from_proto(message: worker_pb2.ReserveRequest) -> Reservation:
 
 
 def granted_to_proto(value: GrantedLease) -> worker_pb2.ReserveResponse:
+    """Convert a `GrantedLease` to protobuf."""
     return worker_pb2.ReserveResponse(
         lease=lease_to_proto(value.lease), duration_s=value.duration_s, held_tokens=value.held_tokens
     )
 
 
 def granted_from_proto(message: worker_pb2.ReserveResponse) -> GrantedLease:
+    """Convert a `GrantedLease` from protobuf."""
     return GrantedLease(lease_from_proto(message.lease), message.duration_s, message.held_tokens)
 
 
 def destination_to_proto(value: Destination) -> worker_pb2.Destination:
+    """Convert a `Destination` to protobuf."""
     return worker_pb2.Destination(
         worker_id=value.peer.worker_id,
         incarnation=value.peer.incarnation,
@@ -71,12 +80,14 @@ def destination_to_proto(value: Destination) -> worker_pb2.Destination:
 
 
 def destination_from_proto(message: worker_pb2.Destination) -> Destination:
+    """Convert a `Destination` from protobuf."""
     return Destination(
         PeerRef(message.worker_id, message.incarnation), message.address, lease_from_proto(message.lease)
     )
 
 
 def prefill_task_to_proto(value: PrefillTask) -> worker_pb2.PrefillRequest:
+    """Convert a `PrefillTask` to protobuf."""
     return worker_pb2.PrefillRequest(
         router_id=value.router_id,
         request_id=value.ref.request_id,
@@ -90,6 +101,7 @@ def prefill_task_to_proto(value: PrefillTask) -> worker_pb2.PrefillRequest:
 
 
 def prefill_task_from_proto(message: worker_pb2.PrefillRequest) -> PrefillTask:
+    """Convert a `PrefillTask` from protobuf."""
     return PrefillTask(
         router_id=message.router_id,
         ref=RequestRef(message.request_id, message.attempt),

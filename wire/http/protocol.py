@@ -1,4 +1,4 @@
-"""HTTP connections that end when their clients keep them waiting, and of which there are only so many."""
+"""HTTP connections with deadlines for their clients and a limit on their number."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from wire.limits.listener_limits import ListenerLimits
 
 _READ_BYTES = 16 << 10
-"""What is read of one connection at a time: small chunks take about 15 µs each, and others wait meanwhile."""
+"""Most bytes read from a connection at a time, because small chunks take about 15 µs each and block others."""
 _CHUNKS_FREE, _CHUNK_BYTES_MIN = 1024, 16
-"""A body may have so many chunks of any size; then they must have so many bytes on average."""
+"""Number of chunks of any size in a body, and the least average bytes per chunk beyond that number."""
 _RETRY_AFTER_S = b"1"
 
 
 class _Waits(Enum):
-    """What a connection waits for."""
+    """The next data that a connection waits for."""
 
     FIRST = auto()
     """The first byte of its first request."""
@@ -35,7 +35,7 @@ class _Waits(Enum):
 
 
 class Connections:
-    """All connections of one server that wait for a request, the one that has waited longest first."""
+    """All connections of one server that wait for a request, the longest wait first."""
 
     def __init__(self, limits: ListenerLimits) -> None:
         self.limits = limits
@@ -43,7 +43,7 @@ class Connections:
         self._waiting: dict[GuardedProtocol, None] = {}
 
     def admit(self, new: GuardedProtocol, count: int) -> bool:
-        """Whether there is room for one more, which makes so many; another one may give way to it."""
+        """Return True if a new connection, number `count`, is accepted; may close the one that waited longest."""
         if count <= self._most:
             return True
         oldest = next(iter(self._waiting), None)
@@ -54,16 +54,16 @@ class Connections:
         return True
 
     def waits(self, connection: GuardedProtocol) -> None:
-        """It waits for a request."""
+        """Mark a connection as waiting for a request."""
         self._waiting.setdefault(connection)
 
     def forget(self, connection: GuardedProtocol) -> None:
-        """It does so no longer."""
+        """Mark a connection as no longer waiting."""
         self._waiting.pop(connection, None)
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol with a deadline for whatever is waited for; uvicorn itself has one between requests alone."""
+    """The protocol of uvicorn with deadlines for headers and bodies; uvicorn has one between requests only."""
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,6 +75,7 @@ class GuardedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Accept a connection, or refuse it if there are too many."""
         super().connection_made(transport)
         if hasattr(transport, "max_size"):
             transport.max_size = _READ_BYTES
@@ -84,6 +85,7 @@ class GuardedProtocol(H11Protocol):
         self._follow()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the connection's deadlines."""
         super().connection_lost(exc)
         self._all.forget(self)
         for timer in (self._deadline, self._unread):
@@ -92,28 +94,33 @@ class GuardedProtocol(H11Protocol):
         self._deadline = self._unread = None
 
     def data_received(self, data: bytes) -> None:
+        """Process received data and update the deadline."""
         super().data_received(data)
         self._follow()
 
     def on_response_complete(self) -> None:
+        """Update the deadline after a response."""
         super().on_response_complete()
         self._follow()
 
     def send_400_response(self, msg: str) -> None:
+        """Refuse a malformed request."""
         self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
     def pause_writing(self) -> None:
+        """Start the deadline for unread data, because the client's buffers are full."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._limits.unread_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """Cancel the deadline for unread data."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
 
     def _follow(self) -> None:
-        """Set the deadline of what is waited for now, unless it is set."""
+        """Set the deadline of the data that is waited for now, unless it is set."""
         waits = self._awaited()
         if self.cycle is None or self.cycle.response_complete:
             self._all.waits(self)
@@ -139,7 +146,7 @@ class GuardedProtocol(H11Protocol):
         return _Waits.FIRST if self.cycle is None else _Waits.REQUEST
 
     def _seconds(self, waits: _Waits) -> float:
-        """0 = as long as it takes; uvicorn has a deadline of its own between requests."""
+        """Return the deadline in seconds, 0 = none; uvicorn has its own deadline between requests."""
         if waits in {_Waits.FIRST, _Waits.HEADER}:
             return self._limits.header_timeout_s
         return self._limits.body_timeout_s if waits is _Waits.BODY else 0.0
@@ -152,7 +159,7 @@ class GuardedProtocol(H11Protocol):
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the request's {what} did not come within {self._seconds(waits):g} s")
 
     def _refuse(self, status: HTTPStatus, sentence: str) -> None:
-        """Say so, where no answer has begun, and end the connection."""
+        """Send an error response unless a response has begun, and close the connection."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE} and not self.transport.is_closing():
             body = f"{sentence}\n".encode()
             headers = [
@@ -169,7 +176,7 @@ class GuardedProtocol(H11Protocol):
 
 
 class _CountedChunks(h11.Connection):
-    """Refuses bodies in chunks so small that reading them costs more than anything else of the request."""
+    """Rejects bodies in so many small chunks that reading them would dominate the request's cost."""
 
     _chunks = _bytes = 0
 
@@ -177,6 +184,9 @@ class _CountedChunks(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                # A proxy before this server may have used the other header (RFC 9112, section 6.1).
+                raise h11.RemoteProtocolError("a request has Content-Length or Transfer-Encoding, not both")
         elif isinstance(event, h11.Data):
             self._chunks += 1
             self._bytes += len(event.data)
@@ -186,7 +196,7 @@ class _CountedChunks(h11.Connection):
 
 
 def _probe(connection: Any, limits: ListenerLimits) -> None:
-    """Let the kernel find out when the other end is gone: it tells nobody so itself where its host or network fails."""
+    """Enable TCP keep-alive, so that the kernel detects clients whose host or network has failed."""
     if connection is None or connection.family not in {socket.AF_INET, socket.AF_INET6}:
         return
     interval_s = max(1, round(limits.keepalive_s / 2))

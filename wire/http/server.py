@@ -1,4 +1,4 @@
-"""An HTTP server in an event loop that is somebody else's, and where it listens."""
+"""An HTTP server that runs in an existing event loop, and its listening socket."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 
 
 class Listener:
-    """A socket at host:port that nobody else has, 0 = any free port; or, `shared`, nobody but processes of this user
-    that share it as well. FailedPrecondition names the `setting` of a port that is taken.
+    """An exclusive listening socket at host:port, 0 = any free port.
+
+    With `shared`, other processes of this user may share the port. FailedPrecondition names the `setting` of a port
+    that is taken.
     """
 
     def __init__(self, host: str, port: int, setting: str, *, shared: bool = False) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # With the protocol named, asyncio sets TCP_NODELAY on what is accepted: else an event that follows another one
-        # waits for the client's acknowledgement of that, up to 40 ms.
+        # With the protocol given, asyncio sets TCP_NODELAY on accepted connections: otherwise an event waits up to
+        # 40 ms for the client's acknowledgement of the one before.
         self.socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._host, self._setting = host, setting
         self._asked = address_of(host, port)
@@ -42,24 +44,24 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """host:port."""
+        """The listening address, host:port."""
         return address_of(self._host, self.socket.getsockname()[1])
 
     def unusable(self, why: BaseException | str) -> FailedPrecondition:
-        """The error that says so."""
+        """Return the error for an address that cannot be used."""
         return FailedPrecondition(f"{self._setting}: {self._asked} cannot be used ({why}); choose another port")
 
     def close(self) -> None:
-        """Give the port back."""
+        """Close the socket."""
         self.socket.close()
 
 
 class HttpServer(uvicorn.Server):
-    """Signals stay the process's own. `begin` it once, `end` it once."""
+    """A uvicorn server that leaves signals to the process. Call `begin` once, then `leave` and `gone`."""
 
     def __init__(self, app: Any, listener: Listener, limits: ListenerLimits = DEFAULT_LIMITS) -> None:
-        """`app` speaks ASGI 3; the listener is this server's from now on."""
-        # A partial makes protocols as the class does, which is all that is asked of it.
+        """`app` is an ASGI 3 application; the server takes ownership of the listener."""
+        # uvicorn only calls it to make protocols, so a partial can replace the class.
         protocol: Any = partial(GuardedProtocol, connections=Connections(limits))
         config = uvicorn.Config(
             app,
@@ -67,7 +69,7 @@ class HttpServer(uvicorn.Server):
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # what warnings are about, strangers do
+            log_level="error",  # uvicorn's warnings are about clients' mistakes
             access_log=False,
             http=protocol,
             timeout_keep_alive=math.ceil(limits.idle_timeout_s),
@@ -77,7 +79,7 @@ class HttpServer(uvicorn.Server):
         self._listening = asyncio.Event()
 
     async def begin(self) -> None:
-        """Serve; returns once calls are welcome. FailedPrecondition if the port cannot be listened on."""
+        """Start the server; returns once it accepts calls, raises FailedPrecondition if the port cannot be used."""
         self._task = asyncio.create_task(self.serve(sockets=[self._listener.socket]), name="http")
         listening = asyncio.create_task(self._listening.wait())
         await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -86,18 +88,20 @@ class HttpServer(uvicorn.Server):
             raise self._listener.unusable(self._task.exception() or "the server ended")
 
     def leave(self, grace_s: int) -> None:
-        """Take no more calls; those that run have so long."""
+        """Accept no more calls; running calls may take `grace_s` seconds."""
         self.config.timeout_graceful_shutdown = grace_s
         self.should_exit = True
 
     async def gone(self) -> None:
-        """Wait for the last call, behind `leave`."""
+        """Wait for the last call; call it after `leave`."""
         await self._task
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave the signal handlers unchanged."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start listening."""
         await super().startup(sockets)
         self._listening.set()

@@ -1,4 +1,4 @@
-"""How many calls are in progress."""
+"""A limit on the number of calls in progress."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _RETRY_AFTER_S = 1.0
 
 
 class CallCount:
-    """Whoever enters leaves, once. Belongs to the event loop."""
+    """Counts calls in progress; each `enter` needs one `leave`. Belongs to the event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.running = 0
 
     def enter(self) -> None:
-        """One more is in progress; ResourceExhausted where there are too many."""
+        """Count a new call; raises ResourceExhausted if there are too many."""
         if self.running >= self._limit:
             raise ResourceExhausted(
                 f"{self.running} calls are in progress here, the limit is {self._limit}; try again later",
@@ -24,5 +24,5 @@ class CallCount:
         self.running += 1
 
     def leave(self) -> None:
-        """One has ended."""
+        """Count a call that has ended."""
         self.running -= 1

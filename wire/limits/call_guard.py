@@ -1,4 +1,4 @@
-"""What a public gRPC server grants to calls: a while for their messages to come, and so many at once."""
+"""Limits the calls of a public gRPC server: a deadline for their messages and a number of concurrent calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _Deserialize = Callable[[bytes], Any]
 
 _PING_STRIKES_MAX = 2
-"""Pings that come too early, after which a client's connection ends: gRPC's own default."""
+"""Number of early pings after which gRPC closes a connection, gRPC's own default."""
 
 
 class CallGuard:
-    """Wraps handlers. gRPC waits for a call's only message for as long as the connection lives, and calls no handler
-    before; so handlers of such calls are given to it as those of streams, whose first message is awaited here.
+    """Wraps handlers with the limits.
+
+    gRPC waits for the message of a unary call as long as the connection lives, before it calls the handler. So unary
+    handlers are registered as handlers of streams, and their message is awaited here with a deadline.
     """
 
     def __init__(self, limits: ListenerLimits) -> None:
@@ -31,8 +33,9 @@ class CallGuard:
         self._calls, self._open_calls = CallCount(limits.max_calls), CallCount(limits.max_calls)
 
     def wrap(self, handler: grpc.RpcMethodHandler[Any, Any], *, is_open: bool) -> grpc.RpcMethodHandler[Any, Any]:
-        """The same handler for as many calls as there may be. Those of methods that are open to everybody count apart:
-        strangers take no room from who may call the others.
+        """Return the handler with its limits.
+
+        Calls of methods that need no key are counted separately, so that they take no capacity from authorized calls.
         """
         count = self._open_calls if is_open else self._calls
         serialize, deserialize = handler.response_serializer, handler.request_deserializer
@@ -40,7 +43,7 @@ class CallGuard:
             answer = self._one(handler.unary_unary, deserialize, count)
             return grpc.stream_unary_rpc_method_handler(answer, None, serialize)
         if handler.unary_stream is not None:
-            # A coroutine writes its answers itself, as gRPC's own health service has it.
+            # A coroutine writes its responses itself, as gRPC's own health service does.
             wrap = self._one if inspect.iscoroutinefunction(handler.unary_stream) else self._many
             answers = wrap(handler.unary_stream, deserialize, count)
             return grpc.stream_stream_rpc_method_handler(answers, None, serialize)
@@ -65,10 +68,10 @@ class CallGuard:
 
     async def _message(self, context: _Context, deserialize: _Deserialize | None) -> Any:
         reading = asyncio.ensure_future(context.read())
-        # What is under way in gRPC's core cannot be cancelled; it ends with the call.
+        # A read in gRPC's core cannot be cancelled; it ends with the call.
         await asyncio.wait((reading,), timeout=self._timeout_s)
         if not reading.done():
-            reading.add_done_callback(_look_at)
+            reading.add_done_callback(_retrieve_exception)
             message = f"the call's message did not come within {self._timeout_s:g} s; send the call again"
             raise DeadlineExceeded(message)
         data = reading.result()
@@ -81,7 +84,10 @@ class CallGuard:
 
 
 def public_options(limits: ListenerLimits) -> list[tuple[str, int]]:
-    """gRPC's own settings of a server that clients reach: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html"""
+    """Return the gRPC options of a public server.
+
+    https://grpc.github.io/grpc/core/group__grpc__arg__keys.html
+    """
     return [
         ("grpc.max_receive_message_length", limits.max_request_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
@@ -89,7 +95,7 @@ def public_options(limits: ListenerLimits) -> list[tuple[str, int]]:
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_timeout_s)),
         ("grpc.keepalive_time_ms", _milliseconds(limits.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(limits.keepalive_s)),
-        # Of both timeouts it is this one that ends a connection: https://github.com/grpc/grpc/pull/39239
+        # This one of the two timeouts closes a connection: https://github.com/grpc/grpc/pull/39239
         ("grpc.http2.ping_timeout_ms", _milliseconds(limits.keepalive_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
@@ -111,13 +117,13 @@ def _counted(handler: Any, count: CallCount) -> Any:
     return guarded
 
 
-def _look_at(reading: asyncio.Future[Any]) -> None:
-    """asyncio logs exceptions that nobody has looked at."""
+def _retrieve_exception(reading: asyncio.Future[Any]) -> None:
+    """Retrieve the exception, because asyncio logs those that were never retrieved."""
     if not reading.cancelled():
         reading.exception()
 
 
 def _enter(count: CallCount, context: _Context) -> None:
-    """A cancelled call may leave its handler suspended until it is collected; the context tells at once."""
+    """Count the call until its context ends: a cancelled handler may stay suspended until it is collected."""
     count.enter()
     context.add_done_callback(lambda _: count.leave())  # type: ignore[arg-type]  # the stubs name a class, not a protocol

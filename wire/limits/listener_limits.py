@@ -1,37 +1,38 @@
-"""What a server that strangers reach grants to connections and calls, before anything is known of them."""
+"""The limits of public servers for connections and calls before authentication."""
 
 import resource
 from dataclasses import dataclass, fields
 
 _FILES_SHARE = 3
-"""A server's connections may take one in so many of its process's files: there are two servers, and other things."""
+"""Each of two servers may use at most one third of the process's file descriptors for connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerLimits:
-    """Limits of each server, HTTP or gRPC, of a process. All times in seconds."""
+    """The limits of each HTTP or gRPC server of a process. All times are in seconds."""
 
     max_request_bytes: int = 4 << 20
     """Largest request, in bytes."""
     max_connections: int = 16_384
-    """Most connections that are open at once, as far as the process may have files. Where one more comes over HTTP,
-    the one goes that has waited longest for a request."""
+    """Most open connections, within the limit of file descriptors.
+
+    If one more HTTP connection comes, the one that has waited longest for a request is closed.
+    """
     max_calls: int = 8_192
-    """Most calls in progress at once; calls that ask for health are counted apart."""
+    """Most calls in progress; calls of the health service are counted separately."""
     header_timeout_s: float = 10.0
-    """A connection's longest time to its first request, and each request's for the rest of its header."""
+    """Longest time to a connection's first request, and from the first byte to the end of a request's header."""
     body_timeout_s: float = 60.0
-    """Each request's longest time for its body, or a gRPC call's for its message."""
+    """Longest time for a request's body or a gRPC call's message."""
     idle_timeout_s: float = 75.0
     """Longest time between two requests of a connection."""
     unread_timeout_s: float = 60.0
-    """Longest time that a client may leave what was written for it unread, while its buffers are full."""
+    """Longest time for which a client with full buffers may read nothing."""
     keepalive_s: float = 20.0
-    """A silent client is asked every so many seconds whether it is there; one that does not answer for as long is
-    gone, and its answers are aborted."""
+    """Interval of keep-alive probes, and the time without a response after which a client's calls are aborted."""
 
     def __post_init__(self) -> None:
-        """InvalidArgument names the setting and what is wrong with it."""
+        """Raise InvalidArgument with the name of a limit that is not above 0."""
         for each in fields(self):
             value = getattr(self, each.name)
             if not value > 0:
@@ -41,7 +42,7 @@ class ListenerLimits:
 
     @property
     def connections(self) -> int:
-        """`max_connections`, as far as this process may open files."""
+        """Most connections, within `max_connections` and the process's limit of file descriptors."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files == resource.RLIM_INFINITY:
             return self.max_connections

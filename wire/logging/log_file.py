@@ -1,8 +1,8 @@
-"""The file that a process's whole output goes to, begun anew where it is full.
+"""The log file of a process's whole output, with rotation.
 
-The process itself turns it over: it points its own descriptors 1 and 2 at the next file, each in one step.
-So nothing is lost and nothing is restarted, and what native code prints stays between the lines that it belongs to.
-Somebody outside could only copy and truncate, and would lose what is written in between.
+The process rotates the file itself: it points its descriptors 1 and 2 at the next file, each in one atomic step. So no
+output is lost, no restart is needed, and the output of native code stays in order with log lines. An external tool
+could only copy and truncate, which loses the output written in between.
 """
 
 import contextlib
@@ -12,25 +12,25 @@ import sys
 from pathlib import Path
 
 KEPT = 4
-"""Earlier files that are kept, `NAME.log.1` the youngest; older ones are deleted."""
+"""Number of earlier files that are kept, `NAME.log.1` the newest; older ones are deleted."""
 
 
 def earlier(file: Path, number: int) -> Path:
-    """Where `number` turns ago the current file went."""
+    """Return the path of the file that was rotated `number` rotations ago."""
     return file.with_name(f"{file.name}.{number}")
 
 
 class LogFile:
-    """`path` as standard output and error of this process. Several processes may write to one, and each turns it."""
+    """The file `path` as standard output and error of this process. Several processes may share and rotate it."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Its folder is made where it is missing; what was in the file stays."""
+        """Redirect the output; creates a missing folder and appends to an existing file."""
         self._path, self._max_bytes = path, max_bytes
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._take()
 
     def look(self) -> None:
-        """Go over to a new file if this one is full; where none can be made, this one grows. Never raises."""
+        """Rotate the file if it is full; if that fails, the file grows. Never raises."""
         with contextlib.suppress(OSError):
             if os.fstat(2).st_size >= self._max_bytes:
                 self._turn_unless_another_did()
@@ -39,7 +39,7 @@ class LogFile:
     def _turn_unless_another_did(self) -> None:
         try:
             fcntl.flock(2, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process does; the next look finds what it made
+        except BlockingIOError:  # another process rotates it; the next check opens the new file
             return
         try:
             if self._path.exists() and os.path.samestat(os.fstat(2), self._path.stat()):
@@ -48,8 +48,9 @@ class LogFile:
             fcntl.flock(2, fcntl.LOCK_UN)
 
     def _turn(self) -> None:
-        """The next file is there before the oldest goes: whoever follows tells them apart by their inodes. At no time
-        is there no current file.
+        """Rotate the files, so that a current file exists at all times.
+
+        The next file is created before the oldest one is deleted, so that readers can distinguish them by their inodes.
         """
         fresh = self._path.with_name(f"{self._path.name}.fresh")
         os.close(_open(fresh))

@@ -1,6 +1,6 @@
-"""How a process of the cluster logs: the same lines everywhere, into one file for each role in the cluster.
+"""Logging of the cluster's processes: the same format everywhere, one file for each role in the cluster.
 
-A line that belongs to one request says so with `extra=about(...)`; no line carries what a client wrote.
+A line about one request has `extra=about(...)`; no line contains text of clients.
 """
 
 import json
@@ -19,44 +19,46 @@ from wire.logging.log_file import LogFile
 from wire.logging.recurring import OF_REQUEST, RecurringErrors
 
 LOOK_S = 5.0
-"""Between two looks at what the log has to do when nobody writes to it."""
+"""Interval of the log's housekeeping between lines, in seconds."""
 MAX_MIB = 32
-"""Size of a log file from which on another one is begun, in MiB."""
+"""Size at which a log file is rotated, in MiB."""
 PRETTY = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class LogFormat(StrEnum):
-    """How a line is written."""
+    """The format of log lines."""
 
     PRETTY = "pretty"
-    """For people: time, level, process and part, then a sentence."""
+    """Text for people: time, level, process and logger, then the message."""
     JSON = "json"
-    """For collectors: an object a line."""
+    """JSON for log collectors: one object per line."""
 
 
 def about(request_id: str) -> dict[str, Any]:
-    """For `extra`: the line belongs to this request, by the router's name for it, which every process knows."""
+    """Return the `extra` of a line about a request, by its wire id, which every process uses."""
     return {OF_REQUEST: request_id}
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """Where a process logs, and how."""
+    """The log settings of a process."""
 
     file: Path | None = None
-    """Whose folder is made where it is missing; None = stderr."""
+    """The log file, whose folder is created if missing; None = stderr."""
     format: LogFormat = LogFormat.PRETTY
     max_bytes: int = MAX_MIB << 20
-    """Of one file, from which on the next line goes to a new one; see `wire.logging.log_file`."""
+    """Size in bytes at which the file is rotated; see `wire.logging.log_file`."""
 
 
 TO_STDERR = LogConfig()
-"""For people, on a terminal."""
+"""The default settings: text on stderr."""
 
 
 def begin_log(config: LogConfig, process: str = "", incarnation: int | None = None) -> None:
-    """Log from INFO on. The whole process's output goes to the file, what native code prints as it dies too; an earlier
-    incarnation's stays. Every line of the log says which `process` wrote it, and which run of it.
+    """Set up logging at level INFO.
+
+    The whole output of the process goes to the file, that of native code included; the output of earlier incarnations
+    is kept. Every line has the `process` and its incarnation.
     """
     handler = ProcessLog(None if config.file is None else LogFile(config.file, config.max_bytes))
     lines = JsonLines if config.format is LogFormat.JSON else PrettyLines
@@ -66,8 +68,9 @@ def begin_log(config: LogConfig, process: str = "", incarnation: int | None = No
 
 
 class ProcessLog(logging.StreamHandler[TextIO]):
-    """To stderr, which is `file` if there is one; a recurring error is said now and then, with how often it came (see
-    `RecurringErrors`).
+    """A handler that writes to stderr, which is `file` if there is one.
+
+    Recurring errors are logged at intervals with their count, see `RecurringErrors`.
     """
 
     def __init__(self, file: LogFile | None = None) -> None:
@@ -76,6 +79,7 @@ class ProcessLog(logging.StreamHandler[TextIO]):
         self._errors = RecurringErrors()
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record unless it is a recurring error, and rotate a full file."""
         try:
             line = self._errors.take(record)
         except Exception:
@@ -86,12 +90,12 @@ class ProcessLog(logging.StreamHandler[TextIO]):
             self._look()
 
     def close(self) -> None:
-        """Counts that are not said yet are."""
+        """Write the outstanding counts of recurring errors and close the handler."""
         self._say_counts(all_of_them=True)
         super().close()
 
     def tend_forever(self) -> None:
-        """What is due without a line that is written; in a thread of its own."""
+        """Write due counts and rotate the file periodically; runs in a thread of its own."""
         while True:
             time.sleep(LOOK_S)
             self._say_counts()
@@ -117,21 +121,24 @@ class ProcessLog(logging.StreamHandler[TextIO]):
 
 
 class PrettyLines(logging.Formatter):
-    """`2026-01-31 12:00:00,000 INFO decode-0#17 worker.loop: a sentence`, the process where there is one."""
+    """Formats lines as `2026-01-31 12:00:00,000 INFO decode-0#17 worker.loop: message`, without an unknown process."""
 
     def __init__(self, process: str, incarnation: int | None) -> None:
         who = process if incarnation is None else f"{process}#{incarnation}"
         super().__init__(PRETTY.replace("%(name)s", f"{who.replace('%', '%%')} %(name)s") if who else PRETTY)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Format a record, and append its request id if the message does not contain it."""
         line = super().formatMessage(record)
         request_id = getattr(record, OF_REQUEST, "")
         return line if request_id in record.message else f"{line} [request {request_id}]"
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message, and where they are known process, incarnation, request_id
-    and the traceback of an error.
+    """Formats each line as a JSON object.
+
+    Its fields are time (UTC), level, logger, message and, if known, process, incarnation, request_id and the traceback
+    of an error.
     """
 
     def __init__(self, process: str, incarnation: int | None) -> None:
@@ -140,6 +147,7 @@ class JsonLines(logging.Formatter):
         self._run = {} if incarnation is None else {"incarnation": incarnation}
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the JSON object of a record."""
         request_id = getattr(record, OF_REQUEST, "")
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),

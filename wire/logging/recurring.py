@@ -1,7 +1,7 @@
-"""Errors that come again and again: said once with their traceback, counted, said again after a while with the count.
+"""Rate limiting of recurring errors: logged once with their traceback, then at intervals with their count.
 
-The process's log asks for every line (see `wire.logging.logs`), so that no loop that goes on after an error can fill
-a disk.
+The process's log handler applies it to every line (`wire.logging.logs`), so that a loop that continues after an error
+cannot fill a disk.
 """
 
 import copy
@@ -13,22 +13,22 @@ from types import TracebackType
 from typing import Any
 
 AGAIN_S = 60.0
-"""Between two times that the same error is said."""
+"""Least interval between two lines of the same error, in seconds."""
 MOST_KINDS = 256
-"""That are told apart by what they are about; more are not."""
+"""Most kinds of errors that are distinguished by their arguments; beyond it, only by their statement."""
 
 _MARK = "recurring"
 RECURRING: dict[str, Any] = {_MARK: True}
-"""For `extra`: a line without a traceback that may come again and again, too."""
+"""The `extra` of a line without a traceback that is rate limited like an error."""
 OF_REQUEST = "request_id"
-"""The field of a line that belongs to one request; see `wire.logging.logs.about`."""
+"""The field of a line about one request; see `wire.logging.logs.about`."""
 
 _Kind = tuple[object, ...]
 
 
 @dataclass(slots=True)
 class _Said:
-    """An error that was said at `at_s`, and came `more` times since then."""
+    """An error that was logged at `at_s` and has occurred `more` times since then."""
 
     at_s: float
     line: logging.LogRecord
@@ -37,8 +37,9 @@ class _Said:
 
 @dataclass(slots=True)
 class RecurringErrors:
-    """What to write of the errors of one process. Two errors are the same if they are logged by the same statement
-    about the same thing, are of one type and were raised at one place. For one thread at a time.
+    """Selects the error lines of one process to write. Not thread-safe.
+
+    Two errors are the same if they have the same log statement, arguments, type, and line that raised them.
     """
 
     again_s: float = AGAIN_S
@@ -46,7 +47,7 @@ class RecurringErrors:
     _said: dict[_Kind, _Said] = field(default_factory=dict)
 
     def take(self, record: logging.LogRecord) -> logging.LogRecord | None:
-        """What to write for it; None = nothing. Each request's line is written, its traceback only where it is new."""
+        """Return the record to write, None = none; lines about requests always are, without repeated tracebacks."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None and not getattr(record, _MARK, False):
             return record
@@ -60,7 +61,7 @@ class RecurringErrors:
         return _plain(record, error) if getattr(record, OF_REQUEST, "") else None
 
     def due(self, *, all_of_them: bool = False) -> list[logging.LogRecord]:
-        """Counts of errors that were said long enough ago, or of all; these errors are new when they come again."""
+        """Return count lines of the errors whose interval is over, or of all, and forget these errors."""
         now = self.clock()
         over = {kind: said for kind, said in self._said.items() if all_of_them or now >= said.at_s + self.again_s}
         for kind in over:
@@ -84,7 +85,7 @@ def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
 
 
 def _plain(record: logging.LogRecord, error: BaseException | None) -> logging.LogRecord:
-    """It without traceback and arguments, which would keep objects alive."""
+    """Return the record without traceback and arguments, which would keep objects alive."""
     message = record.getMessage()
     return _with(record, message if error is None else f"{message} ({type(error).__name__})", None)
 

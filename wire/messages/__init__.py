@@ -1,7 +1,7 @@
-"""What rooms say to each other: frozen dataclasses, one for each message of `proto/` that leaves a servicer.
+"""Messages between components: frozen dataclasses, one for each message of `proto/` that is used outside a servicer.
 
-The schemas in `proto/tandem/v1/` carry the meaning of every field; here stand the types. Along a request: references,
-sampling, leases, work, transfer, events, load; and about the workers: assignment, membership. Others import from here.
+The schemas in `proto/tandem/v1/` document every field. The modules in the order of a request: references, sampling,
+leases, work, transfer, events, load; and about workers: assignment, membership. Import from this package only.
 """
 
 from wire.messages.assignment import Assignment, Role

@@ -1,4 +1,4 @@
-"""What a worker is told to do: which halves are open, and what their steps are made of."""
+"""A worker's assignment: its open halves and its step policy."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from wire.policy_name import PolicyName
 
 
 class Role(StrEnum):
-    """Which halves of a worker take work."""
+    """The halves of a worker that take work."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -16,18 +16,20 @@ class Role(StrEnum):
 
     @property
     def prefills(self) -> bool:
+        """True if the prefill half takes work."""
         return self is not Role.DECODE
 
     @property
     def decodes(self) -> bool:
+        """True if the decode half takes work."""
         return self is not Role.PREFILL
 
     def __or__(self, other: "Role") -> "Role":
-        """The halves of both."""
+        """Return the union of the halves."""
         return self if self is other else Role.BOTH
 
     def without(self, other: "Role") -> "Role | None":
-        """Its halves but those of `other`; None = none is left."""
+        """Return its halves without those of `other`; None if none is left."""
         if other is Role.BOTH or self is other:
             return None
         if self is Role.BOTH:
@@ -37,7 +39,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a worker does until it is told otherwise: which halves take work, and what its steps are made of.
+    """The assignment of a worker until the next one: its open halves and its step policy.
 
     `step_budget` in tokens, None = 512; `itl_target_s` in seconds, None = no limit.
     """
@@ -48,7 +50,7 @@ class Assignment:
     itl_target_s: float | None = None
 
     def __post_init__(self) -> None:
-        """InvalidArgument names the field and its limit."""
+        """Raise InvalidArgument with the field and its limit."""
         if self.step_budget is not None and self.step_budget < 1:
             raise InvalidArgument("step_budget", f"{self.step_budget} is less than 1")
         if self.itl_target_s is not None and not self.itl_target_s > 0:
@@ -56,7 +58,7 @@ class Assignment:
 
     @property
     def steps(self) -> str:
-        """How its steps are made, in words."""
+        """The step policy and its limits as text."""
         limits = [] if self.step_budget is None else [f"{self.step_budget}"]
         limits += [] if self.itl_target_s is None else [f"{1e3 * self.itl_target_s:g} ms"]
         return " ".join([self.step_policy, *limits])

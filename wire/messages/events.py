@@ -1,4 +1,4 @@
-"""What steps bring to requests, on its way from a worker to the routers."""
+"""The step outputs that a worker sends to routers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from wire.tracing.timeline import EdgeStamp, TransferStats
 
 
 class FinishReason(IntEnum):
-    """Why a generation ended, numbered as in `tandem.v1.FinishReason`."""
+    """The finish reason of a generation, numbered as in `tandem.v1.FinishReason`."""
 
     STOP = 1
     LENGTH = 2
@@ -23,7 +23,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetail:
-    """A failure on the wire: the code of a `TandemError`, its sentence and its retry hint in seconds."""
+    """A failure in a message: the code of a `TandemError`, its message and its retry hint in seconds."""
 
     code: str
     message: str
@@ -32,7 +32,7 @@ class ErrorDetail:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """What happened to one request in a step; `token_ids[0]` is token number `first_index` of the answer.
+    """The output of one step for one request; `token_ids[0]` is token number `first_index` of the answer.
 
     `logprobs` has one entry for each token if its sampling asks for them, else none.
     """
@@ -47,27 +47,28 @@ class RequestEvent:
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
     preempted: bool = False
-    """The attempt ends here, `first_index` tokens of the answer are there: to be computed again behind these."""
+    """True if the attempt was preempted after `first_index` tokens of the answer; the next attempt continues there."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """One more token for each of many requests of a router, of which there is nothing else to tell: columns of equal
-    length, so that a step's usual news is one message, however many requests it is of.
+    """One token for each of several requests of a router that have no other output, as columns of equal length.
+
+    It keeps a normal step's output at one message, whatever the number of requests.
     """
 
     request_ids: Sequence[str]
     attempts: Sequence[int]
     indices: Sequence[int]
-    """Each token's number in its answer, from 0."""
+    """The number of each token in its answer, from 0."""
     token_ids: Sequence[int]
 
     def __len__(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return len(self.token_ids)
 
     def events(self) -> Iterator[RequestEvent]:
-        """The same, request by request."""
+        """Iterate over the equivalent events, one for each request."""
         columns = zip(self.request_ids, self.attempts, self.indices, self.token_ids, strict=True)
         for request_id, attempt, index, token_id in columns:
             yield RequestEvent(RequestRef(request_id, attempt), index, (token_id,))
@@ -75,7 +76,7 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class RoutedEvent:
-    """An event on its way out of a worker, and the router it is for."""
+    """An event and the router it is sent to."""
 
     router_id: str
     event: RequestEvent
@@ -83,7 +84,7 @@ class RoutedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """The same of tokens."""
+    """Tokens and the router they are sent to."""
 
     router_id: str
     tokens: StepTokens
@@ -91,7 +92,7 @@ class RoutedTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """What one step, or several, brought for one router: `events`, and behind them `tokens`."""
+    """The output of one or more steps for one router; `tokens` come after `events`."""
 
     step: int
     events: tuple[RequestEvent, ...]
@@ -100,5 +101,5 @@ class StepEvents:
     tokens: tuple[StepTokens, ...] = ()
 
     def each(self) -> Iterator[RequestEvent]:
-        """Everything, request by request."""
+        """Iterate over all events, those of `tokens` included."""
         return chain(self.events, *(some.events() for some in self.tokens))

@@ -1,11 +1,11 @@
-"""What a decode worker promises to one attempt at a request."""
+"""The leases by which a decode worker promises pages to one attempt of a request."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A decode worker's promise to one attempt; `epoch` grows with each lease it grants and fences what is late."""
+    """A decode worker's promise of pages to one attempt; `epoch` grows with each lease and fences late messages."""
 
     request_id: str
     attempt: int
@@ -14,9 +14,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class GrantedLease:
-    """A lease, how many seconds it lives without a heartbeat, and how many of the prompt's first tokens need not be
-    sent.
-    """
+    """A lease, its duration without a heartbeat in seconds, and the number of first prompt tokens held already."""
 
     lease: Lease
     duration_s: float

@@ -1,4 +1,4 @@
-"""How much a worker has to do and to hold: after each step, and on inspection."""
+"""A worker's load report, sent after each step, and its inspection."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from wire.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker's load after a step; tokens and pages are counts."""
+    """A worker's load after a step; all fields but `cost` are counts."""
 
     prefill_requests: int
     prefill_tokens: int
@@ -20,12 +20,12 @@ class WorkerLoad:
     decode_context_tokens: int = 0
     cost: CostParameters = UNMEASURED
     preemptions: int = 0
-    """Requests that had to give their pages to older ones, since the worker started."""
+    """Number of requests preempted since the worker started."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInspection:
-    """Page counts by state, open work, and what `check_integrity()` found ("" = sound)."""
+    """Page counts by state, open requests, and the result of `check_integrity()` ("" = no error)."""
 
     peer: PeerRef
     pages_total: int

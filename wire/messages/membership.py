@@ -1,4 +1,4 @@
-"""Who serves, and with what model."""
+"""The cluster's membership: workers and their model."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from wire.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What routers need to know of the loaded model; `max_context` counts prompt and answer, in tokens."""
+    """The facts about the loaded model; `max_context` is the limit of prompt and answer, in tokens."""
 
     name: str
     vocab_size: int
@@ -19,8 +19,9 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker that serves, as it registers with the controller. `role`: the halves that are open or still finish what
-    they have.
+    """A serving worker as it registers with the controller.
+
+    `role` has the halves that are open or still finish their requests.
     """
 
     peer: PeerRef
@@ -34,40 +35,42 @@ class WorkerInfo:
     device: str
     transport: str
     not_ready: str = ""
-    """Why it takes nothing new for now; empty = it is ready."""
+    """The reason why it accepts no new requests for now; empty = it is ready."""
     warnings: tuple[str, ...] = ()
-    """What works but should not stay as it is."""
+    """Warnings about its configuration."""
     assignment: Assignment | None = None
-    """What it was told to do last; None = nobody knows."""
+    """Its latest assignment; None = unknown."""
     closing: Role | None = None
-    """The halves among `role` that take nothing new and finish what they have."""
+    """The halves in `role` that accept nothing new and finish their requests."""
     started_unix_nanos: int = 0
-    """When its process started by its host's clock, for people; 0 = unknown."""
+    """Start time of its process by its host's clock, for display only; 0 = unknown."""
     kv_ports: tuple[str, ...] = ()
-    """host:port of each TCP socket at which its KV transport listens: whoever reaches it can write into its memory."""
+    """The host:port of each TCP socket of its KV transport. Every process that reaches one can write to its memory."""
 
     @property
     def open(self) -> Role | None:
-        """The halves that take new work; None = neither does, it drains."""
+        """The halves that take new work; None = it drains."""
         return self.role if self.closing is None else self.role.without(self.closing)
 
     @property
-    def told(self) -> Role:
-        """What it was told to do last, whatever it still finishes."""
+    def assigned_role(self) -> Role:
+        """The role of its latest assignment, even if other halves still finish requests."""
         return self.role if self.assignment is None else self.assignment.role
 
     @property
     def takes_prompts(self) -> bool:
+        """True if it takes new prefill work."""
         return self.open is not None and self.open.prefills
 
     @property
     def takes_answers(self) -> bool:
+        """True if it takes new decode work."""
         return self.open is not None and self.open.decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A worker that was asked for and does not serve, why, in words, and whether it will without anybody's doing."""
+    """A requested worker that does not serve; `coming` is true if it will serve without intervention."""
 
     worker_id: str
     reason: str
@@ -76,7 +79,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """All serving workers; `revision` grows with each change, `mode` is the routers', "" = as they were started."""
+    """All serving workers; `revision` grows with each change, `mode` "" = the mode of the router's own settings."""
 
     revision: int
     workers: tuple[WorkerInfo, ...]

@@ -1,11 +1,11 @@
-"""Who is meant: one try at a request, one run of a worker."""
+"""References to one attempt of a request and to one incarnation of a worker."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRef:
-    """One try at one request: attempts count from 1."""
+    """One attempt of one request; attempts count from 1."""
 
     request_id: str
     attempt: int
@@ -13,7 +13,7 @@ class RequestRef:
 
 @dataclass(frozen=True, slots=True)
 class PeerRef:
-    """One run of one worker process."""
+    """One incarnation of a worker process."""
 
     worker_id: str
     incarnation: int

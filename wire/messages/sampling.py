@@ -1,23 +1,23 @@
-"""How tokens are chosen, and how likely the chosen ones were."""
+"""Sampling parameters and log probabilities."""
 
 from dataclasses import dataclass
 
 LOGPROBS_MAX = 20
-"""Most tokens that can be reported beside each chosen one."""
+"""Most alternatives that can be reported with each chosen token."""
 FREQUENCY_MAX = PRESENCE_MAX = 2.0
-"""Largest absolute value of these penalties."""
+"""Largest absolute value of the frequency and presence penalties."""
 REPETITION_MIN, REPETITION_MAX = 1e-6, 100.0
-"""Limits of that penalty, within which no logit overflows."""
+"""Limits of the repetition penalty, within which no logit overflows."""
 CACHE_SALT_MAX = 512
-"""Most characters of a cache salt on its way to workers."""
+"""Most characters of a cache salt in messages to workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen; already validated. `temperature` 0 is greedy, `top_k` 0 keeps all.
+    """Validated sampling parameters. `temperature` 0 is greedy, `top_k` 0 keeps all tokens.
 
-    `logprobs` is how many tokens are reported beside each chosen one, None = no log probabilities at all. Until the
-    answer has `min_tokens` tokens, no token is chosen that would end it.
+    `logprobs` is the number of alternatives reported with each chosen token, None = no log probabilities. Until the
+    answer has `min_tokens` tokens, tokens that would end it are not sampled.
     """
 
     max_tokens: int
@@ -36,18 +36,18 @@ class SamplingParams:
 
     @property
     def runs_to_limit(self) -> bool:
-        """Whether no token ends the answer before `max_tokens`; a stop string still may."""
+        """True if no token ends the answer before `max_tokens`; a stop string still may."""
         return (self.ignore_eos and not self.stop_token_ids) or self.min_tokens >= self.max_tokens
 
     @property
     def penalized(self) -> bool:
-        """Whether earlier tokens change the choice."""
+        """True if any penalty depends on earlier tokens."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities where one token was chosen: its own, and the `top` most likely ones."""
+    """Log probabilities (natural logarithm) of one position: the chosen token and the `top` most likely ones."""
 
     chosen: float
     top_ids: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What two workers tell each other about KV pages: where they lie, what was written, what it should hold."""
+"""Messages between two workers about KV transfers: memory descriptions, handshakes and notices."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from wire.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class PeerDescription:
-    """How to reach a worker's KV memory: back-end metadata, base address (bytes), page size (bytes) and count.
+    """The description of a worker's KV memory: back-end metadata, base address, page size in bytes and page count.
 
-    `host` names the running host, `process` the owner's process to those who can see it; empty = unknown.
-    At `probe_address` there is a page of registered host memory that means nothing and may be read; 0 = none.
+    `host` identifies the running host, `process` the owner's process in its PID namespace; empty = unknown.
+    `probe_address` is a page of registered host memory without content that peers may read; 0 = none.
     """
 
     peer: PeerRef
@@ -32,7 +32,7 @@ class PeerDescription:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """One side's introduction; version and hash are compared before the rest is looked at."""
+    """One side of the transfer handshake; version and hash are compared before the rest is read."""
 
     protocol_version: int
     compatibility_hash: str
@@ -42,7 +42,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class PageChecksum:
-    """What the prompt's page number `page` held when it was written; `value` is below 2^64."""
+    """The checksum of the prompt's page number `page` when it was written; `value` is below 2^64."""
 
     page: int
     value: int
@@ -50,12 +50,13 @@ class PageChecksum:
 
 @dataclass(frozen=True, slots=True)
 class TransferNotice:
-    """Goes with the last write: what arrived, stamped, and how to go on (the token that was drawn, next random draw).
+    """The notice that completes a KV transfer, with the state to continue: the sampled token and the next random draw.
 
-    The first `skipped` of the `pages` were not sent; what they hold is the receiver's own to know.
+    It is sent with the last write. The first `skipped` of the `pages` were not sent, because the receiver has them in
+    its prefix cache.
 
-    `token_hash` is of all tokens that were prefilled, the prompt and the `answered` tokens behind it; `first_token_id`
-    is the answer's token number `answered`, the first of this attempt.
+    `token_hash` covers all prefilled tokens: the prompt and the `answered` tokens after it. `first_token_id` is the
+    answer's token number `answered`, the first of this attempt.
     """
 
     lease: Lease
@@ -69,5 +70,5 @@ class TransferNotice:
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> bytes:
-    """SHA-256 over token ids as little-endian unsigned 32-bit integers; 32 bytes."""
+    """Return SHA-256 over token ids as little-endian unsigned 32-bit integers, 32 bytes."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()

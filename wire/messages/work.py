@@ -1,4 +1,4 @@
-"""What a router asks for: pages at a decode worker, then the prompt's KV from a prefill worker."""
+"""The work that a router sends: a reservation to a decode worker, then a task to a prefill worker."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,8 +10,9 @@ from wire.messages.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class _Continued:
-    """An attempt may go on behind the answer's first tokens, which an earlier one has generated: then the last
-    `answered` of `prompt_token_ids` are these.
+    """An attempt that may continue an answer.
+
+    The last `answered` of `prompt_token_ids` are answer tokens that earlier attempts have generated.
     """
 
     router_id: str
@@ -23,24 +24,25 @@ class _Continued:
 
     @property
     def question_tokens(self) -> int:
-        """How long the client's own prompt is."""
+        """Number of tokens of the client's prompt."""
         return len(self.prompt_token_ids) - self.answered
 
     @property
     def question(self) -> tuple[int, ...]:
-        """The client's own prompt."""
+        """The token ids of the client's prompt."""
         return self.prompt_token_ids[: self.question_tokens]
 
     @property
     def answer(self) -> tuple[int, ...]:
-        """What earlier attempts have generated."""
+        """The token ids that earlier attempts have generated."""
         return self.prompt_token_ids[self.question_tokens :]
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation(_Continued):
-    """Router to decode: promise pages for this prompt and its answer; `prefill` alone may write them. Its service class
-    bears gaps of `gap_target_s` seconds between tokens there, infinite = any.
+    """Router to decode worker: promise pages for this prompt and its answer, which only `prefill` may write.
+
+    `gap_target_s` is the ITL target on that worker in seconds, infinite = none.
     """
 
     prefill: PeerRef
@@ -49,7 +51,7 @@ class Reservation(_Continued):
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a prefilled request goes: a decode worker, its gRPC address and its lease."""
+    """The destination of a prefilled request: a decode worker, its gRPC address and its lease."""
 
     peer: PeerRef
     address: str
@@ -58,6 +60,9 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask(_Continued):
-    """Router to prefill: build this prompt's KV and sample the next token. No destination: the next is the last."""
+    """Router to prefill worker: compute this prompt's KV and sample the next token.
+
+    Without a destination, that token is the last of the answer.
+    """
 
     destination: Destination | None

@@ -1,1 +1,1 @@
-"""Credentials, and mutual TLS between the components of a cluster."""
+"""API keys, derived secrets, and mutual TLS between the components of a cluster."""

@@ -1,9 +1,9 @@
-"""Mutual TLS between the parts of one cluster, whose only secret is the cluster's token.
+"""Mutual TLS between the components of a cluster, with the cluster's token as the only secret.
 
-The token determines the key of a certificate authority (ECDSA P-256) that exists nowhere but in the memory of those who
-know it. Each process signs a certificate of its own with it, for a key that it makes at its start. Both ends of every
-connection ask for a certificate of that authority before a byte of a call is sent, so that whoever is given the port of
-a worker that left learns nothing that could be shown to others, and traffic cannot be read on its way.
+The token determines the key of a certificate authority (ECDSA P-256) that exists only in the memory of the components.
+Each process makes a key at its start and signs a certificate for it. Both ends of every connection require a
+certificate of that authority before any call is sent. So a process that gets the port of a former worker learns no
+secret, and traffic cannot be read in transit.
 """
 
 import functools
@@ -19,19 +19,19 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from wire.security.credentials import derived_secret
 
 PART_NAME = "tandem-part"
-"""The name in every part's certificate. Parts are found by addresses that others tell, and proven by the signature."""
+"""The name in every component's certificate; the signature, not the name, authenticates a component."""
 
 _AUTHORITY_NAME = "tandem-cluster"
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-# The clocks of a cluster's hosts may differ, and its processes run for as long as they are wanted: a certificate is as
-# good as the token. RFC 5280, 4.1.2.5, has this end for one that has none.
+# The clocks of a cluster's hosts may differ, and its processes have no maximum lifetime, so certificates do not expire.
+# RFC 5280, 4.1.2.5, defines this end date for that.
 _VALID_FROM = datetime(1970, 1, 1, tzinfo=UTC)
 _VALID_UNTIL = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class PartCredentials:
-    """A process's side of connections to other parts, `client` of those it opens and `server` of those it accepts."""
+    """A process's credentials for connections that it opens (`client`) and accepts (`server`)."""
 
     client: grpc.ChannelCredentials
     server: grpc.ServerCredentials
@@ -39,7 +39,7 @@ class PartCredentials:
 
 @functools.cache
 def credentials_of(token: str) -> PartCredentials:
-    """This process's credentials in the cluster of `token`, which is not empty; made once, in about 50 ms."""
+    """Return this process's credentials in the cluster of `token` (not empty); made once, in about 50 ms."""
     authority_key = _authority_key(token)
     part_key = ec.generate_private_key(ec.SECP256R1())
     authority = _pem(_certificate(_AUTHORITY_NAME, authority_key.public_key(), authority_key))
@@ -54,7 +54,7 @@ def credentials_of(token: str) -> PartCredentials:
 
 
 def _authority_key(token: str) -> ec.EllipticCurvePrivateKey:
-    """The same for everybody who knows `token`: FIPS 186-5, A.2.1, with 512 bits in place of random ones."""
+    """Derive the authority's key from `token`: FIPS 186-5, A.2.1, with 512 derived bits instead of random ones."""
     scalar = int.from_bytes(derived_secret(token, "certificate authority"), "big") % (_P256_ORDER - 1) + 1
     return ec.derive_private_key(scalar, ec.SECP256R1())
 
@@ -62,7 +62,7 @@ def _authority_key(token: str) -> ec.EllipticCurvePrivateKey:
 def _certificate(
     name: str, key: ec.EllipticCurvePublicKey, authority_key: ec.EllipticCurvePrivateKey
 ) -> x509.Certificate:
-    """A certificate for `name`, which is the authority's own or a part's."""
+    """Sign a certificate for `name`, the authority itself or a component."""
     is_authority = name == _AUTHORITY_NAME
     builder = (
         x509.CertificateBuilder()

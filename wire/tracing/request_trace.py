@@ -1,6 +1,6 @@
-"""What a router remembers of a request that has ended: its timeline, its counts and its place in its client's trace.
+"""The trace of an ended request: its timeline, its token counts and its client's trace context.
 
-No text, no token ids.
+It contains neither text nor token ids.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from wire.tracing.timeline import Edge, Timeline
 
 TRACEPARENT = "traceparent"
-"""The header and the metadata key, as W3C Trace Context names it."""
+"""The name of the HTTP header and gRPC metadata key in W3C Trace Context."""
 
 _PARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
@@ -24,26 +24,24 @@ _TRACE_BYTES = 16
 
 
 def only(values: Collection[str | bytes]) -> str:
-    """The value of a header that a caller sent once; "" where it sent none or several, which W3C Trace Context counts
-    as none.
-    """
+    """Return the only value of a header; "" if there are none or several, which W3C Trace Context treats as none."""
     return str(next(iter(values))) if len(values) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A place in a trace: 32 hex digits of the trace, 16 of the caller's span, "" where a trace begins here."""
+    """A trace context: 32 hex digits of the trace id, 16 of the caller's span id, "" if the trace begins here."""
 
     trace_id: str
     parent_id: str = ""
     sampled: bool = True
-    """Whether its caller records it."""
+    """True if the caller records the trace."""
 
     @classmethod
     def of(cls, traceparent: str) -> TraceContext:
-        """What a caller sent; a trace of its own where that is nothing or not W3C's.
+        """Parse a traceparent header; returns a new trace context if it is missing or invalid.
 
-        https://www.w3.org/TR/trace-context/: of later versions what is known of them is read.
+        https://www.w3.org/TR/trace-context/; for later versions the known fields are read.
         """
         found = _PARENT.fullmatch(traceparent)
         if found is None or (found["more"] and traceparent.startswith("00")):
@@ -55,25 +53,25 @@ class TraceContext:
 
     @classmethod
     def fresh(cls) -> TraceContext:
-        """Where a trace begins."""
+        """Return the context of a new trace."""
         return cls(secrets.token_hex(_TRACE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """One answer's life, ended."""
+    """The trace of one ended answer."""
 
     request_id: str
-    """Its client's."""
+    """The client's id."""
     wire_id: str
-    """Its name among workers, by which logs know it."""
+    """The id on workers and in logs."""
     context: TraceContext
     model: str
     operation: str
-    """`chat` or `text_completion`, as OpenTelemetry names them."""
+    """The operation `chat` or `text_completion`, OpenTelemetry's names."""
     slo_class: str
     outcome: str
-    """`stop`, `length` or `abort`; else the code of its error."""
+    """The finish reason `stop`, `length` or `abort`, or the code of its error."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -81,18 +79,16 @@ class RequestTrace:
 
     @property
     def seconds(self) -> float:
-        """From its arrival to its end."""
+        """Seconds from arrival to end."""
         return self.timeline.seconds(Edge.RECEIVED, Edge.FINISHED) or 0.0
 
     @property
     def ttft_s(self) -> float | None:
-        """From its arrival to its first token leaving the router; None if none did."""
+        """Seconds from arrival to the first token sent by the router; None without a token."""
         return self.timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)
 
     def named(self, name: str) -> bool:
-        """Whether somebody who says `name` means it: request id, also as OpenAI's replies have it, name among workers,
-        or trace id.
-        """
+        """Return True if `name` is its request id, OpenAI reply id, wire id or trace id."""
         return name in (
             self.request_id,
             *(f"{kind}-{self.request_id}" for kind in _REPLIES),

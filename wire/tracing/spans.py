@@ -1,8 +1,8 @@
-"""A timeline as spans that follow each other without a gap: together they are the request's latency.
+"""Converts a timeline into contiguous spans, whose sum is the request's latency.
 
-Edges of workers are seen by other clocks. Each worker's edges are moved together, by as little as puts them where they
-must have been: behind what caused them and before what they caused, both by the router's clock. Clocks that agree move
-nothing.
+Edges of workers are stamped by other clocks. All edges of a worker are shifted together, by the least amount that puts
+them after their cause and before their effect, both by the router's clock. With synchronized clocks nothing is
+shifted.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,14 +13,14 @@ from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 
 class Phase(StrEnum):
-    """Where a request spends its time, in order; values of the label `phase`, and names of spans."""
+    """The phases of a request, in order; values of the metric label `phase` and names of spans."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
     TRANSFER = "transfer"
     DECODE = "decode"
     STALL = "stall"
-    """Nothing was heard of its workers, until they were given up."""
+    """The time without events from its workers before they were given up."""
 
 
 _PREFILL_EDGES = (
@@ -28,37 +28,37 @@ _PREFILL_EDGES = (
     Edge.PREFILL_STARTED,
     Edge.PREFILL_FINISHED,
 )
-"""Of the prefill worker, before its token is out."""
+"""Edges of the prefill worker before its token is sent."""
 _TRANSFER_EDGES = (Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED)
-"""Of the prefill worker, before and after."""
+"""Edges of the prefill worker that may be before or after that."""
 _DECODE_EDGES = (Edge.DECODE_ADMITTED, Edge.DECODE_STARTED, Edge.PREEMPTED)
-"""Of the decode worker."""
+"""Edges of the decode worker."""
 
 _Mark = tuple[int, Phase]
-"""From these nanoseconds on it is in that phase."""
+"""The time in nanoseconds at which a phase begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a request's life, in Unix nanoseconds of its router's clock."""
+    """An interval of a request's life, in Unix nanoseconds of its router's clock."""
 
     phase: Phase
     begin_nanos: int
     end_nanos: int
     attempt: int
-    """From 1: which try with which workers."""
+    """The number of the attempt, from 1."""
     worker: str
-    """Who did it, empty for the queue and for attempts before the last one."""
+    """The worker of the phase; empty for the queue and for attempts before the last one."""
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Duration in seconds."""
         return (self.end_nanos - self.begin_nanos) / 1e9
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """Edges of one attempt: the first stamp of each, moved where they belong."""
+    """The edges of one attempt: the first stamp of each, shifted by `settle`."""
 
     at: dict[Edge, int] = field(default_factory=dict)
 
@@ -67,19 +67,19 @@ class _Attempt:
 
     @property
     def began(self) -> int | None:
-        """By the router's clock; None of a request that never left the queue."""
+        """Start of the attempt by the router's clock; None if the request never left the queue."""
         return self.at.get(Edge.REQUEUED, self.at.get(Edge.PLACED))
 
     def settle(self, end: int) -> None:
-        """Move what workers saw between what the router knows; it was over at `end`."""
+        """Shift the workers' edges between the router's; the attempt ended at `end`."""
         end = min(end, self.at.get(Edge.SILENT, end))
         reserved = max((self.at[edge] for edge in (Edge.PLACED, Edge.RESERVED) if edge in self.at), default=0)
         seen = [self.at[edge] for edge in _PREFILL_EDGES if edge in self.at]
         if seen:
-            # The token leaves the router soon after the prompt is computed, at most some hand-overs later
-            # (`router/requests/first_token.py`): the nearest bound there is.
+            # The first token leaves the router soon after the prompt is computed, unless it is held
+            # (`router/requests/first_token.py`): the tightest bound there is.
             token = self.at.get(Edge.FIRST_TOKEN, end)
-            token = end if token < reserved else token  # of the try before
+            token = end if token < reserved else token  # the token is that of an earlier attempt
             late = min(seen[-1] - token, seen[0] - reserved)
             self._move((*_PREFILL_EDGES, *_TRANSFER_EDGES), max(reserved - seen[0], 0) or -max(late, 0))
         seen = [self.at[edge] for edge in _DECODE_EDGES if edge in self.at]
@@ -88,7 +88,7 @@ class _Attempt:
             self._move(_DECODE_EDGES, 0 if computed <= seen[0] and seen[-1] <= end else computed - seen[0])
 
     def marks(self) -> Iterator[_Mark]:
-        """Its phases, each with its beginning."""
+        """Yield the phases of the attempt with their beginnings."""
         moved = any(edge in self.at for edge in _TRANSFER_EDGES)
         for edge, phase in (
             (Edge.REQUEUED, Phase.QUEUE),
@@ -109,8 +109,9 @@ class _Attempt:
 
 
 def spans_of(timeline: Timeline) -> tuple[Span, ...]:
-    """From RECEIVED to FINISHED, in order; () of a request that has not ended. Where several tries were made, each has
-    its phases, and ends with its workers' silence or with what they were at when they gave it up.
+    """Return the spans from RECEIVED to FINISHED, in order; () if the request has not ended.
+
+    Each attempt has its own phases; an unsuccessful one ends with STALL or with the phase in which it failed.
     """
     begin, end = timeline.at(Edge.RECEIVED), timeline.at(Edge.FINISHED)
     if begin is None or end is None:
@@ -125,7 +126,7 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
 
 
 def seconds_by_phase(spans: Iterable[Span], until: int | None = None) -> dict[Phase, float]:
-    """How long it was in each phase that it was in, as far as `until` in Unix nanoseconds; else to its end."""
+    """Return the seconds spent in each phase, up to `until` in Unix nanoseconds, None = to the end."""
     found: dict[Phase, float] = {}
     for span in spans:
         end = span.end_nanos if until is None else min(until, span.end_nanos)
@@ -134,14 +135,14 @@ def seconds_by_phase(spans: Iterable[Span], until: int | None = None) -> dict[Ph
     return found
 
 
-def last_try(timeline: Timeline) -> Timeline:
-    """What was seen since it last went back to the queue, all of it if it never did."""
+def last_attempt(timeline: Timeline) -> Timeline:
+    """Return the part of the timeline since the request last returned to the queue."""
     begun = [place for place, stamp in enumerate(timeline.edges) if stamp.edge is Edge.REQUEUED]
     return replace(timeline, edges=timeline.edges[begun[-1] :]) if begun else timeline
 
 
 def _attempts(edges: Iterable[EdgeStamp]) -> list[_Attempt]:
-    """Each but the first begins where the request went back to the queue."""
+    """Split the edges into attempts: each but the first begins with a return to the queue."""
     attempts = [_Attempt()]
     for stamp in edges:
         if stamp.edge is Edge.REQUEUED:

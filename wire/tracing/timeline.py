@@ -1,7 +1,7 @@
 """The edges of a request's life: one enum for logs, metrics, traces and tests.
 
-Stamps are wall-clock nanoseconds of the process that saw the edge; durations between two hosts therefore carry
-their clock offset, durations within one process do not.
+Stamps are wall-clock nanoseconds of the process that records the edge; durations between two hosts therefore
+contain their clock offset, durations within one process do not.
 """
 
 import time
@@ -10,10 +10,10 @@ from enum import IntEnum
 
 
 class Edge(IntEnum):
-    """An edge, numbered as in `tandem.v1.Edge`; the order is that of a disaggregated request, up to FINISHED.
+    """The edges, numbered as in `tandem.v1.Edge`; up to FINISHED in the order of a disaggregated request.
 
-    From LAST_PAGES_POSTED on they are the parts of a hand-over: between PREFILL_FINISHED and DECODE_ADMITTED. The last
-    two end a try with some workers: what comes behind them is of the next one.
+    LAST_PAGES_POSTED to KV_CHECKED are the parts of a KV transfer, between PREFILL_FINISHED and DECODE_ADMITTED. SILENT
+    and REQUEUED end an attempt: edges after them belong to the next one.
     """
 
     RECEIVED = 1
@@ -41,21 +41,22 @@ class Edge(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class EdgeStamp:
-    """`edge` was seen at `unix_nanos` (wall clock of the process that saw it)."""
+    """An edge and its time, by the wall clock of the process that recorded it."""
 
     edge: Edge
     unix_nanos: int
 
     @classmethod
     def now(cls, edge: Edge) -> "EdgeStamp":
+        """Stamp an edge with the current time."""
         return cls(edge, time.time_ns())
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What one request's KV transfer moved: bytes, pages, by which back end, and for how long (ns).
+    """The statistics of one request's KV transfer: bytes, pages, back end and duration in nanoseconds.
 
-    That is the time of all its writes: between two of them nothing moves, for as long as the next chunk is computed.
+    The duration is the sum over its writes, without the time between them in which the next chunk is computed.
     """
 
     bytes: int
@@ -66,7 +67,7 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Every edge seen of one request, with its transfer and the workers that served it."""
+    """All edges recorded for one request, with its transfer and the workers that served it."""
 
     edges: tuple[EdgeStamp, ...]
     transfer: TransferStats | None
@@ -74,10 +75,10 @@ class Timeline:
     decode_worker: str
 
     def at(self, edge: Edge) -> int | None:
-        """First stamp of `edge` in Unix nanoseconds, None if it was not seen."""
+        """Return the first stamp of `edge` in Unix nanoseconds, None if there is none."""
         return min((s.unix_nanos for s in self.edges if s.edge is edge), default=None)
 
     def seconds(self, start: Edge, end: Edge) -> float | None:
-        """Seconds from `start` to `end`, None if either was not seen."""
+        """Return the seconds from `start` to `end`, None if either is missing."""
         a, b = self.at(start), self.at(end)
         return None if a is None or b is None else (b - a) / 1e9

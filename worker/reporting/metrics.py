@@ -14,7 +14,7 @@ from costs.roofline import Ceilings, Roofline
 from costs.step_cost import StepWork
 from prefill_worker.page_writes import WritingTime
 from telemetry import families as f
-from telemetry.board import Board, Facts, Reading
+from telemetry.registry import Facts, Reading, Registry
 from wire.cost_parameters import CostParameters
 from wire.messages import FinishReason, RoutedEvent, WorkerInspection
 from wire.tracing.timeline import TransferStats
@@ -80,30 +80,30 @@ class Utilization:
 
 
 class WorkerMetrics:
-    """Owns the worker's board."""
+    """Owns the worker's registry."""
 
     def __init__(self, model: str, worker: str, utilization: Utilization) -> None:
-        self.board = board = Board({"model": model, "worker": worker})
+        self.registry = registry = Registry({"model": model, "worker": worker})
         self.utilization = utilization
         self.writing = WritingTime()
         """Of hand-overs, who tell it."""
-        self._decode_steps = board.spread(f.STEP_SECONDS, "decode")
-        self._prefill_steps = board.spread(f.STEP_SECONDS, "prefill")
-        self._mixed_steps = board.spread(f.STEP_SECONDS, "mixed")
-        self._decode_over = board.spread(f.STEP_OVER_PREDICTED, "decode")
-        self._prefill_over = board.spread(f.STEP_OVER_PREDICTED, "prefill")
-        self._mixed_over = board.spread(f.STEP_OVER_PREDICTED, "mixed")
-        self._rows = board.spread(f.STEP_DECODE_ROWS)
-        self._prompts = board.spread(f.STEP_PREFILL_TOKENS)
-        self._decode_tokens = board.count(f.STEP_TOKENS, "decode")
-        self._prefill_tokens = board.count(f.STEP_TOKENS, "prefill")
-        self._transfers = board.spread(f.TRANSFER_SECONDS)
-        self._bandwidth = board.spread(f.TRANSFER_BANDWIDTH)
-        self._transferred = board.count(f.TRANSFER_BYTES)
-        self._failures = board.count(f.TRANSFER_FAILURES)
-        self._refusals = board.count(f.KV_REFUSALS)
-        board.read(self._engine_facts)
-        board.read(lambda: {f.TRANSFER_WRITING: self.writing.seconds})
+        self._decode_steps = registry.histogram(f.STEP_SECONDS, "decode")
+        self._prefill_steps = registry.histogram(f.STEP_SECONDS, "prefill")
+        self._mixed_steps = registry.histogram(f.STEP_SECONDS, "mixed")
+        self._decode_over = registry.histogram(f.STEP_OVER_PREDICTED, "decode")
+        self._prefill_over = registry.histogram(f.STEP_OVER_PREDICTED, "prefill")
+        self._mixed_over = registry.histogram(f.STEP_OVER_PREDICTED, "mixed")
+        self._rows = registry.histogram(f.STEP_DECODE_ROWS)
+        self._prompts = registry.histogram(f.STEP_PREFILL_TOKENS)
+        self._decode_tokens = registry.counter(f.STEP_TOKENS, "decode")
+        self._prefill_tokens = registry.counter(f.STEP_TOKENS, "prefill")
+        self._transfers = registry.histogram(f.TRANSFER_SECONDS)
+        self._bandwidth = registry.histogram(f.TRANSFER_BANDWIDTH)
+        self._transferred = registry.counter(f.TRANSFER_BYTES)
+        self._failures = registry.counter(f.TRANSFER_FAILURES)
+        self._refusals = registry.counter(f.KV_REFUSALS)
+        registry.read(self._engine_facts)
+        registry.read(lambda: {f.TRANSFER_WRITING: self.writing.seconds})
 
     def step(self, work: StepWork, seconds: float, predicted_s: float) -> None:
         """Engine thread: a step has ended."""
@@ -223,5 +223,5 @@ def _pages(found: WorkerInspection) -> Reading:
         ("cached",): found.pages_cached,
         ("advertised",): found.pages_advertised,
         ("quarantined",): found.pages_quarantined,
-        ("promised",): found.pages_promised,
+        ("reserved",): found.pages_promised,
     }

@@ -24,37 +24,39 @@ _FLASH_DIMS = (64, 96, 128)
 _SDPA_SCORES = 1 << 26
 """Scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
 COMPILED_LENGTHS = (1, 257)
-"""Lengths of a row for which flash-attn-4 compiles different kernels: those that fit into one tile of queries, and
-those that do not."""
+"""Lengths of a row for which flash-attn-4 compiles different kernels: within one tile of queries, and beyond it."""
 _FLASH_PAGE = 128
-"""Page size that flash-attn-4 loads with the copy engine; any other goes through its threads."""
+"""The page size that flash-attn-4 loads with the copy engine; any other is loaded by its threads."""
 
 
 def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
-    """Whether attention of so many tokens of prompts has work for three quarters of the multiprocessors at most: each
-    gets a tile of tokens of one head, with all that it attends to.
+    """Returns True if attention of `tokens` prompt tokens occupies at most three quarters of the multiprocessors.
+
+    Each multiprocessor gets a tile of tokens of one head, with all that it attends to.
     """
     return 4 * -(-tokens // TILE_TOKENS) * heads <= 3 * multiprocessors
 
 
 class PrefillAttention(Protocol):
-    """One model's, whose rows from `first_row` of a step on have many tokens."""
+    """The attention of one model's rows from `first_row` of a step on, which have many tokens."""
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
-        """Once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
+        """Called once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
     ) -> Tensor:
-        """q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous. What it says of the rows before
-        `first_row`, of one token each, somebody else is to write; see `Kernels.attention`.
+        """Computes attention: q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous.
+
+        The result of the rows before `first_row`, which have one token each, is undefined; the caller overwrites it
+        (see `Kernels.attention`).
         """
 
 
 def choose_prefill_attention(
     device: torch.device, dtype: torch.dtype, head_dim: int, page_tokens: int, *, pdl: bool
 ) -> PrefillAttention:
-    """The fastest that can compute this model here; says in the log which, and warns of a slow page size."""
+    """Returns the fastest implementation for this model and device; logs the choice, and warns of a slow page size."""
     reason = _why_no_flash(device, dtype, head_dim)
     if reason:
         log.warning("prefill attention: PyTorch SDPA, one row at a time (%s)", reason)
@@ -68,7 +70,10 @@ def choose_prefill_attention(
 def compiled(
     chosen: PrefillAttention, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
 ) -> PrefillAttention:
-    """`chosen`, its kernels for layers of these shapes compiled; SDPA, which is compiled already, where that fails."""
+    """Returns `chosen` with its kernels for layers of these shapes compiled.
+
+    SDPA, which needs no compiling, on failure.
+    """
     if not isinstance(chosen, FlashPrefill):
         return chosen
     failure = failure_of(lambda: chosen.compile(shapes, dtype, device))
@@ -89,11 +94,11 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 
 
 class FlashPrefill:
-    """flash-attn-4, all rows in one launch; keys and values are read where they lie.
+    """flash-attn-4, all rows in one launch; keys and values are read in place.
 
-    The copy engine brings whole pages, and what lies behind a row's context counts with a weight of zero: unless it is
-    not finite. An earlier owner of the page may have left that (a model that overflowed, a transfer that failed its
-    check), so it is zero before any layer reads it.
+    The copy engine loads whole pages, and positions after a row's context get a weight of zero, which has no effect
+    unless the values are not finite. An earlier owner of the page may have left such values (a model that overflowed, a
+    transfer that failed its check), so they are zeroed before any layer reads them.
     """
 
     def __init__(self, page_tokens: int, pdl: bool) -> None:
@@ -120,12 +125,14 @@ class FlashPrefill:
             self(q, cache, 0, _one_prompt(tokens, pages, device), shape, 0)
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+        """Zeroes the values after each row's context in its last page."""
         if self._page_tokens == _FLASH_PAGE:
             clear_value_tails(cache, layout, first_row, pdl=self._pdl)
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
     ) -> Tensor:
+        """Computes attention of all rows from `first_row` on in one launch."""
         out = self._flash(
             q,
             cache[:, layer, 0].transpose(1, 2),
@@ -146,11 +153,12 @@ class SdpaPrefill:
     """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows."""
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
-        """Reads no more than a row's context."""
+        """Does nothing: no more than a row's context is read."""
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
     ) -> Tensor:
+        """Computes attention row by row, a bounded number of scores at a time."""
         starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row in range(first_row, len(contexts)):
@@ -172,7 +180,7 @@ class SdpaPrefill:
 
 
 def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
-    """A step of one new prompt on pages 0, 1, …"""
+    """Returns a step of one new prompt on pages 0, 1, …."""
 
     def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)

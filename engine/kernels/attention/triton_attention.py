@@ -1,13 +1,13 @@
-"""Decode attention over the paged cache: one query a row, split over the context, in one launch.
+"""Decode attention over the paged cache: one query per row, split over the context, in one launch.
 
-Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one key head and a stretch of the tokens that
+Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one key head and a range of the tiles that
 rows see, and holds all query heads that share the key head as the rows of one tile, so that every key and value is read
-from memory once. Rows lie one behind the other, and stretches are of one length whatever the rows' lengths, so none is
-held up by a long row: as many as there are programs that run at a time, or a second round of them. A single row, and
-those of float32, are cut each by itself. The grid depends on the number of rows alone, as CUDA graphs want it: how long
-a stretch is, and which rows it meets, follows on the device from the rows' contexts, once a step. The last program of a
-row and key head to finish merges the partial results in the order of the stretches, whoever that is, so the same inputs
-give the same bits.
+from memory once. The tiles of all rows are concatenated and cut into ranges of equal length, whatever the rows'
+lengths, so none waits for a long row: there are as many ranges as programs that run at a time, or twice as many. A
+single row, and rows of float32, are split individually. The grid depends on the number of rows alone, as CUDA graphs
+require: the length of the ranges, and the rows that each meets, are computed on the device from the rows' contexts,
+once per step. The last program of a row and key head to finish merges the partial results in the order of the ranges,
+so the same inputs give the same bits.
 """
 
 import math
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_attention_kernels import (
-    Walk,
-    plan_walks_kernel,
+    TileRange,
+    persistent_attention_kernel,
+    plan_tile_ranges_kernel,
     split_attention_kernel,
-    walking_attention_kernel,
 )
 from engine.kernels.attention.triton_attention_plan import LEAST_DOT, Plan, PlanFunction, make_plan
 from engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
@@ -33,29 +33,29 @@ MERGED_ELEMENTS = 8192
 LINE_BYTES = 128
 """A line of the L2 cache."""
 INTERPRETER_SMS = 8
-"""Stands for the number of multiprocessors where there is no GPU; small, as the interpreter is slow."""
+"""The number of multiprocessors assumed without a GPU; small, as the interpreter is slow."""
 
 ROWS_TILE = 32
-"""Rows whose contexts a program looks at together: one warp's."""
+"""Rows whose contexts a program reads together: one warp's."""
 ENDLESS = 1 << 30
-"""Tokens of a table that is as wide as any."""
+"""Tokens of an unlimited page table."""
 
 
 class _Step(NamedTuple):
-    """What a step began with."""
+    """The state of a step since `begin_step`."""
 
     rows: int
     capacity: int
     plan: Plan
-    walks: Tensor
+    tile_ranges: Tensor
 
 
 class DecodeAttention:
-    """Attention of rows with one token each: `begin_step`, then a call for each layer. Owns scratch that all calls
-    share, so calls must not overlap.
+    """Attention of rows with one token each: `begin_step`, then a call for each layer.
 
-    Calls of one stream never overlap, with or without programmatic dependent launch. The scratch is some MiB: partial
-    results in float32, as many as a step may have room for, and a counter for each row and key head, 0 between calls.
+    It owns scratch that all calls share, so calls must not overlap. Calls of one stream never overlap, with or without
+    programmatic dependent launch. The scratch is some MiB: partial results in float32, as many as a step may have, and
+    a counter for each row and key head, 0 between calls.
 
     shape      heads, scale and window; head_dim is a multiple of 16
     max_rows   most rows of a call
@@ -96,16 +96,17 @@ class DecodeAttention:
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
         self._device = device
         self._begun = threading.local()
-        self._all_walks: dict[tuple[int, int, int], Tensor] = {}
+        self._all_tile_ranges: dict[tuple[int, int, int], Tensor] = {}
 
     def reset(self) -> None:
-        """After calls that may have overlapped, whose results mean nothing: the next ones count from 0 again."""
+        """Resets the counters after calls that may have overlapped, whose results are undefined."""
         self._counters.zero_()
 
     def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
-        """Once before the calls of a step by the same thread, whose arguments these will be; ValueError for more than
-        `max_rows` rows, or another dtype than it has scratch for. Its launch overlaps no other, nor may the next one's
-        (`triton_embed.embed`'s): all later kernels see what it writes.
+        """Called once before the calls of a step by the same thread, with the arguments of these calls.
+
+        Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later kernels see what it
+        writes. ValueError for more than `max_rows` rows, or a dtype other than that of the scratch.
         """
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if rows > self._max_rows:
@@ -113,12 +114,12 @@ class DecodeAttention:
         if cache.dtype != self._dtype:
             raise ValueError(f"a cache of {cache.dtype}, but scratch for {self._dtype}")
         plan = self._plan(rows, capacity)
-        walks = self._walks(rows, plan.units)
-        self._begun.step = _Step(rows, capacity, plan, walks)
+        tile_ranges = self._tile_ranges(rows, plan.units)
+        self._begun.step = _Step(rows, capacity, plan, tile_ranges)
         if plan.units:
-            plan_walks_kernel[plan.units,](
+            plan_tile_ranges_kernel[plan.units,](
                 context_lens,
-                walks,
+                tile_ranges,
                 rows,
                 WINDOW=self._shape.window or 0,
                 BLOCK_TOKENS=plan.block_tokens,
@@ -137,13 +138,13 @@ class DecodeAttention:
         *,
         alone: bool = False,
     ) -> Tensor:
-        """Attention of each row's query to positions context - window .. context - 1 of its pages.
+        """Computes attention of each row's query to positions context - window .. context - 1 of its pages.
 
         q            [R, heads, head_dim]; rows and heads may be strided
         cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], contiguous
-        page_table   [R, W] int32; entries behind a row's context are not read
+        page_table   [R, W] int32; entries after a row's context are not read
         context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
-        out          where the result goes, contiguous; made if it is None
+        out          the contiguous result; allocated if it is None
         alone        the launch does not overlap the one before it in its stream
         → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
         """
@@ -159,8 +160,8 @@ class DecodeAttention:
         pdl = self._pdl and not alone
         kernel: Any
         if chosen.units:
-            kernel = walking_attention_kernel[shape.kv_heads, chosen.units]
-            cut = {"walks": step.walks, "rows": rows}
+            kernel = persistent_attention_kernel[shape.kv_heads, chosen.units]
+            cut = {"tile_ranges": step.tile_ranges, "rows": rows}
         else:
             kernel = split_attention_kernel[shape.kv_heads, rows, chosen.splits]
             cut = {"least_tiles": chosen.least_tiles}
@@ -219,12 +220,16 @@ class DecodeAttention:
             self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, self._dtype, self._sms)
         return self._plans[key]
 
-    def _walks(self, rows: int, units: int) -> Tensor:
-        """Of this thread, so many rows and so many programs, which depend on the width of the table, too: trials of
-        steps run side by side before a start, and a launch of theirs may be left out. [units, fields of `Walk`] int32,
-        kept when the thread has ended: graphs that it captured read and write there.
+    def _tile_ranges(self, rows: int, units: int) -> Tensor:
+        """Returns this thread's tile ranges for so many rows and programs: [units, fields of `TileRange`] int32.
+
+        Both numbers depend on the width of the table, too: trial steps run concurrently before the start is complete,
+        and one of their launches may be left out. They are kept when the thread has ended: graphs that it captured read
+        and write them.
         """
         key = threading.get_ident(), rows, units
-        if key not in self._all_walks:
-            self._all_walks[key] = torch.zeros(units, len(Walk._fields), dtype=torch.int32, device=self._device)
-        return self._all_walks[key]
+        if key not in self._all_tile_ranges:
+            self._all_tile_ranges[key] = torch.zeros(
+                units, len(TileRange._fields), dtype=torch.int32, device=self._device
+            )
+        return self._all_tile_ranges[key]

@@ -1,6 +1,4 @@
-"""The kernels of `triton_attention.DecodeAttention`; their arguments are named there, their steps are those of
-`triton_attention_tiles`.
-"""
+"""The kernels of `triton_attention.DecodeAttention`, which documents their arguments."""
 
 from typing import NamedTuple
 
@@ -18,22 +16,22 @@ from engine.kernels.attention.triton_attention_tiles import (
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
-class Walk(NamedTuple):
-    """What a program of `walking_attention_kernel` is told: int32 numbers, one behind the other."""
+class TileRange(NamedTuple):
+    """The tiles of one program of `persistent_attention_kernel`, as consecutive int32 numbers."""
 
     first_row: int
-    """The first row that its stretch meets."""
+    """The first row that the range meets."""
     last_row: int
-    """The row behind the last one."""
+    """The row after the last one."""
     before: int
-    """Tiles of the line before the first row."""
-    stretch: int
-    """Tiles of its stretch, as of every other's."""
+    """Tiles before the first row."""
+    range_tiles: int
+    """Tiles of each program's range."""
     least: int
-    """Tiles of the shortest row's place in the line."""
+    """Tiles that the shortest row takes."""
 
 
-WALK_FIELDS = tl.constexpr(len(Walk._fields))
+TILE_RANGE_FIELDS = tl.constexpr(len(TileRange._fields))
 
 
 @triton.jit(
@@ -71,7 +69,7 @@ def split_attention_kernel(
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, row, split); a stretch is `least_tiles` tiles or what divides the row over all splits.
+    """Program (key head, row, split) computes a range of `least_tiles` tiles or an equal part of the row per split.
 
     One tile always has a visible position, so the running maximum is finite after it.
     """
@@ -93,11 +91,11 @@ def split_attention_kernel(
     begin = first_seen(context, WINDOW)
     first_tile = begin // BLOCK_TOKENS
     tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
-    stretch = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
+    range_tiles = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
     # A padded row has no tile; its first program still writes the zeros.
-    active = tl.maximum(tl.cdiv(tiles, stretch), 1)
-    start = first_tile + split * stretch
-    end = tl.minimum(start + stretch, first_tile + tiles)
+    active = tl.maximum(tl.cdiv(tiles, range_tiles), 1)
+    start = first_tile + split * range_tiles
+    end = tl.minimum(start + range_tiles, first_tile + tiles)
     page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
     if EARLY:
         if PDL:
@@ -106,7 +104,7 @@ def split_attention_kernel(
                 HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, LINES,
             )  # fmt: skip
         wait_for_inputs(PDL)
-    # Not before the page id is asked for: the query goes to shared memory at once, and nothing is asked for meanwhile.
+    # After the load of the page id: the query goes to shared memory at once, and no load is issued meanwhile.
     query = tl.load(q + q_cells, mask=held, other=0.0)
 
     if split < active:
@@ -123,29 +121,30 @@ def split_attention_kernel(
 
 @triton.jit
 def _tiles_at(context_lens, first, rows, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS_TILE: tl.constexpr):
-    """Tiles [ROWS_TILE] of rows from `first` on, 0 of padded rows; and which of them there are."""
+    """Returns the tiles [ROWS_TILE] of rows from `first` on, 0 of padded rows; and a mask of the rows that exist."""
     number = first + tl.arange(0, ROWS_TILE)
     context = tl.load(context_lens + number, mask=number < rows, other=0)
     return tiles_of(context, WINDOW, BLOCK_TOKENS), number < rows
 
 
 @triton.jit
-def _place_of(tiles, least):
-    """Tiles that a row of so many takes of the line: one if it is padded, as somebody has to write its zeros."""
+def _span_of(tiles, least):
+    """Returns the tiles that a row takes of the concatenation: one if it is padded, as its zeros must be written."""
     return tl.where(tiles > 0, tl.maximum(tiles, least), 1)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["context_lens"])
-def plan_walks_kernel(
+def plan_tile_ranges_kernel(
     context_lens,
-    walks,
+    tile_ranges,
     rows,
     WINDOW: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     ROWS_TILE: tl.constexpr,
 ):
-    """Program (unit): all rows' tiles lie in one line, cut into stretches of one length, a program's each. → walks
-    [units, WALK_FIELDS] int32, see `Walk`.
+    """Program (unit): cuts all rows' concatenated tiles into ranges of equal length, one per program.
+
+    → tile_ranges [units, TILE_RANGE_FIELDS] int32, see `TileRange`.
     """
     unit = tl.program_id(0)
     units = tl.num_programs(0)
@@ -158,43 +157,43 @@ def plan_walks_kernel(
         present += tl.sum((tiles > 0).to(tl.int32))
         longest = tl.maximum(longest, tl.max(tiles))
     padded = rows - present
-    # Rows of about one length get places of one length, where whole places, or equal parts of them, fill the programs
-    # to an eighth: no row is cut that need not be.
+    # Rows of similar length get spans of equal length, where whole spans, or equal parts of them, fill the programs
+    # with at most an eighth of waste: no row is cut unnecessarily.
     parts = tl.maximum(units // tl.maximum(present, 1), 1)
-    place = tl.cdiv(longest, parts) * parts
-    even = tl.where(present <= units, place // parts, tl.cdiv(present, units) * longest)
-    fits = (8 * even * units <= 9 * total) & (present * place + padded <= even * units)
-    stretch = tl.where(fits, even, tl.cdiv(total + padded, units))
-    least = tl.where(fits, place, 1)
+    span = tl.cdiv(longest, parts) * parts
+    even = tl.where(present <= units, span // parts, tl.cdiv(present, units) * longest)
+    fits = (8 * even * units <= 9 * total) & (present * span + padded <= even * units)
+    range_tiles = tl.where(fits, even, tl.cdiv(total + padded, units))
+    least = tl.where(fits, span, 1)
 
-    start = unit * stretch
-    end = start + stretch
+    start = unit * range_tiles
+    end = start + range_tiles
     first_row = 0
     last_row = 0
     before = 0
     passed = 0
     for first in tl.range(0, rows, ROWS_TILE):
         tiles, there = _tiles_at(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE)
-        places = tl.where(there, _place_of(tiles, least), 0)
-        ends = passed + tl.cumsum(places, 0)
+        spans = tl.where(there, _span_of(tiles, least), 0)
+        ends = passed + tl.cumsum(spans, 0)
         ended = there & (ends <= start)
         first_row += tl.sum(ended.to(tl.int32))
-        before += tl.sum(tl.where(ended, places, 0))
-        last_row += tl.sum((there & (ends - places < end)).to(tl.int32))
-        passed += tl.sum(places)
-    walk = walks + unit * WALK_FIELDS
-    tl.store(walk, first_row)
-    tl.store(walk + 1, last_row)
-    tl.store(walk + 2, before)
-    tl.store(walk + 3, stretch)
-    tl.store(walk + 4, least)
+        before += tl.sum(tl.where(ended, spans, 0))
+        last_row += tl.sum((there & (ends - spans < end)).to(tl.int32))
+        passed += tl.sum(spans)
+    tile_range = tile_ranges + unit * TILE_RANGE_FIELDS
+    tl.store(tile_range, first_row)
+    tl.store(tile_range + 1, last_row)
+    tl.store(tile_range + 2, before)
+    tl.store(tile_range + 3, range_tiles)
+    tl.store(tile_range + 4, least)
 
 
 @triton.jit(
     do_not_specialize=["table_stride", "rows"],
     do_not_specialize_on_alignment=["page_table", "context_lens"],
 )
-def walking_attention_kernel(
+def persistent_attention_kernel(
     q,
     cache,
     page_table,
@@ -209,7 +208,7 @@ def walking_attention_kernel(
     page_stride,
     table_stride,
     log2_scale,
-    walks,
+    tile_ranges,
     rows,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
@@ -226,9 +225,9 @@ def walking_attention_kernel(
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, unit) takes whatever rows its stretch meets, one after another, so none is held up by the
-    longest; see `plan_walks_kernel`. The partial results of a row and key head lie side by side, the row's number
-    behind the unit's.
+    """Program (key head, unit) computes the rows of its range one after another, so none waits for the longest.
+
+    See `plan_tile_ranges_kernel`. The partial results of a row and key head are adjacent, at index row + first unit.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
@@ -239,14 +238,14 @@ def walking_attention_kernel(
     if not EARLY:
         wait_for_inputs(PDL)
 
-    walk = walks + unit * WALK_FIELDS
-    first_row = tl.load(walk)
-    last_row = tl.load(walk + 1)
-    before = tl.load(walk + 2)
-    stretch = tl.load(walk + 3)
-    least = tl.load(walk + 4)
-    start_tile = unit * stretch
-    end_tile = start_tile + stretch
+    tile_range = tile_ranges + unit * TILE_RANGE_FIELDS
+    first_row = tl.load(tile_range)
+    last_row = tl.load(tile_range + 1)
+    before = tl.load(tile_range + 2)
+    range_tiles = tl.load(tile_range + 3)
+    least = tl.load(tile_range + 4)
+    start_tile = unit * range_tiles
+    end_tile = start_tile + range_tiles
 
     keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
     values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
@@ -269,11 +268,11 @@ def walking_attention_kernel(
         begin = first_seen(context, WINDOW)
         first_tile = begin // BLOCK_TOKENS
         tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
-        place = _place_of(tiles, least)
+        span = _span_of(tiles, least)
         start = first_tile + tl.maximum(start_tile - flat, 0)
         end = first_tile + tl.minimum(end_tile - flat, tiles)
-        first_unit = flat // stretch
-        active = (flat + place - 1) // stretch - first_unit + 1
+        first_unit = flat // range_tiles
+        active = (flat + span - 1) // range_tiles - first_unit + 1
         table = page_table + row * table_stride
         page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
@@ -287,4 +286,4 @@ def walking_attention_kernel(
             kv_head * (tl.num_programs(1) + rows) + first_unit + row, out, partials, partial_lse, counters,
             GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
         )  # fmt: skip
-        flat += place
+        flat += span

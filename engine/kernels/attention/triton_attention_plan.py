@@ -1,4 +1,4 @@
-"""How a call of decode attention is cut up, by rows, heads and GPU: tiles, and programs that run at a time.
+"""Plans of decode attention by rows, heads and GPU: tile sizes, and the number of programs.
 
 Measured in whole steps, see docs/decisions/0006-gpu-decode-step.md. No Triton.
 """
@@ -9,65 +9,67 @@ from dataclasses import dataclass, replace
 import torch
 
 LEAST_DOT = 16
-"""Fewest rows of a tile that the matrix units take."""
+"""The least number of rows of a tile that the matrix units take."""
 PROGRAMS_PER_SM, NARROW_PROGRAMS_PER_SM = 2, 4
-"""Programs that have room at a time, the second with `NARROW_TILE`. With room for more, those of the next call would
-come in before this one's have ended, and leave some multiprocessors with too many.
+"""Programs that are resident per multiprocessor, the second with `NARROW_TILE`.
+
+With more, those of the next call would start before this one's have ended, and overload some multiprocessors.
 """
 ROUNDS = 2
-"""Times as many programs, where there are rows for each: a multiprocessor that is done sooner takes one more."""
+"""The factor on the number of programs where there are rows for each: early finishers take one more."""
 NEARLY = 15 / 16
-"""Part of these at which there are as many as divide rows of one length evenly: the others would have nothing to do."""
+"""The part of these programs from which on a number that divides rows of one length evenly is used instead."""
 MOST_SPLITS = 32
-"""More make a row no faster, as its last program has to merge them."""
+"""The largest useful number of splits: more make a row no faster, as its last program has to merge them."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
-"""Splits and shortest stretch of float32, whatever the batch."""
+"""Splits and shortest range of float32, whatever the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a call is cut up: tokens of a tile, warps, pipeline stages, and either `units` or `splits`."""
+    """The plan of a call: tokens of a tile, warps, pipeline stages, and either `units` or `splits`."""
 
     block_tokens: int
     warps: int
     stages: int
     units: int = 0
-    """Programs that walk over all rows; 0 = each row has its own."""
+    """Programs that share the tiles of all rows; 0 = each row has its own."""
     splits: int = 1
     """Programs of each row."""
     least_tiles: int = 1
-    """Tiles of the shortest stretch of a row that is split."""
+    """Tiles of the shortest range of a row that is split."""
     shared_percent: int = 0
-    """Part of a multiprocessor's memory that it wants as shared memory (see `prefer_shared_memory`); 0 = no wish."""
+    """Part of a multiprocessor's memory requested as shared memory (see `prefer_shared_memory`); 0 = no preference."""
 
     def partials(self, rows: int) -> int:
-        """Partial results that `rows` rows have room for, of each key head."""
+        """Returns the maximum number of partial results of `rows` rows per key head."""
         return self.units + rows if self.units else self.splits * rows
 
 
 SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, shared_percent=50)
-"""Few rows: small tiles are on their way soonest, and the kernels around them count: half of the memory as shared
-memory lets those run beside it, as theirs is the other half.
+"""The tile for few rows: small tiles are loaded soonest, and the kernels around them count.
+
+Half of the memory as shared memory lets those run at the same time, as they use the other half.
 """
 LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2)
-"""Many rows: its registers leave room for `PROGRAMS_PER_SM`."""
+"""The tile for many rows: its registers allow `PROGRAMS_PER_SM`."""
 ROUNDS_TILE = Plan(block_tokens=64, warps=4, stages=3, shared_percent=72)
-"""Rows for `ROUNDS`: of 228 KiB it gets 164, so there is room for `PROGRAMS_PER_SM` of 64 KiB each."""
+"""The tile for `ROUNDS`: it gets 164 of 228 KiB, which fits `PROGRAMS_PER_SM` of 64 KiB each."""
 LARGE_TILE_DIMS = 128
-"""Largest head dim of which these two fit into shared memory."""
+"""The largest head dim for which these two fit into shared memory."""
 NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3)
-"""The same of narrow heads, whose tiles are smaller."""
+"""The tile for many rows of narrow heads, whose tiles are smaller."""
 NARROW_DIMS = 64
-"""Largest head dim of narrow heads."""
+"""The largest head dim of narrow heads."""
 
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
-"""`make_plan` or a stand-in for it."""
+"""`make_plan` or a replacement of it."""
 
 
 def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
-    """The plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
+    """Returns the plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
 
-    float32 is cut the same way whatever the batch, so that a row's bits do not depend on the rows beside it.
+    float32 is split the same way whatever the batch, so that a row's bits do not depend on the other rows.
     """
     if dtype == torch.float32:
         block = LEAST_DOT

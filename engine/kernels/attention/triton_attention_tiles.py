@@ -1,9 +1,8 @@
-"""Steps of decode attention on the device: tiles of a row's keys and values, what a query gets of them, and where that
-goes.
+"""The device functions of decode attention: loads of a row's keys and values, attention, and the merge.
 
 Tiles of BLOCK_TOKENS positions are counted from position 0. Where a page holds whole tiles, a tile's keys are one
-contiguous range behind one page id; else each token's page is looked up. Page ids are read one tile ahead of their use.
-Scores are in units of log2.
+contiguous range in one page; else each token's page is looked up. Page ids are read one tile ahead of their use. Scores
+are in units of log2.
 """
 
 import triton
@@ -12,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def first_seen(context, WINDOW: tl.constexpr):
-    """The first position that rows of so much context see."""
+    """Returns the first position that a row of this context sees."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(context - WINDOW, 0)
@@ -21,13 +20,13 @@ def first_seen(context, WINDOW: tl.constexpr):
 
 @triton.jit
 def tiles_of(context, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """How many tiles they see."""
+    """Returns the number of tiles that such a row sees."""
     return tl.cdiv(context, BLOCK_TOKENS) - first_seen(context, WINDOW) // BLOCK_TOKENS
 
 
 @triton.jit
 def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """The page id of a tile that lies in one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    """Returns the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
     start = tile * BLOCK_TOKENS
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
@@ -40,7 +39,7 @@ def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_T
 
 @triton.jit
 def _token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
-    """Where the tile lies in the cache, in elements: int64, of its first token or [BLOCK_TOKENS, 1] of all of them."""
+    """Returns the tile's offset in the cache in elements: int64, of its first token or [BLOCK_TOKENS, 1] of all."""
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
     else:
@@ -51,7 +50,10 @@ def _token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOK
 
 @triton.jit
 def _fetch_into_cache(cache, address, wanted):
-    """Bring the lines at `address` into L2, where `wanted`, without waiting; they stay coherent if written later."""
+    """Prefetches the lines at `address` into L2, where `wanted`, without waiting.
+
+    They stay coherent if written later.
+    """
     line = tl.where(wanted, address, cache).to(tl.int64)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
@@ -60,7 +62,7 @@ def _fetch_into_cache(cache, address, wanted):
 
 @triton.jit
 def _dot(a, b, WIDE_DOT: tl.constexpr):
-    """a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
+    """Returns a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
     if WIDE_DOT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -83,7 +85,7 @@ def fetch_tile(
     BLOCK_TOKENS: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Bring a tile's keys and values into L2, without waiting."""
+    """Prefetches a tile's keys and values into L2, without waiting."""
     token = tl.arange(0, BLOCK_TOKENS)
     line = tl.arange(0, LINES)
     spot = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
@@ -117,8 +119,9 @@ def attend(
     WINDOW: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """The attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, which lies in `page`, to `end`: the
-    running maximum and sum [GROUP_TILE] of its scores, and the values mixed by these [GROUP_TILE, DIM_PADDED].
+    """Computes attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, whose page is `page`, to `end`.
+
+    Returns the running maximum and sum [GROUP_TILE] of its scores, and the weighted values [GROUP_TILE, DIM_PADDED].
     """
     token = tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, DIM_PADDED)
@@ -132,7 +135,7 @@ def attend(
 
     for tile in tl.range(start, end):
         offset = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
-        # The next tile's page id is on its way while this one is computed.
+        # The next tile's page id is loaded while this tile is computed.
         page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         position = tile * BLOCK_TOKENS + token
         seen = position < context
@@ -163,7 +166,7 @@ def _merge(
     DIM_PADDED: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
 ):
-    """The softmax-weighted sum of `count` normalised partial results → [GROUP_PADDED, DIM_PADDED] float32."""
+    """Returns the softmax-weighted sum of `count` normalised partial results → [GROUP_PADDED, DIM_PADDED] float32."""
     split = tl.arange(0, MERGED_SPLITS)
     group = tl.arange(0, GROUP_PADDED)
     dim = tl.arange(0, DIM_PADDED)
@@ -176,7 +179,7 @@ def _merge(
         present = (first + split < count)[:, None] & (group < GROUP)[None, :]
         loaded = present[:, :, None] & (dim < HEAD_DIM)[None, None, :]
         values = tl.load(partials + first * GROUP * HEAD_DIM + element, mask=loaded, other=0.0, cache_modifier=".cg")
-        # A padded head weighs what a present one would: any finite number does, as it is not stored.
+        # A padded head gets a finite weight; any number does, as it is not stored.
         absent = tl.where(group < GROUP, float("-inf"), 0.0)[None, :]
         lse = tl.load(partial_lse + first * GROUP + cell, mask=present, other=float("-inf"), cache_modifier=".cg")
         lse = tl.where(present, lse, absent)
@@ -209,8 +212,10 @@ def deliver(
     DIM_PADDED: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
 ):
-    """What `attend` found for stretch number `split` of the row and key head `lane`: its result, if it is the only
-    `active` one, else a partial result, number `first_partial` + `split`. The last to arrive merges them.
+    """Stores the result of `attend` for range number `split` of the row and key head `lane`.
+
+    If it is the only `active` one it is the final result, else the partial result number `first_partial` + `split`; the
+    last program to arrive merges them.
     """
     head = tl.arange(0, GROUP_TILE)
     dim = tl.arange(0, DIM_PADDED)

@@ -1,4 +1,4 @@
-"""Zeros behind what a row has stored, for attention that multiplies even what it masks."""
+"""Zeroing of the values after a row's context, for attention that multiplies even what it masks."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ _WARPS = 4
 
 
 def clear_value_tails(cache: Tensor, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
-    """Zero the values, of all layers, behind the context of each row from `first_row` on in the row's last page.
+    """Zeroes the values, of all layers, after the context of each row from `first_row` on in the row's last page.
 
     cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there stay: what is masked is never multiplied.
     """
@@ -50,7 +50,7 @@ def _clear(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, layer, head)."""
+    """Program (row, layer, head) zeroes one tail."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0)

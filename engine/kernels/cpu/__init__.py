@@ -1,0 +1,1 @@
+"""Kernels of CPUs, compiled with Numba."""

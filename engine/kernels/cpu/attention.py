@@ -3,7 +3,7 @@
 Attention is cut into items: up to 16 queries of one row that share a key head, against the row's keys in blocks of 256
 (FlashAttention's running softmax over the blocks, arXiv:2205.14135). A row of one token has an item for each block, so
 that a long context is spread over the cores (Flash-Decoding); the partial results are merged in the order of the
-blocks. Blocks are counted from position 0, so what a row computes depends on its own context alone.
+blocks. Blocks are counted from position 0, so the result of a row depends on its own context alone.
 """
 
 import struct
@@ -30,25 +30,28 @@ from engine.kernels.cpu.vector import (
 )
 
 QUERIES = 16
-"""Most queries of an item."""
+"""Maximum queries of an item."""
 KEYS = 256
 """Keys of a block."""
 ITEM_FIELDS = 5
-"""An item: row, key head, first query, block or -1 for all, slot of the partial result or -1."""
+"""The fields of an item: row, key head, first query, block or -1 for all, slot of the partial result or -1."""
 LOWEST = np.float32(-1e30)
-"""Below every score and yet finite, so that a block without a visible key adds exactly nothing."""
+"""A number below every score and yet finite, so that a block without a visible key adds exactly nothing."""
 
 (Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS, PAGE_TABLE, COLUMNS, TABLE_ROWS,
  HEADS, KV_HEADS, HEAD_DIM, WINDOW, ITEMS, PARTIALS, SCALE) = range(2, 21)  # fmt: skip
-"""Arguments: `q_items` separate the tokens of q, in elements; `cache` is the layer's part of page 0, `page_items` what
-separates it from that of page 1; `page_table` has `table_rows` rows of `columns`; `items` and `partials` are memory
-for the list of items and for partial results (head_dim sums, the largest score, the total weight; float32)."""
+"""Indices of arguments.
+
+`q_items` is the distance of the tokens of q, in elements; `cache` is the layer's part of page 0, `page_items` its
+distance from that of page 1; `page_table` has `table_rows` rows of `columns`; `items` and `partials` are memory for the
+list of items and for partial results (head_dim sums, the largest score, the total weight; float32).
+"""
 ATTENTION = struct.Struct("=20qd")
 
 
 @inlined
 def list_items(shared):  # type: ignore[no-untyped-def]
-    """Write the list of items → how many."""
+    """Writes the list of items → their number."""
     items, kv_heads, window = argument(shared, ITEMS), argument(shared, KV_HEADS), argument(shared, WINDOW)
     row_starts, context_lens = argument(shared, ROW_STARTS), argument(shared, CONTEXT_LENS)
     count, slots, group = 0, 0, argument(shared, HEADS) // kv_heads
@@ -74,7 +77,7 @@ def list_items(shared):  # type: ignore[no-untyped-def]
 
 @inlined
 def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """One item."""
+    """Computes one item."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     positions, window, size = argument(shared, POSITIONS), argument(shared, WINDOW), item_bytes(tag)
     group = heads // kv_heads
@@ -106,7 +109,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
         start, end = block * KEYS, min(end, (block + 1) * KEYS)
     for begin in range(start, end, KEYS):
         stop = min(begin + KEYS, end)
-        # Before the first query's window nobody looks, and pages there may be somebody else's by now.
+        # No query sees keys before the first query's window, and other requests may own the pages there by now.
         begin = max(begin, first_position - window + 1)  # noqa: PLW2901
         _score(shared, row, head, begin, stop, qs, queries, scores, tag)
         for i in range(queries):
@@ -135,7 +138,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 
 @inlined
 def _page(shared, row, head, key, values):  # type: ignore[no-untyped-def]
-    """Element of the layer's cache where key (or value) `key` of a row lies."""
+    """Returns the element of the layer's cache at which key (or value) `key` of a row begins."""
     page_tokens, head_dim = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM)
     page = load_int(argument(shared, PAGE_TABLE), row * argument(shared, COLUMNS) + key // page_tokens, INT32)
     plane = (head + argument(shared, KV_HEADS) if values else head) * page_tokens
@@ -144,7 +147,7 @@ def _page(shared, row, head, key, values):  # type: ignore[no-untyped-def]
 
 @inlined
 def _score(shared, row, head, begin, stop, qs, queries, scores, tag):  # type: ignore[no-untyped-def]
-    """scores[q][key - begin] = q · key, page by page."""
+    """Computes scores[q][key - begin] = q · key, page by page."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
@@ -157,7 +160,7 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, tag):  # type: i
 
 @inlined
 def _soften(scores, begin, stop, position, window, scale, largest, weights, i):  # type: ignore[no-untyped-def]
-    """Turn a block's scores into weights against the running largest score → the factor of what came before."""
+    """Turns a block's scores into weights against the running largest score → the factor of the sums before."""
     n = (stop - begin + LANES - 1) // LANES * LANES
     for j in range(min(max(position - window + 1 - begin, 0), n)):
         store(scores, j, np.float32(-np.inf), F32)
@@ -174,7 +177,7 @@ def _soften(scores, begin, stop, position, window, scale, largest, weights, i): 
 
 @inlined
 def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, tag):  # type: ignore[no-untyped-def]
-    """sums[q] += Σ weight · value, page by page."""
+    """Adds Σ weight · value to sums[q], page by page."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
@@ -187,7 +190,7 @@ def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, tag): 
 
 @inlined
 def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
-    """Merge the partial results of rows that were split, block after block, into the output."""
+    """Merges the partial results of rows that were split, block after block, into the output."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     group, stride = heads // kv_heads, (head_dim + 2) * F32_BYTES
     items, count, first = argument(shared, ITEMS), argument(shared, CHUNKS), 0
@@ -215,7 +218,7 @@ def merge_partials(shared, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _continues(items, index):  # type: ignore[no-untyped-def]
-    """Whether the item after `index` is the next block of the same queries."""
+    """Returns True if the item after `index` is the next block of the same queries."""
     item = items + 8 * ITEM_FIELDS * index
     block, following = load_int(item, 3, INT64), load_int(item, ITEM_FIELDS + 3, INT64)
     return block >= 0 and following == block + 1 and load_int(item, ITEM_FIELDS, INT64) == load_int(item, 0, INT64)
@@ -223,7 +226,7 @@ def _continues(items, index):  # type: ignore[no-untyped-def]
 
 @inlined
 def _merge(partial, blocks, stride, out, head_dim, tag):  # type: ignore[no-untyped-def]
-    """Merge one query's partial results, `stride` bytes apart, into the first and round it to `out`."""
+    """Merges one query's partial results, `stride` bytes apart, into the first and rounds it to `out`."""
     for block in range(1, blocks):
         other = partial + block * stride
         before, after = load(partial, head_dim, F32), load(other, head_dim, F32)

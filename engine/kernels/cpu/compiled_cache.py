@@ -1,7 +1,7 @@
-"""Where compiled CPU kernels are kept between starts.
+"""The folder of compiled CPU kernels, kept between starts.
 
-Not beside the sources: an installation may be read-only. And in a folder named after all the sources, because numba
-compares the one file a function stands in, and would go on using code compiled from an older version of the others.
+It is not next to the sources: an installation may be read-only. It is named after all the sources, because numba
+compares only the file of a function, and would go on using code compiled from an older version of the others.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from engine.compiled_folder import compiled_folder
 
 
 def cached_entry(function: Any, *, nogil: bool = True) -> Any:
-    """`function` compiled for calls from Python, by default without Python's lock, its machine code kept on disk."""
+    """Returns `function` compiled for calls from Python, by default without the GIL, its machine code kept on disk."""
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(compiled_folder(_sources_hash()))
     try:

@@ -1,12 +1,12 @@
 """Vector code as LLVM IR, so that every result has one order of accumulation.
 
 A compiler that vectorizes a reduction picks its own lanes and unrolling, and picks differently for one row than for
-eight; then a request's numbers would depend on its neighbours. Here a sum runs in 16 lanes folded by halves, whatever
-is around it. LLVM lowers the 16 lanes to what the host has (AVX-512, AVX2, NEON); nothing here is tied to one
-instruction set.
+eight; then a request's numbers would depend on the other rows. Here a sum runs in 16 lanes folded by halves, in any
+context. LLVM lowers the 16 lanes to the host's vectors (AVX-512, AVX2, NEON); nothing here is tied to one instruction
+set.
 
-Addresses are int64. A `tag` is the numba type that names the element type in memory: float32, or uint16 for the bits
-of bfloat16. All arithmetic is float32.
+Addresses are int64. A `tag` is the numba type that names the element type in memory: float32, or uint16 for the bits of
+bfloat16. All arithmetic is float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,26 +28,30 @@ Codegen = Callable[[Any, Builder, Any, Any], Value]
 
 
 def pointer(builder: Builder, address: Value, kind: Any) -> Value:
+    """Casts an address to a pointer to `kind`."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def tag_bytes(tag: Any) -> int:
+    """Returns the bytes of one `tag` element."""
     return 4 if tag == types.float32 else 2
 
 
 def widen(builder: Builder, bits: Value, wide: Any, integers: Any) -> Value:
-    """bfloat16 bits → float32: the upper half of the word."""
+    """Converts bfloat16 bits to float32, of which they are the upper half."""
     shift = ir.Constant(integers, 16 if integers is I32 else [16] * LANES)
     return builder.bitcast(builder.shl(builder.zext(bits, integers), shift), wide)
 
 
 def load_element(builder: Builder, address: Value, tag: Any) -> Value:
+    """Loads one `tag` element as float32."""
     if tag == types.float32:
         return builder.load(pointer(builder, address, F32), align=4)
     return widen(builder, builder.load(pointer(builder, address, I16), align=2), F32, I32)
 
 
 def load_vector(builder: Builder, address: Value, tag: Any) -> Value:
+    """Loads sixteen `tag` elements as float32."""
     if tag == types.float32:
         return builder.load(pointer(builder, address, VEC), align=4)
     bits = builder.load(pointer(builder, address, ir.VectorType(I16, LANES)), align=2)
@@ -55,7 +59,7 @@ def load_vector(builder: Builder, address: Value, tag: Any) -> Value:
 
 
 def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> None:
-    """Store one float32 or sixteen as `tag` elements, rounded to nearest, ties to even."""
+    """Stores one float32 or sixteen as `tag` elements, rounded to nearest, ties to even."""
     item = tag_bytes(tag)
     if tag == types.float32:
         builder.store(value, pointer(builder, address, value.type), align=item)
@@ -71,12 +75,12 @@ def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> N
 
 
 def like(value: Value, element: Any) -> Any:
-    """`element`, or the vector type of as many as `value` has."""
+    """Returns `element`, or the vector type of as many as `value` has."""
     return ir.VectorType(element, LANES) if isinstance(value.type, ir.VectorType) else element
 
 
 def constant(kind: Any, value: float) -> Value:
-    """`value`, in every lane if `kind` is a vector type; floats are rounded to float32."""
+    """Returns the constant `value`, in every lane if `kind` is a vector type; floats are rounded to float32."""
     vector = isinstance(kind, ir.VectorType)
     element = kind.element if vector else kind
     exact = float(np.float32(value)) if element == F32 else value
@@ -84,14 +88,14 @@ def constant(kind: Any, value: float) -> Value:
 
 
 def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """a · b + c, in one rounding where the host can."""
+    """Emits a · b + c, in one rounding where the host can."""
     name = "llvm.fmuladd.v16f32" if c.type == VEC else "llvm.fmuladd.f32"
     kind = ir.FunctionType(c.type, [c.type] * 3)
     return builder.call(builder.module.declare_intrinsic(name, fnty=kind), [a, b, c])
 
 
 def prefetch(builder: Builder, address: Value) -> None:
-    """Ask for the line at `address`, which need not be mapped, in the second-level cache."""
+    """Emits a prefetch of the line at `address`, which need not be mapped, into the second-level cache."""
     byte = ir.IntType(8)
     kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), I32, I32, I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
@@ -99,7 +103,7 @@ def prefetch(builder: Builder, address: Value) -> None:
 
 
 def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
-    """Each vector's lanes combined into one, the results side by side; their number is a power of two up to 16.
+    """Combines each vector's lanes into one, with adjacent results; the number of vectors is a power of two up to 16.
 
     Lanes i and i + half are combined until one is left; vectors share the instructions once they are narrow enough.
     """
@@ -117,7 +121,7 @@ def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value
 
 
 def _halves(builder: Builder, first: Value, second: Value | None, width: int) -> tuple[Value, Value]:
-    """The lower and the upper `width` lanes of every group of 2 · `width` lanes of one vector or two."""
+    """Returns the lower and the upper `width` lanes of every group of 2 · `width` lanes of one vector or two."""
     lanes = first.type.count * (1 if second is None else 2)
     other = ir.Constant(first.type, ir.Undefined) if second is None else second
     lower = [lane for lane in range(lanes) if lane % (2 * width) < width]
@@ -129,6 +133,7 @@ def _halves(builder: Builder, first: Value, second: Value | None, width: int) ->
 
 
 def splat(builder: Builder, scalar: Value) -> Value:
+    """Copies a scalar to all sixteen lanes."""
     undefined = ir.Constant(VEC, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
@@ -137,7 +142,10 @@ def splat(builder: Builder, scalar: Value) -> Value:
 def loop(
     builder: Builder, start: Value, stop: Value, step: int, carried: list[Value], body: Callable[..., list[Value]]
 ) -> list[Value]:
-    """for (i = start; i < stop; i += step) carried = body(i, *carried), not unrolled: bodies are large as they are."""
+    """Emits for (i = start; i < stop; i += step) carried = body(i, *carried).
+
+    The loop is not unrolled: bodies are large as they are.
+    """
     entry = builder.block
     head = builder.append_basic_block("head")
     inside = builder.append_basic_block("inside")
@@ -162,7 +170,7 @@ def loop(
 
 
 def _not_unrolled(module: Any) -> Any:
-    """Metadata of one loop; LLVM wants its first operand to be the node itself."""
+    """Returns metadata of one loop; LLVM requires its first operand to be the node itself."""
     rule = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
     node = ir.values.MDValue(module, [rule], name=str(len(module.metadata)))
     node.operands = (node, rule)
@@ -170,10 +178,12 @@ def _not_unrolled(module: Any) -> Any:
 
 
 def row_addresses(builder: Builder, base: Value, stride: Value, rows: int) -> list[Value]:
+    """Returns the addresses of `rows` rows, `stride` bytes apart."""
     return [builder.add(base, builder.mul(stride, I64(row))) for row in range(rows)]
 
 
 def at(builder: Builder, base: Value, index: Value, item_bytes: int) -> Value:
+    """Returns the address of element `index`."""
     return builder.add(base, builder.mul(index, I64(item_bytes)))
 
 
@@ -185,6 +195,7 @@ class Function:
     emit: Callable[[Builder, Any, Any], None]
 
     def call(self, builder: Builder, tag: Any, args: Sequence[Value]) -> None:
+        """Emits a call, and the function itself if the module does not have it yet."""
         symbol = f"tandem_{self.name}_{tag}"
         function = builder.module.globals.get(symbol)
         if function is None:
@@ -199,7 +210,10 @@ class Function:
 
 
 def steps(builder: Builder, stop: Value, sizes: Sequence[int], body: Callable[[Value, int], None]) -> None:
-    """body(i, size) for consecutive pieces of 0 .. stop: the largest size as often as it fits, then the next, …, 1."""
+    """Emits body(i, size) for consecutive pieces of 0 ..
+
+    stop: the largest size as often as it fits, then the next, …, 1.
+    """
     start: Value = I64(0)
     for size in sizes:
         end = builder.add(start, builder.and_(builder.sub(stop, start), I64(-size)))
@@ -213,7 +227,7 @@ def steps(builder: Builder, stop: Value, sizes: Sequence[int], body: Callable[[V
 
 
 def exponential(builder: Builder, x: Value) -> Value:
-    """e^x of one float32 or sixteen, within 2 ulp; 0 below -87, e^88 above 88.
+    """Emits e^x of one float32 or sixteen, within 2 ulp; 0 below -87, e^88 above 88.
 
     x = n·ln 2 + r with |r| <= ln 2 / 2, ln 2 in two parts (Cody and Waite), and a minimax polynomial in r.
     """

@@ -1,4 +1,4 @@
-"""The one compiled function of the CPU kernels: bring a job, or help with others' jobs."""
+"""The one compiled function of the CPU kernels: it runs a job, or helps with the jobs of other threads."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from engine.kernels.cpu.pool import (
 )
 
 HELP, NORM, LINEAR, NORM_LINEAR, NORM_GATE_UP, ROPE, ATTENTION = range(7)
-"""What `perform` does: help, or an operation. A product with a norm before it is two jobs, the first of them NORM."""
+"""The operations of `perform`: help, or a job. A product with a norm before it is two jobs, the first of them NORM."""
 
 TAGS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
 """The values whose types stand for the element types in memory."""
@@ -28,7 +28,7 @@ TAGS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
 
 @cached_entry
 def perform(shared, scratch, operation, tag):  # type: ignore[no-untyped-def]
-    """Do the operation whose arguments were written, or (HELP) take chunks of others' while they follow each other."""
+    """Runs the operation whose arguments were written, or (HELP) takes chunks of other threads' jobs."""
     job = _first_job(operation)
     chunk = await_chunk(shared) if operation == HELP else _begin(shared, job)
     while chunk >= 0:
@@ -54,7 +54,7 @@ def _first_job(operation):  # type: ignore[no-untyped-def]
 
 @inlined
 def _begin(shared, job):  # type: ignore[no-untyped-def]
-    """Publish a job → the chunk the caller begins with."""
+    """Publishes a job → the chunk with which the caller begins."""
     if job == ATTENTION:
         chunks = cpu_attention.list_items(shared)
     elif job == ROPE:

@@ -1,11 +1,11 @@
-"""Kernels for CPUs: float32 and bfloat16, all arithmetic in float32, on threads of their own.
+"""Kernels for CPUs: float32 and bfloat16, all arithmetic in float32, on dedicated threads.
 
-A token's numbers do not depend on its neighbours: in steps of fewer than LONG_TOKENS tokens every product runs in one
-order, whatever else is in the step; longer steps, which are prefill, repack their weights and have another. Attention
-of a row depends on that row alone in any step. The number of threads changes nothing.
+A token's numbers do not depend on the other tokens: in steps of fewer than LONG_TOKENS tokens every product runs in one
+order, whatever else is in the step; longer steps, which are prefill, repack their weights and have another order.
+Attention of a row depends on that row alone in any step. The number of threads changes nothing.
 
-Addresses go to machine code as they are, so tensors must be what the seam says: contiguous, of the kernels' dtype.
-docs/decisions/0002-cpu-kernels.md says why it is built like this, with figures.
+Addresses go to machine code unchecked, so tensors must be as the interface requires: contiguous, of the kernels' dtype.
+docs/decisions/0002-cpu-kernels.md gives the reasons of this design, with figures.
 """
 
 import torch
@@ -29,10 +29,13 @@ _CHUNKS_A_THREAD = 8
 
 
 class CpuKernels(Kernels):
-    """Called by one thread at a time. Holds scratch memory and helper threads; `close`, or collection, ends them."""
+    """The kernels of one model on CPUs, called by one thread at a time.
+
+    Holds scratch memory and helper threads; `close`, or collection, ends them.
+    """
 
     def __init__(self, dtype: torch.dtype, threads: int | None = None) -> None:
-        """`dtype` float32 or bfloat16, of all weights and the cache; `threads` None = every core it may use."""
+        """Takes `dtype` float32 or bfloat16, of all weights and the cache; `threads` None = every core it may use."""
         self._dtype = dtype
         self._threads = threads or usable_cores()
         self._tag = tag = cpu_jobs.TAGS[str(dtype).removeprefix("torch.")]
@@ -40,11 +43,11 @@ class CpuKernels(Kernels):
         self._normed = torch.empty(0, dtype=dtype)
         self._items = torch.empty(0, dtype=torch.int64)
         self._partials = torch.empty(0)
-        # Compiles, or reads what an earlier start compiled, while the model is loading and not in the first step.
+        # Compiles, or reads an earlier start's code, while the model is loading and not in the first step.
         self._perform(cpu_jobs.HELP)
 
     def close(self) -> None:
-        """End the helper threads. Idempotent."""
+        """Ends the helper threads. Idempotent."""
         self._pool.close()
 
     def prepare(self, linear: Linear) -> Linear:
@@ -55,21 +58,25 @@ class CpuKernels(Kernels):
         return linear
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        """Looks up the rows of `table`; Internal with a feed, as tokens are always known on a CPU."""
         if feed is not None:
             raise Internal("On CPUs the tokens of a step are known before it starts.")
         return F.embedding(token_ids, table)
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        """Computes RMSNorm and the product as two jobs."""
         out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
         self._product(cpu_jobs.NORM_LINEAR, hidden, self._normed_memory(hidden.numel()), norm, eps, linear, out)
         return out
 
     def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+        """Computes RMSNorm and the gated product as two jobs."""
         out = torch.empty(len(hidden), len(gate_up.weight) // 2, dtype=self._dtype)
         self._product(cpu_jobs.NORM_GATE_UP, hidden, self._normed_memory(hidden.numel()), norm, eps, gate_up, out)
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Computes the product and adds it to `hidden`."""
         self._product(cpu_jobs.LINEAR, x, x, None, 0.0, linear, hidden)
 
     def rope_and_store(
@@ -84,6 +91,7 @@ class CpuKernels(Kernels):
         layout: StepLayout,
         shape: AttentionShape,
     ) -> Tensor:
+        """Rotates q and k in place and stores k and v in the cache."""
         tokens, width = len(qkv), shape.heads * shape.head_dim
         self._pool.write(
             cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
@@ -94,6 +102,7 @@ class CpuKernels(Kernels):
         return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
 
     def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+        """Computes attention of all rows as one job."""
         tokens, rows = q.shape[0], len(layout.context_lens)
         out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
         self._reserve_items(tokens, rows, layout.max_context, shape)
@@ -110,7 +119,7 @@ class CpuKernels(Kernels):
     def _product(
         self, operation: int, source: Tensor, x: Tensor, norm: Tensor | None, eps: float, linear: Linear, out: Tensor
     ) -> None:
-        """out [T, rows] = or (without a norm) += x · weightᵀ + bias, x being memory for the normed source."""
+        """Computes out [T, rows] = or (without a norm) += x · weightᵀ + bias; x is memory for the normed source."""
         tokens, k = source.shape
         rows = out.shape[1]
         self._pool.write(
@@ -124,7 +133,7 @@ class CpuKernels(Kernels):
         cpu_jobs.perform(self._pool.shared, self._pool.scratch, operation, self._tag)
 
     def _chunk_rows(self, rows: int, tokens: int, k: int) -> int:
-        """Chunks small enough that the threads end together, and long enough to stream."""
+        """Returns a chunk size small enough that the threads end together, and large enough to stream."""
         if cpu_products.repacks.py_func(tokens, k):
             return PANEL_ROWS
         share = rows // (self._threads * _CHUNKS_A_THREAD)
@@ -136,7 +145,7 @@ class CpuKernels(Kernels):
         return self._normed
 
     def _reserve_items(self, tokens: int, rows: int, max_context: int, shape: AttentionShape) -> None:
-        """Room for the items of a step: those of long rows by their queries, those of one-token rows by blocks."""
+        """Reserves memory for the items of a step: long rows' by their queries, one-token rows' by blocks."""
         group = shape.heads // shape.kv_heads
         blocks = -(-max_context // KEYS)
         decode = rows * shape.kv_heads * -(-group // QUERIES) * blocks

@@ -33,9 +33,10 @@ from engine.kernels.cpu.units import BFloatType, load_unit, load_units, multipli
 
 
 def _panel_tile(tokens: int) -> Function:
-    """(panel, x, x_stride, units, out, out_stride, more): out[t][r] = Σ panel[u][r] · x[t][u] for 32 rows r.
+    """Returns a function with arguments (panel, x, x_stride, units, out, out_stride, more).
 
-    A unit is what one 32-bit lane multiplies: a float32, or a pair of bfloat16. With `more` != 0 the sums are added.
+    It computes out[t][r] = Σ panel[u][r] · x[t][u] for 32 rows r. A unit is what one 32-bit lane multiplies: a float32,
+    or a pair of bfloat16. With `more` != 0 the sums are added.
     """
 
     def emit(builder: Builder, tag: Any, args: Any) -> None:
@@ -69,7 +70,10 @@ def _panel_tile(tokens: int) -> Function:
 
 
 def _emit_pack(builder: Builder, tag: Any, args: Any) -> None:
-    """(w, w_stride, rows, panel, units): panel[u][r] = w[r][u] for 16 rows; beyond `rows` the last is repeated."""
+    """Emits (w, w_stride, rows, panel, units): panel[u][r] = w[r][u] for 16 rows.
+
+    Beyond `rows` the last is repeated.
+    """
     w, w_stride, rows, panel, units = args
     last, size = builder.sub(rows, I64(1)), unit_bytes(tag)
     w_rows = []
@@ -94,7 +98,7 @@ def _emit_pack(builder: Builder, tag: Any, args: Any) -> None:
 
 
 def _transpose(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Sixteen vectors of sixteen lanes, rows for columns, by exchanging ever smaller halves."""
+    """Transposes sixteen vectors of sixteen lanes by exchanging ever smaller halves."""
     step = LANES
     while step > 1:
         step //= 2
@@ -143,7 +147,7 @@ PANEL_ROWS = 2 * LANES
 PANEL_BYTES = 4 * PANEL_ROWS
 """Bytes of a panel's unit over all its rows."""
 PANEL_UNITS = 256
-"""Most units of a panel: it stays near the core, and longer sums in one lane would round away what each unit adds."""
+"""Maximum units of a panel: it stays in cache, and longer sums in one lane would round away what each unit adds."""
 _PANEL_TILES = {tokens: _panel_tile(tokens) for tokens in (BLOCK, 1)}
 _PACK = Function("pack", _emit_pack)
 _PANEL_ROWS = Function("panel_rows", _emit_panel_rows)
@@ -151,10 +155,10 @@ _PANEL_ROWS = Function("panel_rows", _emit_panel_rows)
 
 @intrinsic
 def panel_rows(typingctx, w, w_stride, rows, x, x_stride, tokens, k, panel, out, out_stride, tag):  # type: ignore[no-untyped-def]
-    """out[t][r] = w[r] · x[t] in float32, for up to 32 rows and many tokens of k `tag` elements, k even.
+    """Emits out[t][r] = w[r] · x[t] in float32, for up to 32 rows and many tokens of k `tag` elements, k even.
 
-    Other than `dot_rows` it repacks the weights into `panel` (32 KiB), so that lanes are rows and nothing is folded:
-    worth it from some dozens of tokens. All 32 outputs are written. Strides in bytes.
+    Unlike `dot_rows` it repacks the weights into `panel` (32 KiB), so that lanes are rows and nothing is folded: faster
+    from some dozens of tokens. All 32 outputs are written. Strides in bytes.
     """
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:

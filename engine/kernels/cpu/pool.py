@@ -1,11 +1,11 @@
-"""The threads of the CPU kernels: one job at a time, cut into chunks that whoever is free takes.
+"""The threads of the CPU kernels: one job at a time, cut into chunks that free threads take.
 
 A job lasts microseconds, so handing it over must cost less than one: the caller writes the job into shared memory,
-publishes it with one store, and works on its chunks as everybody does. Nobody has a fixed share, so a thread that the
-operating system takes away, or that still sleeps, costs one chunk and not half of the job.
+publishes it with one store, and works on its chunks like the helpers. No thread has a fixed share, so a thread that is
+preempted, or still sleeps, costs one chunk and not half of the job.
 
 Helper threads spin for a moment between jobs (the jobs of a step follow each other closely), then sleep on an event;
-`Pool.write` wakes them. A helper that falls asleep at the wrong moment is only not there for one job.
+`Pool.write` wakes them. A helper that falls asleep at the wrong moment misses only one job.
 
 `ticket` holds generation << 32 | chunks left; a chunk is owned by the thread whose compare-and-swap took it, which
 fails if the job has changed in between. The caller goes on when `finished` counts all chunks.
@@ -24,14 +24,14 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 TICKET, FINISHED, SLEEPING, STOP = 0, 8, 16, 24
-"""Words of the shared memory, each on a cache line of its own."""
+"""Words of the shared memory, each on a separate cache line."""
 JOB = 32
-"""First word of the job: its operation and the operation's arguments."""
+"""The first word of the job: its operation and the operation's arguments."""
 CHUNKS = 30
-"""Argument that holds the number of chunks of the current job."""
+"""The index of the argument that holds the number of chunks of the current job."""
 SHARED_WORDS = 96
 REALS = 64
-"""First word of the job's float32 arguments."""
+"""The first word of the job's float32 arguments."""
 CHUNK_SCRATCH_BYTES = 1 << 19
 """Private memory of each thread, for one chunk."""
 
@@ -41,7 +41,7 @@ _SPINS_BEFORE_YIELD = 2_000
 
 @intrinsic
 def atomic_load(typingctx, address):  # type: ignore[no-untyped-def]
-    """The int64 at `address`; what its writer wrote before is visible after."""
+    """Loads the int64 at `address`; the writer's earlier writes are visible after that."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -52,7 +52,7 @@ def atomic_load(typingctx, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def atomic_store(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Store the int64 at `address`; what this thread wrote before is visible to who reads it."""
+    """Stores the int64 at `address`; this thread's earlier writes are visible to its readers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -64,7 +64,7 @@ def atomic_store(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def atomic_add(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """Add to the int64 at `address` → what it was."""
+    """Adds to the int64 at `address` → its former value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -75,7 +75,7 @@ def atomic_add(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def compare_and_swap(typingctx, address, expected, value):  # type: ignore[no-untyped-def]
-    """Store `value` at `address` if it holds `expected` → whether it did."""
+    """Stores `value` at `address` if it holds `expected` → True if it did."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -87,7 +87,7 @@ def compare_and_swap(typingctx, address, expected, value):  # type: ignore[no-un
 
 @intrinsic
 def argument(typingctx, shared, index):  # type: ignore[no-untyped-def]
-    """Integer argument of the current job."""
+    """Returns an integer argument of the current job."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_argument_pointer(builder, args[0], args[1], ir.IntType(64)))
@@ -97,7 +97,7 @@ def argument(typingctx, shared, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def real(typingctx, shared, index):  # type: ignore[no-untyped-def]
-    """float64 argument of the current job, as float32."""
+    """Returns a float64 argument of the current job, as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = builder.load(_argument_pointer(builder, args[0], args[1], ir.DoubleType()))
@@ -108,7 +108,7 @@ def real(typingctx, shared, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def set_argument(typingctx, shared, index, value):  # type: ignore[no-untyped-def]
-    """Change an integer argument before the job is published."""
+    """Changes an integer argument before the job is published."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(args[2], _argument_pointer(builder, args[0], args[1], ir.IntType(64)))
@@ -123,8 +123,8 @@ def _argument_pointer(builder: Any, shared: Any, index: Any, kind: Any) -> Any:
 
 
 @intrinsic
-def give_way(typingctx):  # type: ignore[no-untyped-def]
-    """Let another thread of the machine run on this core."""
+def yield_core(typingctx):  # type: ignore[no-untyped-def]
+    """Yields this core to another thread of the machine."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -136,14 +136,16 @@ def give_way(typingctx):  # type: ignore[no-untyped-def]
 
 
 inlined: Any = njit(nogil=True, error_model="numpy", inline="always")
-"""A function that becomes part of its caller, without Python's lock, before anything is optimized: all kernels are one
-compiled function, because numba optimizes what a function calls once more in each caller. That takes its time, and
-LLVM 22 has been seen to lose an iteration when it unrolled a loop it had unrolled before."""
+"""Decorates a function that is inlined into its caller, without the GIL, before anything is optimized.
+
+All kernels are one compiled function, because numba optimizes a callee once more in each caller. That takes long, and
+LLVM 22 has been seen to lose an iteration when it unrolled a loop it had unrolled before.
+"""
 
 
 @inlined
 def take_chunk(shared):  # type: ignore[no-untyped-def]
-    """Own a chunk of the current job → its index, or -1 when none is left."""
+    """Takes a chunk of the current job → its index, or -1 when none is left."""
     taken = False
     left = 1
     while left > 0 and not taken:
@@ -151,13 +153,13 @@ def take_chunk(shared):  # type: ignore[no-untyped-def]
         left = ticket & 0xFFFFFFFF
         if left > 0:
             taken = compare_and_swap(shared + 8 * TICKET, ticket, ticket - 1)
-    # The first chunk is not on offer: who brings the job keeps it.
+    # The first chunk is not offered: the thread that submits the job keeps it.
     return argument(shared, CHUNKS) - left if taken else -1
 
 
 @inlined
 def publish(shared, operation, chunks):  # type: ignore[no-untyped-def]
-    """Offer the job that was written to all threads, except the first of its chunks, which the caller must do."""
+    """Offers the written job to all threads, except the first of its chunks, which the caller must do."""
     set_argument(shared, 0, operation)
     set_argument(shared, CHUNKS, chunks)
     atomic_store(shared + 8 * FINISHED, 0)
@@ -167,17 +169,17 @@ def publish(shared, operation, chunks):  # type: ignore[no-untyped-def]
 
 @inlined
 def await_chunks(shared):  # type: ignore[no-untyped-def]
-    """Wait until every chunk is finished; the last ones are in the hands of other threads."""
+    """Waits until every chunk is finished; other threads may still work on the last ones."""
     chunks, spins = argument(shared, CHUNKS), 0
     while atomic_load(shared + 8 * FINISHED) != chunks:
         spins += 1
         if spins > _SPINS_BEFORE_YIELD:
-            give_way()
+            yield_core()
 
 
 @inlined
 def await_chunk(shared):  # type: ignore[no-untyped-def]
-    """A helper's next chunk, or -1 when none has come for a moment or the pool stops."""
+    """Returns a helper's next chunk, or -1 when none has come for a moment or the pool stops."""
     chunk, spins = -1, 0
     while chunk < 0 and spins < _SPINS_BEFORE_SLEEP and atomic_load(shared + 8 * STOP) == 0:
         chunk = take_chunk(shared)
@@ -186,7 +188,7 @@ def await_chunk(shared):  # type: ignore[no-untyped-def]
 
 
 class Pool:
-    """Helper threads and the memory they share with the one thread that brings jobs.
+    """Helper threads and the memory they share with the one thread that submits jobs.
 
     `help_out(shared, scratch)` works on jobs and returns when none came for a moment or STOP is set. The threads end
     with `close`, or when the pool is collected.
@@ -209,7 +211,7 @@ class Pool:
             helper.start()
 
     def write(self, layout: struct.Struct, *arguments: float) -> None:
-        """Write a job's arguments, operation first, and rouse the helpers that sleep."""
+        """Writes a job's arguments, operation first, and wakes the helpers that sleep."""
         layout.pack_into(self._memory, 8 * JOB, *arguments)
         if self._memory[SLEEPING]:
             self._memory[SLEEPING] = 0
@@ -217,12 +219,12 @@ class Pool:
                 alarm.set()
 
     def close(self) -> None:
-        """End the helper threads and wait for them. Idempotent."""
+        """Ends the helper threads and waits for them. Idempotent."""
         self._finalizer()
 
 
 def usable_cores() -> int:
-    """Cores this process may use."""
+    """Returns the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -246,7 +248,7 @@ def _stop(memory: Any, alarms: list[threading.Event], helpers: list[threading.Th
 
 
 def _aligned_words(words: int) -> Any:
-    """Zeroed int64 memory that starts on a page."""
+    """Returns zeroed int64 memory that starts on a page."""
     memory = np.zeros(words + 512, dtype=np.int64)
     skip = (-memory.ctypes.data % 4096) // 8
     return memory[skip : skip + words]

@@ -1,7 +1,7 @@
-"""Matrix products of the CPU kernels: chunks of weight rows against all tokens, with what comes before and after.
+"""Matrix products of the CPU kernels: chunks of weight rows against all tokens, with the operations before and after.
 
-Every output is a dot product in the one order of `vector.dot_tile`, so it depends neither on the other tokens of
-the step nor on how the work was cut. Tokens come in blocks of eight, because sixteen accumulators (two weight rows by
+Every output is a dot product in the one order of `vector.dot_tile`, so it depends neither on the other tokens of the
+step nor on the partition of the work. Tokens come in blocks of eight, because sixteen accumulators (two weight rows by
 eight tokens) keep the multipliers busy with ten loads; a chunk's weights come from memory once and are in the
 second-level cache for the blocks that follow.
 """
@@ -22,21 +22,24 @@ F32_BYTES = 4
 TOKENS_A_CHUNK = 16
 """Tokens of a chunk of the token-wise jobs."""
 MAX_CHUNK_ROWS = 256
-"""Most weight rows of a chunk: a block's outputs must fit a thread's scratch memory twice."""
+"""Maximum weight rows of a chunk: a block's outputs must fit a thread's scratch memory twice."""
 LONG_TOKENS = 48
 """Tokens from which a product repacks its weights."""
 TOKENS_A_PANEL = 512
-"""Tokens that share a repacked panel; two such blocks of outputs fit a thread's scratch memory beside it."""
+"""Tokens that share a repacked panel; a thread's scratch memory holds it and two such blocks of outputs."""
 
 ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, EPS = range(2, 14)
-"""Arguments of a product out = x · weightᵀ + bias (0 = none), or out += that; x [tokens, k] is what
-RMSNorm makes of `source`, or came as it is. `rows` are the weight's, or those of each half for gate and up."""
+"""Indices of the arguments of a product out = x · weightᵀ + bias (0 = none), or out += that.
+
+x [tokens, k] is RMSNorm of `source`, or unchanged input. `rows` are the weight's, or those of each half for gate and
+up.
+"""
 PRODUCT = struct.Struct("=13qd")
 
 
 @inlined
 def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Some tokens of x = RMSNorm(source), rounded to the model's dtype once."""
+    """Computes some tokens of x = RMSNorm(source), rounded to the model's dtype once."""
     source, x, tokens, k = argument(shared, SOURCE), argument(shared, X), argument(shared, TOKENS), argument(shared, K)
     norm, eps = argument(shared, NORM_WEIGHT), real(shared, EPS)
     for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, tokens)):
@@ -46,19 +49,19 @@ def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def norm_factor(source, eps, n, tag):  # type: ignore[no-untyped-def]
-    """1 / sqrt(mean(source²) + eps) of n `tag` elements."""
+    """Returns 1 / sqrt(mean(source²) + eps) of n `tag` elements."""
     return np.float32(1.0) / math.sqrt(squares_of(source, n, tag) / np.float32(n) + eps)
 
 
 @inlined
 def repacks(tokens, k):  # type: ignore[no-untyped-def]
-    """Whether a product goes by panels; what of an odd k is left over has no pair to be multiplied with."""
+    """Returns True if a product uses panels; k must be even, as bfloat16 elements are multiplied in pairs."""
     return tokens >= LONG_TOKENS and k % 2 == 0
 
 
 @inlined
 def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Some weight rows of a product."""
+    """Computes some weight rows of a product."""
     x, tokens, weight = argument(shared, X), argument(shared, TOKENS), argument(shared, WEIGHT)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
@@ -81,7 +84,7 @@ def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-def]
-    """Bias, residual and store of n outputs of one token, from row `first` on."""
+    """Applies bias and residual to n outputs of one token, from row `first` on, and stores them."""
     out, bias = argument(shared, OUT), argument(shared, BIAS)
     target = out + (token * argument(shared, ROWS) + first) * item_bytes(tag)
     if bias != 0:
@@ -93,7 +96,7 @@ def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-
 
 @inlined
 def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Some weight rows of each half of a product [g | u] whose output is silu(g) · u."""
+    """Computes some weight rows of each half of a product [g | u] whose output is silu(g) · u."""
     x, tokens, rows = argument(shared, X), argument(shared, TOKENS), argument(shared, ROWS)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
@@ -122,7 +125,7 @@ def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish_gate_up(shared, gate, up, token, first, n, tag):  # type: ignore[no-untyped-def]
-    """Bias, silu(g) · u and store of n outputs of one token, from row `first` on."""
+    """Applies bias and silu(g) · u to n outputs of one token, from row `first` on, and stores them."""
     bias, rows = argument(shared, BIAS), argument(shared, ROWS)
     if bias != 0:
         add_row(gate, bias + first * item_bytes(tag), n, tag)

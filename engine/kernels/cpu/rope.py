@@ -12,14 +12,17 @@ INT32, INT64 = np.int32(0), np.int64(0)
 """Tags of integers in memory."""
 (QKV, ANGLES, Q_NORM, K_NORM, CACHE, PAGE_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS,
  EPS) = range(2, 16)  # fmt: skip
-"""Arguments: norms are 0 where there is none, `cache` is the layer's part of page 0, `page_items` what separates it
-from that of page 1 in elements."""
+"""Indices of arguments.
+
+Norms are 0 where there is none, `cache` is the layer's part of page 0, `page_items` its distance from that of page 1 in
+elements.
+"""
 ROPE = struct.Struct("=15qd")
 
 
 @inlined
 def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Some tokens: norm and rotate q in place; norm, rotate and store k; store v."""
+    """Processes some tokens: norms and rotates q in place; norms, rotates and stores k; stores v."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     page_tokens = argument(shared, PAGE_TOKENS)
     half = head_dim // 2

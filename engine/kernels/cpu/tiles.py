@@ -37,11 +37,12 @@ from engine.kernels.cpu.units import first_lanes, has_pair_products, load_masked
 
 
 def _dot_tile(rows: int, tokens: int) -> "Function":
-    """(w, w_stride, x, x_stride, k, out, out_stride, more): out[t][r] = Σ w[r][i] · x[t][i] over i < k.
+    """Returns a function with arguments (w, w_stride, x, x_stride, k, out, out_stride, more).
 
-    w: `rows` rows and x: `tokens` rows of `tag` elements, out: float32; strides in bytes. With `more` != 0 the sums are
-    added to `out`. The weights two tiles ahead are fetched into the second-level cache: the first level's few miss
-    slots would hold a row's stream to half the memory's bandwidth, and a wide tile to a third.
+    It computes out[t][r] = Σ w[r][i] · x[t][i] over i < k. w: `rows` rows and x: `tokens` rows of `tag` elements, out:
+    float32; strides in bytes. With `more` != 0 the sums are added to `out`. The weights two tiles ahead are fetched
+    into the second-level cache: the first level's few miss slots would limit a row's stream to half the memory's
+    bandwidth, and a wide tile to a third.
     """
 
     def emit(builder: Builder, tag: Any, args: Any) -> None:
@@ -86,7 +87,7 @@ def _dot_tile(rows: int, tokens: int) -> "Function":
 
 
 def _store_sums(builder: Builder, folded: Value, targets: list[Value], rows: int, add: bool) -> None:
-    """Each target gets its `rows` lanes of `folded`, or has them added."""
+    """Stores its `rows` lanes of `folded` in each target, or adds them."""
     kind = ir.VectorType(F32, rows)
     for t, target in enumerate(targets):
         lanes = ir.Constant(ir.VectorType(I32, rows), list(range(t * rows, (t + 1) * rows)))
@@ -98,9 +99,10 @@ def _store_sums(builder: Builder, folded: Value, targets: list[Value], rows: int
 
 
 def _mix_tile(tokens: int, vectors: int) -> "Function":
-    """(v, v_stride, p, p_stride, n, out, out_stride): out[t][d] += Σ p[t][j] · v[j][d] over j < n.
+    """Returns a function with arguments (v, v_stride, p, p_stride, n, out, out_stride).
 
-    v: n rows of `tag` elements, p and out: `tokens` rows of float32, d < 16 · `vectors`; strides in bytes.
+    It computes out[t][d] += Σ p[t][j] · v[j][d] over j < n. v: n rows of `tag` elements, p and out: `tokens` rows of
+    float32, d < 16 · `vectors`; strides in bytes.
     """
 
     def emit(builder: Builder, tag: Any, args: Any) -> None:
@@ -203,7 +205,7 @@ BLOCK = 8
 K_BLOCK = 768
 """Elements of a dot product at a time: eight tokens of them stay in the first-level cache."""
 MIX_BLOCK = 32
-"""Values that are summed by themselves: longer sums in one lane would round away what each adds."""
+"""Values that are summed separately: longer sums in one lane would round away what each adds."""
 _DOT_TILES = {
     (rows, tokens): _dot_tile(rows, tokens)
     for rows, tokens in ((2, 8), (1, 8), (4, 4), (1, 4), (4, 2), (1, 2), (4, 1), (1, 1))
@@ -215,7 +217,7 @@ _MIX_ROWS = Function("mix_rows", _emit_mix_rows)
 
 @intrinsic
 def dot_rows(typingctx, w, w_stride, rows, x, x_stride, tokens, k, out, out_stride, tag):  # type: ignore[no-untyped-def]
-    """out[t][r] = w[r] · x[t] in float32, for rows and tokens of k `tag` elements; strides in bytes."""
+    """Emits out[t][r] = w[r] · x[t] in float32, for rows and tokens of k `tag` elements; strides in bytes."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         _DOT_ROWS.call(builder, signature.args[-1], args[:-1])
@@ -226,7 +228,7 @@ def dot_rows(typingctx, w, w_stride, rows, x, x_stride, tokens, k, out, out_stri
 
 @intrinsic
 def mix_rows(typingctx, v, v_stride, n, p, p_stride, queries, out, out_stride, head_dim, tag):  # type: ignore[no-untyped-def]
-    """out[q] += Σ p[q][j] · v[j] over n values of head_dim `tag` elements; p, out float32; strides in bytes."""
+    """Emits out[q] += Σ p[q][j] · v[j] over n values of head_dim `tag` elements; p, out float32; strides in bytes."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         _MIX_ROWS.call(builder, signature.args[-1], args[:-1])

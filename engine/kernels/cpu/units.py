@@ -1,4 +1,4 @@
-"""What one lane of a product multiplies at once: a float32, a bfloat16 or, where the host can, a pair of bfloat16.
+"""The unit that one lane of a product multiplies: a float32, a bfloat16 or, where the host can, a pair of bfloat16.
 
 That pair is the one thing in these kernels that is tied to an instruction set.
 """
@@ -27,7 +27,7 @@ from engine.kernels.cpu.ir import (
 
 
 def has_pair_products() -> bool:
-    """Whether the host multiplies pairs of bfloat16 into float32 lanes (AVX512_BF16)."""
+    """Returns True if the host multiplies pairs of bfloat16 into float32 lanes (AVX512_BF16)."""
     chosen = numba.config.CPU_FEATURES
     if chosen is not None:
         return "+avx512bf16" in str(chosen)
@@ -35,22 +35,22 @@ def has_pair_products() -> bool:
 
 
 def multiplies_pairs(tag: Any) -> bool:
-    """Whether products of `tag` elements are made two at a time."""
+    """Returns True if products of `tag` elements are computed two at a time."""
     return bool(tag != types.float32) and has_pair_products()
 
 
 def unit_bytes(tag: Any) -> int:
-    """Bytes in memory of what one lane multiplies at once."""
+    """Returns the bytes of a unit in memory."""
     return 4 if multiplies_pairs(tag) else tag_bytes(tag)
 
 
 def load_unit(builder: Builder, address: Value, tag: Any) -> Value:
-    """What one lane multiplies at once, in 32 bits."""
+    """Loads a unit, in 32 bits."""
     return load_element(builder, address, types.float32 if multiplies_pairs(tag) else tag)
 
 
 def load_units(builder: Builder, address: Value, tag: Any) -> Value:
-    """Sixteen neighbouring units."""
+    """Loads sixteen adjacent units."""
     return load_vector(builder, address, types.float32 if multiplies_pairs(tag) else tag)
 
 
@@ -68,18 +68,19 @@ class BFloatType(ir.Type):  # type: ignore[misc]
 
 
 def load_pairs(builder: Builder, address: Value, tag: Any) -> Value:
+    """Loads sixteen pairs of bfloat16."""
     kind = ir.VectorType(BFloatType(), 2 * LANES)
     return builder.load(pointer(builder, address, kind), align=2)
 
 
 def multiply_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """c + the products of a's and b's neighbouring lanes, two by two."""
+    """Emits c + the products of a's and b's adjacent lanes, two by two."""
     kind = ir.FunctionType(VEC, [VEC, a.type, b.type])
     return builder.call(builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind), [c, a, b])
 
 
 def first_lanes(builder: Builder, count: Value, lanes: int) -> Value:
-    """A mask of `lanes` bits whose first `count` are set."""
+    """Returns a mask of `lanes` bits whose first `count` are set."""
     kind = ir.VectorType(I32, lanes)
     undefined = ir.Constant(kind, ir.Undefined)
     one = builder.insert_element(undefined, builder.trunc(count, I32), I32(0))
@@ -88,7 +89,7 @@ def first_lanes(builder: Builder, count: Value, lanes: int) -> Value:
 
 
 def load_masked(builder: Builder, address: Value, mask: Value, tag: Any, pairs: bool) -> Value:
-    """A vector whose unset lanes are 0 and whose memory is not touched."""
+    """Loads a vector whose unset lanes are 0; their memory is not accessed."""
     lanes = mask.type.count
     element, suffix = (F32, "f32") if tag == types.float32 else (I16, "i16")
     kind = ir.VectorType(element, lanes)

@@ -1,8 +1,8 @@
-"""What the CPU kernels do with memory and float32 numbers, one by one and row by row.
+"""Memory access and float32 arithmetic of the CPU kernels, by element and by row.
 
 Addresses are int64. `tag` is a dummy argument whose type names the element type in memory: float32, or uint16 for the
-bits of bfloat16. Rows may have any length; what is computed of an element depends on that element alone, and a sum runs
-in the one order that `ir.py` speaks of.
+bits of bfloat16. Rows may have any length; the result of an element depends on that element alone, and a sum runs in
+the one order that `ir.py` defines.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ Spread = Callable[[Value], Value]
 
 
 def _rowwise(name: str, body: Callable[[Builder, Any, Any, Fetch, Put, Spread], None]) -> Function:
-    """A function whose last argument is a length n, and `body` what it does to an element, or to sixteen at once.
+    """Returns a function whose last argument is a length n; `body` processes one element, or sixteen at once.
 
     The body gets `fetch(address, tag)`, `put(address, tag, value)` of the current elements of a row, and `spread` for
     float32 arguments.
@@ -103,7 +103,7 @@ _SOFTEN, _COMBINE = _rowwise("soften", _emit_soften), _rowwise("combine", _emit_
 
 
 def _calls(function: Function) -> Any:
-    """The code generator of an intrinsic that passes its arguments on, a tag last."""
+    """Returns the code generator of an intrinsic that passes its arguments on, a tag last."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         function.call(builder, signature.args[-1], args[:-1])
@@ -114,43 +114,43 @@ def _calls(function: Function) -> Any:
 
 @intrinsic
 def add_row(typingctx, y, source, n, tag):  # type: ignore[no-untyped-def]
-    """y += source; y float32, source `tag` elements."""
+    """Emits y += source; y float32, source `tag` elements."""
     return types.void(*[types.int64] * 3, tag), _calls(_ADD)
 
 
 @intrinsic
 def scale_row(typingctx, y, factor, target, n, tag):  # type: ignore[no-untyped-def]
-    """target = y · factor; y float32, target `tag` elements; in place where both are the same float32."""
+    """Emits target = y · factor; y float32, target `tag` elements; in place where both are the same float32."""
     return types.void(types.int64, types.float32, types.int64, types.int64, tag), _calls(_SCALE)
 
 
 @intrinsic
 def norm_row(typingctx, source, factor, norm, target, n, tag):  # type: ignore[no-untyped-def]
-    """target = source · factor · norm; all `tag` elements."""
+    """Emits target = source · factor · norm; all `tag` elements."""
     return types.void(types.int64, types.float32, *[types.int64] * 3, tag), _calls(_NORM)
 
 
 @intrinsic
 def gate_row(typingctx, gate, up, target, n, tag):  # type: ignore[no-untyped-def]
-    """target = silu(gate) · up; gate and up float32, target `tag` elements."""
+    """Emits target = silu(gate) · up; gate and up float32, target `tag` elements."""
     return types.void(*[types.int64] * 4, tag), _calls(_GATE)
 
 
 @intrinsic
 def soften_row(typingctx, y, scale, largest, n, tag):  # type: ignore[no-untyped-def]
-    """y = e^(y · scale - largest), float32; the tag is float32's."""
+    """Emits y = e^(y · scale - largest), float32; the tag is float32's."""
     return types.void(types.int64, types.float32, types.float32, types.int64, tag), _calls(_SOFTEN)
 
 
 @intrinsic
 def combine_row(typingctx, y, kept, other, added, n, tag):  # type: ignore[no-untyped-def]
-    """y = y · kept + other · added, float32; the tag is float32's."""
+    """Emits y = y · kept + other · added, float32; the tag is float32's."""
     signature = types.void(types.int64, types.float32, types.int64, types.float32, types.int64, tag)
     return signature, _calls(_COMBINE)
 
 
 def _reduction(start: float, combine: Callable[[Builder, Value, Value], Value]) -> Any:
-    """Intrinsic (address, n): the first n float32, a multiple of 16, combined into one, beginning with `start`."""
+    """Returns the intrinsic (address, n): the first n float32, a multiple of 16, combined into one from `start` on."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         address, n = args
@@ -181,7 +181,7 @@ max_of = _reduction(-1e30, _larger)
 
 @intrinsic
 def squares_of(typingctx, address, n, tag):  # type: ignore[no-untyped-def]
-    """Σ of the squares of n `tag` elements."""
+    """Returns Σ of the squares of n `tag` elements."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         (address, n, _), tag = args, signature.args[2]
@@ -204,7 +204,7 @@ def squares_of(typingctx, address, n, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
-    """Element `index` of the `tag` elements at `address`, as float32."""
+    """Loads element `index` of the `tag` elements at `address`, as float32."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         place = at(builder, args[0], args[1], tag_bytes(signature.args[2]))
@@ -215,7 +215,7 @@ def load(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store(typingctx, address, index, value, tag):  # type: ignore[no-untyped-def]
-    """Store float32 `value` as element `index` of the `tag` elements at `address`, rounded to nearest, ties to even."""
+    """Stores float32 `value` as element `index` of the `tag` elements at `address`, rounded to nearest even."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         place = at(builder, args[0], args[1], tag_bytes(signature.args[3]))
@@ -227,7 +227,7 @@ def store(typingctx, address, index, value, tag):  # type: ignore[no-untyped-def
 
 @intrinsic
 def load_int(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
-    """Element `index` of the integers at `address`, int32 or int64 by `tag`, as int64."""
+    """Loads element `index` of the integers at `address`, int32 or int64 by `tag`, as int64."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         kind = I32 if signature.args[2] == types.int32 else I64
@@ -239,7 +239,7 @@ def load_int(typingctx, address, index, tag):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def exp(typingctx, x):  # type: ignore[no-untyped-def]
-    """e^x of a float32, as `ir.exponential`."""
+    """Returns e^x of a float32, as `ir.exponential` does."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         return exponential(builder, args[0])
@@ -249,7 +249,7 @@ def exp(typingctx, x):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def item_bytes(typingctx, tag):  # type: ignore[no-untyped-def]
-    """Bytes of one `tag` element."""
+    """Returns the bytes of one `tag` element."""
 
     def codegen(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
         return I64(tag_bytes(signature.args[0]))

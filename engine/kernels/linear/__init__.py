@@ -1,0 +1,1 @@
+"""Matrix product kernels of GPUs."""

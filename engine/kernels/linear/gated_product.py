@@ -1,9 +1,7 @@
-"""silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's product with the activation inside where it runs, else cuBLAS
-and a kernel of our own.
+"""The gated product silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's fused one where it runs, else cuBLAS.
 
 The product of gate and up is the largest intermediate of a layer. Written and read again it costs about a tenth of the
-product's own time, and, on a chip that is held back by its power limit, energy that the matrix units lack
-(docs/decisions/0007).
+product's own time, and, on a chip at its power limit, energy that the matrix units lack (docs/decisions/0007).
 """
 
 import logging
@@ -24,18 +22,18 @@ FUSED_TOKENS = 1024
 """Tokens from which the fused product is faster; at 512 it loses 3 % on the largest weights."""
 _CAPABILITY = (9, 0)
 _ALIGNED = 8
-"""Elements of 16 bits that the copy engine moves at least."""
+"""The minimum number of 16-bit elements that the copy engine moves."""
 _WARM_UP_ROWS, _WARM_UP_COLUMNS = 256, 512
 
 
 @dataclass(frozen=True, slots=True)
 class GatedTile:
-    """What one group of multiprocessors computes at once: `rows` x `columns` of the product each."""
+    """The tile of one group of multiprocessors: `rows` x `columns` of the product each."""
 
     rows: int
     columns: int
     pingpong: bool
-    """Whether two warp groups take turns on tiles of their own, or share one."""
+    """True if two warp groups alternate on separate tiles, False if they share one."""
     cluster_rows: int
     cluster_columns: int
 
@@ -47,13 +45,14 @@ BEST_TILE = GatedTile(rows=128, columns=160, pingpong=True, cluster_rows=2, clus
 class GatedProduct(Protocol):
     """x [T, K], gate_up [2·I, K] with the gate's rows first → [T, I], rounded once more at most than the definition."""
 
-    def __call__(self, x: Tensor, gate_up: Linear) -> Tensor: ...
+    def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """Computes the gated product."""
 
 
 def choose_gated_product(
     device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int, *, pdl: bool
 ) -> GatedProduct:
-    """The fastest for a model of these widths on `device`; says in the log which. Compiles what it chooses."""
+    """Returns the fastest product for a model of these widths on `device`, compiled; logs the choice."""
     plain = PlainGated(pdl)
     reason = _why_not_fused(device, dtype, hidden, intermediate)
     if reason:
@@ -82,7 +81,7 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, hidden: int, interm
 
 
 def why_no_library() -> str:
-    """Empty once the fused product's library is imported, which takes seconds."""
+    """Returns "" once the fused product's library is imported, which takes seconds, else the reason why it is not."""
     return why_not_imported("quack.gemm_interface", "quack-kernels")
 
 
@@ -93,6 +92,7 @@ class PlainGated:
         self._pdl = pdl
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """Computes the product, then the activation."""
         return silu_mul(torch.nn.functional.linear(x, gate_up.weight, gate_up.bias), pdl=self._pdl)
 
 
@@ -116,12 +116,13 @@ class FusedGated:
         )
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """Computes the fused product, or the plain one for few tokens or with a bias."""
         if len(x) < FUSED_TOKENS or gate_up.bias is not None:
             return self._plain(x, gate_up)
         return self.compute(x, gate_up.weight)
 
     def compute(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Whatever the number of tokens."""
+        """Computes the fused product for any number of tokens."""
         _, active = self._gemm_act(
             x,
             weight.t(),

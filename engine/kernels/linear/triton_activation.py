@@ -15,7 +15,7 @@ ELEMENTS_PER_WARP = 512
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
-    """silu(g) · u of gate_up [T, 2·I] contiguous, the I columns of g first → [T, I]; in float32, rounded once."""
+    """Returns silu(g) · u of gate_up [T, 2·I] contiguous, g first → [T, I]; in float32, rounded once."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
     block = next((each for each in COLUMN_BLOCKS if width % each == 0), RAGGED_BLOCK)

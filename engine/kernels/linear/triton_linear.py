@@ -1,4 +1,4 @@
-"""Products of a few tokens with a large weight, bound by how fast the weight streams in from memory.
+"""Products of a few tokens with a large weight, bound by the bandwidth at which the weight is read from memory.
 
 y = RMSNorm(x) · weightᵀ = rsqrt(mean(x²) + eps) · ((x ∘ norm) · weightᵀ): the mean of squares is summed while the same
 loop multiplies, and scales the result at its end. SiLU × up and the residual are applied before the result is stored.
@@ -8,12 +8,11 @@ tokens, and float32: `tl.dot` with the weight as the left operand, sums in float
 the outputs are few, several programs share a tile's columns; the last to arrive adds their sums in fixed order.
 
 The same inputs give the same bits in every run. For float32 a row's bits depend on that row alone, however many others
-are in the step. For the 16-bit types that holds among steps that fall to the same tile (see `triton_linear_plan`).
+are in the step. For the 16-bit types that holds among steps with the same tile (see `triton_linear_plan`). Weights
+never depend on earlier kernels: they are loaded, or prefetched into L2, before the kernel waits for its input.
 
-Weights never depend on earlier kernels: they are loaded, or called into L2, before the input is waited for.
-
-Split launches share one scratch memory per device: launch from one stream at a time. It is made at the first use,
-which must not be while a CUDA graph is captured (`reserve_scratch` makes it ahead).
+Split launches share one scratch memory per device: launch from one stream at a time. It is allocated at the first use,
+which must not be while a CUDA graph is captured (`reserve_scratch` allocates it in advance).
 """
 
 from functools import lru_cache
@@ -54,13 +53,13 @@ __all__ = [
 ]
 
 _VECTOR_BYTES = 16
-"""Width of a thread's loads, and the alignment that rows need to be called into L2."""
+"""The width of a thread's loads, and the alignment that rows need for the prefetch into L2."""
 
 
 def norm_linear(
     hidden: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, *, pdl: bool
 ) -> Tensor:
-    """RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
+    """Returns RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
 
     Without norm the plain product. All of one dtype: bfloat16, float16 or float32, rounded once, at the end.
     """
@@ -72,14 +71,17 @@ def norm_linear(
 def norm_gate_up(
     hidden: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, *, pdl: bool
 ) -> Tensor:
-    """silu(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias; weight [2·I, K], gate rows first → [T, I]."""
+    """Returns silu(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias.
+
+    Weight [2·I, K], gate rows first → [T, I].
+    """
     out = hidden.new_empty(hidden.shape[0], weight.shape[0] // 2)
     launch(hidden, norm, eps, weight, bias, out, GATE_UP.value, pdl=pdl)
     return out
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, *, pdl: bool) -> None:
-    """hidden += x · weightᵀ + bias in place: x [T, K], weight [N, K], bias [N], hidden [T, N]."""
+    """Adds x · weightᵀ + bias to hidden in place: x [T, K], weight [N, K], bias [N], hidden [T, N]."""
     launch(x, None, 0.0, weight, bias, hidden, ADD.value, pdl=pdl)
 
 
@@ -95,7 +97,7 @@ def launch(
     pdl: bool,
     tile: Tile | None = None,
 ) -> None:
-    """One product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's.
+    """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's.
 
     Raises ValueError where a split tile's partial sums do not fit the scratch memory.
     """
@@ -107,7 +109,7 @@ def launch(
     vector = min(_VECTOR_BYTES // x.element_size(), tile.columns)
     n = out.shape[1]
     shared = {"num_warps": tile.warps, "launch_pdl": pdl}
-    # Tensors that a variant does not read still need an address: x lends its own.
+    # Tensors that a variant does not read still need an address: x's is used.
     norm_or_any, bias_or_any = x if norm is None else norm, x if bias is None else bias
     if isinstance(tile, Gemv):
         gemv_kernel[(-(-n // tile.rows),)](
@@ -133,7 +135,7 @@ def launch(
 
 
 def _early_bytes(weight: Tensor, tile: Skinny) -> int:
-    """Bytes of a row to call into L2 early; none where rows are short or not aligned."""
+    """Returns the bytes of a row to prefetch into L2; none where rows are short or not aligned."""
     row_bytes = weight.shape[1] * weight.element_size()
     aligned = row_bytes % _VECTOR_BYTES == 0 and weight.data_ptr() % _VECTOR_BYTES == 0
     return tile.early if aligned and row_bytes >= PREFETCH_BYTES.value else 0
@@ -141,7 +143,7 @@ def _early_bytes(weight: Tensor, tile: Skinny) -> int:
 
 @lru_cache(maxsize=8)
 def reserve_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial sums and counters of split products on `device`, owned by this module for the process's life.
+    """Returns the partial sums and counters of split products on `device`, which live as long as the process.
 
     Raises RuntimeError where a CUDA graph is being captured: the memory must outlive the graph.
     """

@@ -1,4 +1,4 @@
-"""The kernels of `triton_linear`, which says how they work: products of a few tokens with a streaming weight."""
+"""The kernels of `triton_linear`, which describes them: products of a few tokens with a streaming weight."""
 
 import triton
 import triton.language as tl
@@ -8,20 +8,20 @@ from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 STORE = tl.constexpr(0)
 GATE_UP = tl.constexpr(1)
 ADD = tl.constexpr(2)
-"""What becomes of the products: stored, silu(gate) · up stored, or added to what is there."""
+"""The use of the products: stored, silu(gate) · up stored, or added to the output."""
 
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
 NORM_FIRST = tl.constexpr(2)
-"""When the input is scaled by its norm: float16 cannot hold x ∘ norm of every x, so there x is read twice."""
+"""The time of scaling the input by its norm: float16 cannot hold x ∘ norm of every x, so there x is read twice."""
 
 PREFETCH_BYTES = tl.constexpr(256)
-"""Bytes of a weight row that one instruction calls into L2."""
+"""Bytes of a weight row that one instruction prefetches into L2."""
 
 
 @triton.jit
 def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """pointers [rows, columns]: numbers, 0 from column K on."""
+    """Loads pointers [rows, columns], 0 from column K on."""
     if EVEN:
         return tl.load(pointers, eviction_policy=POLICY)
     return tl.load(pointers, mask=columns[None, :] < K, other=0.0, eviction_policy=POLICY)
@@ -29,7 +29,7 @@ def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr
 
 @triton.jit
 def _fold(numbers, VECTOR: tl.constexpr):
-    """[rows, columns] → [rows, columns / VECTOR]: sums within a thread, without a shuffle."""
+    """Sums [rows, columns] → [rows, columns / VECTOR] within a thread, without a shuffle."""
     parts: tl.constexpr = numbers.shape[1] // VECTOR
     return tl.sum(tl.reshape(numbers, (numbers.shape[0], parts, VECTOR)), axis=2)
 
@@ -57,7 +57,7 @@ def gemv_kernel(
     VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (ceil(N / ROWS),). out [N]; x [K]; weight [N or, with GATE_UP, 2·N, K]."""
+    """Multiplies one token; grid (ceil(N / ROWS),), out [N], x [K], weight [N or, with GATE_UP, 2·N, K]."""
     EVEN: tl.constexpr = K % COLUMNS == 0
     launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -121,7 +121,7 @@ def gemv_kernel(
 
 @triton.jit
 def _call_into_l2(rows_at, start, K: tl.constexpr, EARLY: tl.constexpr):
-    """Asks L2 for EARLY bytes of each row of `rows_at` [rows] from column `start`, none beyond column K."""
+    """Prefetches EARLY bytes of each row of `rows_at` [rows] from column `start` into L2, none beyond column K."""
     step: tl.constexpr = PREFETCH_BYTES * 8 // rows_at.dtype.element_ty.primitive_bitwidth
     pieces = tl.minimum(start + tl.arange(0, EARLY // PREFETCH_BYTES) * step, K - step)
     addresses = (rows_at[:, None] + pieces[None, :]).to(tl.int64, bitcast=True)
@@ -140,7 +140,7 @@ def _finish(
     sums, sums_up, squares, bias, out, rows, tokens, T, N, eps,
     K: tl.constexpr, OP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Norm, bias, activation or residual of the sums [ROWS, TOKENS], and the store to out [T, N]."""
+    """Applies norm, bias, activation or residual to the sums [ROWS, TOKENS], and stores them to out [T, N]."""
     if NORM == NORM_LAST:
         factor = tl.rsqrt(squares / K + eps)[None, :]
         sums *= factor
@@ -182,7 +182,9 @@ def skinny_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS). out [T, N]; x [T, K]; weight [N or, with GATE_UP, 2·N, K].
+    """Multiplies some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+
+    out [T, N]; x [T, K]; weight [N or, with GATE_UP, 2·N, K].
 
     partials float32: SPLITS · (1 or 2) · ROWS · TOKENS sums and SPLITS · TOKENS squares of each output tile
     counters int32: one for each output tile, 0 before and after
@@ -231,7 +233,7 @@ def skinny_kernel(
             else:
                 wide *= factor[:, None]
             scaled = (wide * scale.to(tl.float32)[None, :]).to(x.dtype.element_ty)
-            # Too narrow a load for the compiler's pipeline, so it is made one step ahead here.
+            # The load is too narrow for the compiler's pipeline, so it is issued one step ahead here.
             scale = tl.load(norm + at + COLUMNS, mask=at + COLUMNS < K, other=0.0)
         right = tl.trans(scaled)
         sums = tl.dot(held, right, sums, input_precision="ieee")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gemv:
-    """One token: a program multiplies `rows` outputs with `columns` of the input at a time."""
+    """The tile for one token: a program multiplies `rows` outputs with `columns` of the input at a time."""
 
     rows: int
     columns: int
@@ -14,11 +14,11 @@ class Gemv:
 
 @dataclass(frozen=True, slots=True)
 class Skinny:
-    """Some tokens: a program multiplies `rows` outputs with `tokens` tokens, `columns` of the input at a time.
+    """The tile for some tokens: a program multiplies `rows` outputs with `tokens` tokens, `columns` at a time.
 
     splits: programs that share one output tile's input columns
     stages: depth of the load pipeline
-    early:  bytes of each weight row that are called into L2 before the input is ready
+    early:  bytes of each weight row that are prefetched into L2 before the input is ready
     """
 
     rows: int
@@ -32,7 +32,7 @@ class Skinny:
 
 Tile = Gemv | Skinny
 Shape = tuple[int, int, bool]
-"""(rows of the weight, columns of the weight, whether the rows are gate and up)."""
+"""(rows of the weight, columns of the weight, True if the rows are gate and up)."""
 
 TUNED: dict[Shape, dict[int, Tile]] = {
     (6144, 4096, False): {
@@ -141,7 +141,7 @@ TUNED: dict[Shape, dict[int, Tile]] = {
         128: Skinny(rows=256, tokens=128, columns=64, splits=1, stages=3, warps=8, early=512),
     },
 }
-"""By shape and by 1 or a number of tokens: steps of at most so many tokens, and more than the next smaller."""
+"""The tiles by shape and by the largest number of tokens of a step; 1 is a separate case."""
 
 STREAMED_TOKENS: dict[tuple[int, int], int] = {
     (6144, 4096): 16,

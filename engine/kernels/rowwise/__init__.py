@@ -1,0 +1,1 @@
+"""Row-wise kernels of GPUs: norm, RoPE, embedding, checksums."""

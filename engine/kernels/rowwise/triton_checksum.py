@@ -1,4 +1,4 @@
-"""Checksums of KV pages in GPU memory (`engine/cache/page_checksums.py` says what is summed), and their reference."""
+"""Checksums of KV pages in GPU memory (defined in `engine/cache/page_checksums.py`), and their reference."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 SPLITS = 64
-"""Programs for each page: a few pages occupy the device for microseconds, many leave room for the running step."""
+"""Programs for each page: a few pages occupy the device for microseconds, many leave capacity for the running step."""
 BLOCK = 2048
 """Words a program loads at a time."""
 WARPS = 4
 
 
 def partial_sums(words: Tensor, chosen: Tensor, parts: Tensor) -> None:
-    """Rows of `parts` [n, SPLITS] int64 that add up to the checksums mod 2^64; does not wait.
+    """Computes rows of `parts` [n, SPLITS] int64 that add up to the checksums mod 2^64; does not wait.
 
-    words [pages, rows, page_tokens, words] int32, contiguous; chosen [n, 2] int64: page, and its filled tokens. All
-    on one device.
+    words [pages, rows, page_tokens, words] int32, contiguous; chosen [n, 2] int64: page, and its filled tokens. All on
+    one device.
     """
     _, rows, page_tokens, token_words = words.shape
     row_words = page_tokens * token_words
@@ -28,7 +28,7 @@ def partial_sums(words: Tensor, chosen: Tensor, parts: Tensor) -> None:
 
 
 def reference_sums(words: Tensor, pages: Sequence[int], filled: Sequence[int]) -> list[int]:
-    """The definition in plain PyTorch, on any device; words as of `as_words`."""
+    """Returns the checksums by their definition in plain PyTorch, on any device; `words` as `as_words` returns them."""
     weights = 2 * torch.arange(words[0].numel(), device=words.device).view(words.shape[1:]) + 1
     totals = [
         (words[page, :, :tokens].long() * weights[:, :tokens]).sum() for page, tokens in zip(pages, filled, strict=True)

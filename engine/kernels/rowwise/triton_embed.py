@@ -13,14 +13,14 @@ ELEMENTS_PER_WARP = 512
 
 
 def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, table: Tensor, *, pdl: bool) -> Tensor:
-    """Rows of table [V, H] → [T, H].
+    """Returns the rows of table [V, H] for the step's tokens → [T, H].
 
     The id of token t is previous[sources[t]] where sources[t] ≥ 0, that is, the id that an earlier step has drawn and
-    the host has not read yet; elsewhere token_ids[t]. token_ids [T] int64, sources [T] int32, previous int64 of
-    any length; without `sources` and `previous` all ids are those of the host.
+    the host has not read yet; elsewhere token_ids[t]. token_ids [T] int64, sources [T] int32, previous int64 of any
+    length; without `sources` and `previous` all ids are those of the host.
 
-    It begins a step: its own launch overlaps none, so that whatever prepared the step has ended for all kernels after
-    it, even those that read before they wait; with `pdl` the next one's overlaps it.
+    It begins a step: its own launch overlaps none, so that the preparation of the step has ended for all kernels after
+    it, even those that read before they wait; with `pdl` the next launch overlaps it.
     """
     tokens, width = token_ids.shape[0], table.shape[1]
     out = table.new_empty(tokens, width)

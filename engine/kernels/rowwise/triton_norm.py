@@ -1,4 +1,4 @@
-"""RMSNorm of whole rows, a program a row: read once, kept in registers, written once."""
+"""RMSNorm of whole rows, one program per row: read once, kept in registers, written once."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ MOST_WARPS = 16
 
 
 def rms_norm(hidden: Tensor, norm: Tensor, eps: float, *, pdl: bool) -> Tensor:
-    """hidden · rsqrt(mean(hidden²) + eps) · norm over rows, in float32 and rounded once.
+    """Returns hidden · rsqrt(mean(hidden²) + eps) · norm over rows, in float32 and rounded once.
 
     hidden [T, H] and norm [H], contiguous → [T, H] in hidden's dtype.
     """

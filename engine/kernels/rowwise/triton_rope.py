@@ -1,7 +1,7 @@
 """Per-head RMSNorm of queries and keys, rotary embedding, and the store of keys and values, in one pass over q/k/v.
 
-A program takes some tokens and a few heads of one kind. All its heads are on their way before the first is used, with
-16-byte loads; a token's angles are loaded once for all of them, and values are copied as they are.
+A program takes some tokens and a few heads of one kind. The loads of all its heads are issued before the first is used,
+16 bytes each; a token's angles are loaded once for all of them, and values are copied unchanged.
 """
 
 import math
@@ -18,14 +18,14 @@ from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 WARP_BYTES = 512
 """One 16-byte load of each thread: the tokens whose halves of a head this holds share a warp's load."""
 TINY_TOKENS = 64
-"""Largest step whose loads are a quarter as wide: the latency of its few programs counts, not their number."""
+"""The largest step whose loads are a quarter as wide: the latency of its few programs counts, not their number."""
 SMALL_TOKENS = 512
-"""Largest step of programs of one warp and few heads: beyond it the GPU is full."""
+"""The largest step of programs of one warp and few heads: beyond it the GPU is saturated."""
 SMALL_GROUP, LARGE_GROUP, LARGE_WARPS = 2, 4, 4
 
 
 class Tile(NamedTuple):
-    """What a program takes: tokens, heads of one kind; and its warps."""
+    """The tile of a program: tokens, heads of one kind; and its warps."""
 
     tokens: int
     group: int
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def plan_tile(tokens: int, shape: AttentionShape, item_bytes: int) -> Tile:
-    """The tile for a step of `tokens`; its group of heads divides both the query and the key heads."""
+    """Returns the tile for a step of `tokens`; its group of heads divides both the query and the key heads."""
     together = max(WARP_BYTES // (triton.next_power_of_2(shape.head_dim // 2) * item_bytes), 1)
     if tokens <= TINY_TOKENS:
         return Tile(max(together // 4, 1), _group(shape, SMALL_GROUP), 1)
@@ -63,15 +63,15 @@ def rope_and_store(
     pdl: bool,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`Kernels.rope_and_store`: rotated queries stay in qkv, keys and values go to the cache.
+    """Implements `Kernels.rope_and_store`: rotated queries stay in qkv, keys and values go to the cache.
 
-    qkv       [T, (heads + 2·kv_heads)·head_dim] contiguous, overwritten where its queries are
+    qkv       [T, (heads + 2·kv_heads)·head_dim] contiguous; its queries are overwritten
     rope      [max_context, head_dim] float32, cosines then sines; head_dim is even
     q_norm, k_norm [head_dim] or None
     cache     [pages, layers, 2, kv_heads, page_tokens, head_dim], its last dimension contiguous
     positions [T] int32, slots [T] int64 below 2³¹: a token of slot -1 (a padded row) is stored nowhere, its position
               unused and its query undefined
-    tile      the plan's where None
+    tile      the plan's if None
     → q [T, heads, head_dim], a view into qkv. Arithmetic in float32, rounded once.
     """
     tokens, head_dim, all_heads = qkv.shape[0], shape.head_dim, shape.heads + 2 * shape.kv_heads
@@ -138,7 +138,7 @@ def _rope_and_store(
     HALF_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TOKENS tokens and GROUP heads, all queries, all keys or all values."""
+    """Processes TOKENS tokens and GROUP heads, all queries, all keys or all values."""
     HALF: tl.constexpr = HEAD_DIM // 2
     launch_dependents(PDL)
     wait_for_inputs(PDL)
@@ -155,7 +155,7 @@ def _rope_and_store(
     heads = ()
     for number in tl.static_range(GROUP):
         heads += (_load_halves(at + number * HEAD_DIM, HALF, inside),)  # type: ignore[assignment]
-    # Asked for here, for values not at all: inside the branches it would wait until all heads have come.
+    # Loaded here, and not for values: inside the branches the load would wait for all heads.
     turned = stored & (head < HEADS + KV_HEADS)
     cos, sin = _load_halves(rope_ptr + position * HEAD_DIM + column, HALF, turned)
     page, offset = slot // PAGE_TOKENS, slot % PAGE_TOKENS
@@ -186,7 +186,7 @@ def _store_rotated(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Every head of `heads`, normed where NORMED and rotated, `stride` apart from `to` on."""
+    """Stores every head of `heads`, normed where NORMED and rotated, `stride` apart from `to` on."""
     HALF: tl.constexpr = HEAD_DIM // 2
     first_weight, second_weight = cos, sin
     if NORMED:

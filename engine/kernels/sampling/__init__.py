@@ -1,0 +1,1 @@
+"""Sampling kernels of GPUs."""

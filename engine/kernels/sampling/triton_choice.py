@@ -43,7 +43,7 @@ def choose(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's token → out [rows] int64: its best where it is greedy, else the inverse of its distribution's sum."""
+    """Chooses a row's token → out [rows] int64: its best where greedy, else by its inverse cumulative distribution."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def choose(
     parts = tl.arange(0, SPLITS)
     masses = tl.load(masses_ptr + row * SPLITS + parts)
     total = tl.sum(masses, axis=0)
-    # Without any mass, as of logits that are not numbers, the best stays.
+    # Without any mass, as with logits that are NaN, the best stays.
     if (tl.load(params_ptr + TEMPERATURE) > 0) & (total > 0):
         weights_ptr += row * room
         if is_filtered(params_ptr):
@@ -75,7 +75,7 @@ def choose(
 
 @triton.jit
 def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """A token of what the row's filters keep: always the first ones in the order of falling weight and rising id."""
+    """Draws a token from those that the filters keep: the first in the order of falling weight and rising id."""
     top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = tl.load(params_ptr + TOP_P)
@@ -105,7 +105,7 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
         _, heavier_mass, each, _, _ = _narrow(weights_ptr, length, all_mass, top_p_mass - 1, False, TILE, SHIFT)
         equal = (top_p_mass - heavier_mass + each - 1) // each
         kept = tl.minimum(kept, heavier_mass + equal * each)
-    # The best token stays whatever the filters say.
+    # The best token is kept by any filter.
     kept = tl.minimum(tl.maximum(kept, 1 << SHIFT), all_mass)
 
     target = _share(tl.load(params_ptr + UNIFORM), kept)
@@ -116,25 +116,25 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
 
 @triton.jit
 def _share(number, mass):
-    """number · mass for a number in [0, 1), rounded down and kept below mass."""
+    """Returns number · mass for a number in [0, 1), rounded down and kept below mass."""
     return tl.minimum((number * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
 @triton.jit
 def _mass_of(top_p, mass):
-    """The least mass that reaches top_p of `mass`."""
+    """Returns the least mass that reaches top_p of `mass`."""
     return tl.maximum(tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _load(weights_ptr, place, length):
-    """Weights at `place`; up to ALIGNED - 1 of them beyond `length`, so that a mask never splits a wide load."""
+    """Loads weights at `place`; up to ALIGNED - 1 of them beyond `length`, so that a mask never splits a wide load."""
     return tl.load(weights_ptr + place, mask=place < tl.cdiv(length, ALIGNED) * ALIGNED, other=0.0)
 
 
 @triton.jit
 def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """How many of `length` weights have at least the bits `least` (int32), and their mass (int64)."""
+    """Returns the number (int32) and mass (int64) of those of `length` weights of at least the bits `least` (int32)."""
     count = tl.zeros([TILE], dtype=tl.int32)
     mass = tl.zeros([TILE], dtype=tl.int64)
     start = 0
@@ -150,10 +150,10 @@ def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr
 
 @triton.jit
 def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """Where, by falling weight, the running count or mass first exceeds `target` (int64, below the whole).
+    """Finds the point, by falling weight, at which the running count or mass first exceeds `target`.
 
-    → the number and mass of the heavier tokens; the mass of each of the others that the bits low ≤ bits < high still
-    hold, which all weigh the same or are one; low; high.
+    `target` is int64, below the whole. → the number and mass of the heavier tokens; the mass of each of the others that
+    the bits low ≤ bits < high still hold, which all weigh the same or are one; low; high.
     """
     low, low_count, low_mass = 0, length, all_mass
     high, high_count, high_mass = ONE + 1, 0, all_mass * 0
@@ -169,9 +169,9 @@ def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE:
 
 @triton.jit
 def _find(weights_ptr, length, low, high, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
-    """The first place whose running sum exceeds `target` (int64), in places of bits low ≤ bits < high alone.
+    """Returns the first index whose running sum exceeds `target` (int64), over weights of bits low ≤ bits < high alone.
 
-    BY_COUNT each of them counts as one, else as its mass.
+    With BY_COUNT each of them counts as one, else as its mass.
     """
     rest, left = target, target
     start, first = 0, 0

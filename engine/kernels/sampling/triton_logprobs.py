@@ -1,4 +1,4 @@
-"""Log probabilities of drawn tokens and of each row's most likely ones, from logits as the model gave them."""
+"""Log probabilities of drawn tokens and of each row's most likely ones, from the unmodified logits of the model."""
 
 import torch
 import triton
@@ -10,18 +10,19 @@ from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 from wire.messages import LOGPROBS_MAX
 
 MOST_TOP = LOGPROBS_MAX
-"""Most tokens to report beside the drawn one."""
+"""The maximum number of tokens reported in addition to the drawn one."""
 BLOCK, BLOCK_WARPS = 4096, 8
 MERGE_WARPS = 4
 NOTHING = tl.constexpr(-(1 << 63))
-"""Below every packed logit."""
+"""A number below every packed logit."""
 
 
 def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: bool) -> tuple[Tensor, Tensor]:
-    """log softmax of some rows [S] int64 of logits [R, V] at their tokens, and the `top` ≤ MOST_TOP largest of each.
+    """Returns the log softmax of rows of logits [R, V] at their tokens, and the `top` ≤ MOST_TOP largest of each.
 
-    tokens [R] int64. Neither temperature nor filters nor penalties change the result. → values [S, 1 + top] float32,
-    first of the token, then the largest by falling logit and rising id; the ids of these [S, top] int64. Launches only.
+    rows [S] int64, tokens [R] int64. Neither temperature nor filters nor penalties change the result. → values [S, 1 +
+    top] float32, first of the token, then the largest by falling logit and rising id; the ids of these [S, top] int64.
+    Only launches, never waits.
     """
     count, vocab = len(rows), logits.shape[1]
     assert 0 <= top <= min(MOST_TOP, vocab), f"top must be from 0 to {min(MOST_TOP, vocab)}"
@@ -55,7 +56,7 @@ def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: boo
         blocks,
         top,
         BLOCKS=triton.next_power_of_2(blocks),
-        # One size for any `top`, so that none of them compiles a kernel of its own while requests wait.
+        # One size for any `top`, so that none of them compiles a kernel while requests wait.
         KEYS=triton.next_power_of_2(blocks * MOST_TOP),
         PDL=pdl,
         num_warps=MERGE_WARPS,
@@ -68,7 +69,7 @@ def logprobs(logits: Tensor, tokens: Tensor, rows: Tensor, top: int, *, pdl: boo
 def _sum_block(
     logits_ptr, logits_stride, rows_ptr, sums_ptr, best_ptr, vocab, top, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """A block's maximum and sum of exponentials → sums [S, blocks, 2]; its `top` best packed logits → best."""
+    """Computes a block's maximum and sum of exponentials → sums [S, blocks, 2]; its `top` best packed logits → best."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -78,7 +79,7 @@ def _sum_block(
     inside = column < vocab
     logits = tl.load(logits_ptr + row * logits_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     largest = tl.max(logits, axis=0)
-    # A block of nothing but -inf has no finite maximum to take off.
+    # A block of nothing but -inf has no finite maximum to subtract.
     base = tl.where(largest == float("-inf"), 0.0, largest)
     tl.store(sums_ptr + part * 2, base)
     tl.store(sums_ptr + part * 2 + 1, tl.sum(tl.exp(logits - base), axis=0))

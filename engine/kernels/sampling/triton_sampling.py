@@ -1,11 +1,13 @@
 """Sampling in four launches that never wait for the host: best logits, weights, candidates, choice.
 
-A token weighs exp((logit - best) / temperature), in (0, 1]. Two things make the choice exact without a sort and the
+A token weighs exp((logit - best) / temperature), in (0, 1]. Two properties make the choice exact without a sort and the
 same in any order of summation:
+
 - a weight's float bits grow with the weight, so the order of the filters, falling weight and then rising id, is found
   by halving an interval of bits;
 - masses are summed as integers, in units of 2**-shift.
-Filters look at the most likely tokens, gathered by `_collect`, and at the whole row only where these do not settle it.
+
+Filters look at the most likely tokens, gathered by `collect`, and at the whole row only where these do not suffice.
 `engine.cuda.sampler_cuda` owns the scratch memory and launches these.
 """
 
@@ -22,13 +24,13 @@ PARAMS = tl.constexpr(9)
 IN_PROMPT = tl.constexpr(1 << 30)
 """Added to a token's count where the prompt has it: the repetition penalty sees it, the two others do not."""
 CANDIDATES = tl.constexpr(4096)
-"""Most tokens that are gathered; a row of more kept tokens is looked at whole."""
+"""The maximum number of tokens gathered; a row of more kept tokens is scanned whole."""
 ALIGNED = tl.constexpr(16)
 """A row's scratch memory starts and ends at multiples of as many weights, which lets loads be wide."""
 SPLITS = tl.constexpr(16)
-"""Parts of a row that are weighed and gathered by programs of their own."""
+"""Parts of a row that are weighed and gathered by separate programs."""
 BINS = tl.constexpr(256)
-"""Bins of a part's histogram: eight for each factor of two, down from weight 1; the last holds all that is lighter."""
+"""Bins of a part's histogram: eight for each factor of two, down from weight 1; the last holds all lighter ones."""
 BIN_SHIFT = tl.constexpr(20)
 """Bits of a float32 below its sign, its exponent and three bits of its mantissa."""
 ONE = tl.constexpr(0x3F800000)
@@ -41,7 +43,7 @@ LOW_HALF = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def load_logits(logits_ptr, counts_ptr, params_ptr, vocab, column, inside, PENALTIES: tl.constexpr):
-    """A row's logits at `column` as float32, penalties applied; -inf outside."""
+    """Loads a row's logits at `column` as float32, penalties applied; -inf outside."""
     logits = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
     if PENALTIES:
         counted = tl.load(params_ptr + COUNTED).to(tl.int64)
@@ -58,7 +60,7 @@ def load_logits(logits_ptr, counts_ptr, params_ptr, vocab, column, inside, PENAL
 
 @triton.jit
 def pack(logit, token):
-    """An int64 that is greater for a greater logit, and for the lower token among equal ones."""
+    """Returns an int64 that is greater for a greater logit, and for the lower token among equal ones."""
     bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & LOW_HALF)
     return (ordered.to(tl.int64) << 32) | (token ^ LOW_HALF).to(tl.int64)
@@ -66,14 +68,14 @@ def pack(logit, token):
 
 @triton.jit
 def unpack_logit(packed):
-    """The float32 logit of `pack`."""
+    """Returns the float32 logit of `pack`."""
     ordered = (packed >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & LOW_HALF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unpack_token(packed):
-    """The token of `pack`, int64."""
+    """Returns the token of `pack`, int64."""
     return (packed & LOW_HALF) ^ LOW_HALF
 
 
@@ -89,7 +91,7 @@ def best_of_block(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The packed best logit of BLOCK tokens of a row → best [rows, blocks] int64."""
+    """Computes the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -104,7 +106,7 @@ def best_of_block(
         PENALTIES,
     )
     best = tl.max(logits, axis=0)
-    # Logits that are not numbers equal nothing: the block's first token stands for them, so an id is always one.
+    # NaN logits equal nothing: the block's first token is used for them, so an id is always valid.
     token = tl.min(tl.where(logits == best, column, LOW_HALF), axis=0)
     number = token < vocab
     packed = pack(tl.where(number, best, float("-inf")), tl.where(number, token, block * BLOCK))
@@ -113,7 +115,7 @@ def best_of_block(
 
 @triton.jit
 def best_of_row(best_ptr, row, blocks, BLOCKS: tl.constexpr):
-    """The packed best logit of a row, of its `blocks` ≤ BLOCKS partial ones."""
+    """Returns the packed best logit of a row, of its `blocks` ≤ BLOCKS partial ones."""
     block = tl.arange(0, BLOCKS)
     partial = tl.load(best_ptr + row * blocks + block, mask=block < blocks, other=-(1 << 63))
     return tl.max(partial, axis=0)
@@ -131,7 +133,7 @@ def take_best(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Greedy rows alone: the token of the best logit → out [rows] int64."""
+    """Stores the token of the best logit of greedy rows → out [rows] int64."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -143,7 +145,7 @@ def take_best(
 
 @triton.jit
 def count_drawn(counts_ptr, params_ptr, vocab, token):
-    """One more of the drawn token, for a row with penalties; no other program touches its row of counts."""
+    """Counts the drawn token, for a row with penalties; no other program accesses its row of counts."""
     counted = tl.load(params_ptr + COUNTED).to(tl.int64)
     if counted >= 0:
         count_ptr = counts_ptr + counted * vocab + token
@@ -152,20 +154,20 @@ def count_drawn(counts_ptr, params_ptr, vocab, token):
 
 @triton.jit
 def is_filtered(params_ptr):
-    """Whether a row has a filter: its draw then goes by falling weight."""
+    """Returns True if a row has a filter: its draw then goes by falling weight."""
     top_k, top_p, min_p = tl.load(params_ptr + TOP_K), tl.load(params_ptr + TOP_P), tl.load(params_ptr + MIN_P)
     return (top_k > 0) | (top_p < 1) | (min_p > 0)
 
 
 @triton.jit
 def units(weights, SHIFT: tl.constexpr):
-    """Weights as integers, in units of 2**-SHIFT."""
+    """Returns weights as integers, in units of 2**-SHIFT."""
     return (weights * (2.0**SHIFT)).to(tl.int64)
 
 
 @triton.jit
 def bin_of(weights):
-    """The histogram bin of each weight, the heaviest in the last."""
+    """Returns the histogram bin of each weight, the heaviest in the last."""
     return tl.maximum((weights.to(tl.int32, bitcast=True) >> BIN_SHIFT) - BELOW_BINS, 0)
 
 
@@ -189,10 +191,10 @@ def weigh(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A part of a row: its weights, their mass and, for a filtered row, their histogram.
+    """Computes a part of a row: its weights, their mass and, for a filtered row, their histogram.
 
-    weights [rows, room] float32, a row's after room for CANDIDATES; masses [rows, SPLITS] int64;
-    histograms [rows, SPLITS, BINS] int32.
+    weights [rows, room] float32, a row's after the first CANDIDATES columns; masses [rows, SPLITS] int64; histograms
+    [rows, SPLITS, BINS] int32.
     """
     launch_dependents(PDL)
     wait_for_inputs(PDL)
@@ -214,7 +216,7 @@ def weigh(
                 logits_ptr + row * logits_stride, counts_ptr, params_ptr, vocab, column, inside, PENALTIES
             )
             weights = tl.exp2((logits - best) / temperature * LOG2_E)
-            # What is not a number weighs nothing; and two kernels need not round a penalised best logit alike.
+            # NaN weighs nothing; and two kernels need not round a penalised best logit alike.
             weights = tl.where(weights >= 0, tl.minimum(weights, 1.0), 0.0)
             tl.store(weights_ptr + row * room + CANDIDATES + column, weights, mask=inside)
             mass += units(weights, SHIFT)
@@ -240,10 +242,10 @@ def collect(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A part's share of a filtered row's candidates: the tokens of as many of the heaviest bins as there is room for.
+    """Gathers a part's share of a filtered row's candidates: the tokens of as many of the heaviest bins as fit.
 
-    Weights at the start of the row's room and ids [rows, CANDIDATES] int32, both by rising id; found [rows, 2] int32:
-    how many, and the bits of the least weight that is surely among them.
+    Weights at the start of the row's scratch memory and ids [rows, CANDIDATES] int32, both by rising id; found [rows,
+    2] int32: how many, and the bits of the least weight that is surely among them.
     """
     launch_dependents(PDL)
     wait_for_inputs(PDL)

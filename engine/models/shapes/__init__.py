@@ -10,24 +10,24 @@ _HERE = Path(__file__).parent
 
 
 def shape_names() -> list[str]:
-    """Every shape that `shape_file` knows."""
+    """Returns the names that `shape_file` accepts."""
     return sorted(file.stem for file in _HERE.glob("*.json"))
 
 
 def shape_file(name: str) -> Path:
-    """The config.json of `name` ("llama-3-8b"); InvalidArgument lists the known ones."""
+    """Returns the config.json of `name` ("llama-3-8b"); InvalidArgument lists the known ones."""
     if name not in shape_names():
         raise InvalidArgument("random_weights", f"{name!r} is no known shape; choose {', '.join(shape_names())}.")
     return _HERE / f"{name}.json"
 
 
 def shape_config(name: str) -> ModelConfig:
-    """What the model of this shape looks like; InvalidArgument as `shape_file`."""
+    """Returns the configuration of the model of this shape; InvalidArgument as `shape_file`."""
     return parse_model_config(json.loads(shape_file(name).read_text(encoding="utf-8")), {})
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Make `folder` a model folder of this shape, without weights and tokenizer → `folder`."""
+    """Makes `folder` a model folder of this shape, without weights and tokenizer → `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(shape_file(name).read_text(encoding="utf-8"), encoding="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""How many programs and how much scratch a step of decode attention has, and that steps do not meet in it."""
+"""The number of programs and the scratch of a step of decode attention, and the isolation of concurrent steps."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ from tests.kernels.steps import LAYER, assert_as_good, heads
     ],
 )
 def test_as_many_programs_as_run_at_a_time_or_twice_as_many(rows: int, tile: Plan, units: int) -> None:
-    """Of 8 key heads of 128: room for 264 programs, 33 of each."""
+    """8 key heads of 128 allow 264 resident programs, 33 of each."""
     assert make_plan(rows, 8, 128, 8192, torch.bfloat16, 132) == replace(tile, units=units)
 
 
@@ -75,7 +75,7 @@ def test_too_many_rows_are_refused() -> None:
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:
-    """It may be cut in more stretches than there is scratch for."""
+    """A cache of another dtype may be cut into more ranges than the scratch holds."""
     step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
     with pytest.raises(ValueError, match=r"a cache of torch.float32, but scratch for torch.float16"):
         run(attention_of(step, torch.float16), step, torch.float32)
@@ -88,7 +88,7 @@ def test_a_cache_of_another_dtype_is_refused() -> None:
 def test_scratch_is_what_the_steps_of_this_dtype_need(
     dtype: torch.dtype, window: int | None, partials: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Llama-3-8B on a GPU of 132 multiprocessors: 5.3 MB of bfloat16, 33.6 MB of float32."""
+    """Llama-3-8B on a GPU of 132 multiprocessors needs 5.3 MB for bfloat16, 33.6 MB for float32."""
     monkeypatch.setattr(triton_attention, "INTERPRETER_SMS", 132)
     attention = DecodeAttention(heads(32, 8, 128, window), 256, torch.device("cpu"), dtype, pdl=False)
     assert attention._partials.shape == (partials * 32, 128)
@@ -96,7 +96,7 @@ def test_scratch_is_what_the_steps_of_this_dtype_need(
 
 
 def test_steps_of_two_threads_do_not_mix() -> None:
-    """As trials of steps do not that are compiled side by side."""
+    """Trial steps that are compiled concurrently run on several threads."""
     attention = attention_of(decode_step([5], SHAPES["gqa"], 16), max_rows=3)
     few, many = decode_step([70], SHAPES["gqa"], 16), decode_step([5, 90, 33], SHAPES["gqa"], 16)
     attention.begin_step(many.cache_as(torch.float16).to(DEVICE), *rows_of(many))
@@ -111,21 +111,21 @@ def test_steps_of_two_threads_do_not_mix() -> None:
 def test_what_a_graph_reads_outlives_the_thread_that_captured_it() -> None:
     step = decode_step([5, 90, 33], SHAPES["gqa"], 16)
     attention = attention_of(step)
-    walks: list[ReferenceType[Tensor]] = []
+    tile_ranges: list[ReferenceType[Tensor]] = []
 
     def begin() -> None:
         attention.begin_step(step.cache_as(torch.float16).to(DEVICE), *rows_of(step))
-        walks.append(ref(attention._begun.step.walks))
+        tile_ranges.append(ref(attention._begun.step.tile_ranges))
 
     capturing = Thread(target=begin)
     capturing.start()
     capturing.join()
     gc.collect()
-    assert walks[0]() is not None
+    assert tile_ranges[0]() is not None
 
 
 def test_steps_with_wider_and_wider_tables() -> None:
-    """They have more programs, and each has its record."""
+    """Steps with wider tables have more programs, and each has its own record."""
     attention = attention_of(decode_step([5], heads(2, 1, 64), 16))
     units = []
     for longest in (20, 200, 700):
@@ -134,7 +134,7 @@ def test_steps_with_wider_and_wider_tables() -> None:
             run(attention, step, torch.float16), torch_of(step, torch.float16), torch_of(step, torch.float64)
         )
         begun = attention._begun.step
-        assert len(begun.walks) == begun.plan.units
+        assert len(begun.tile_ranges) == begun.plan.units
         units.append(begun.plan.units)
     assert units == sorted(set(units)), "or this shows nothing"
 

@@ -1,4 +1,4 @@
-"""What flash-attn-4 is asked for, with PyTorch in its place; tests/gpu has the library itself."""
+"""The arguments passed to flash-attn-4, with PyTorch in its place; tests/gpu runs the library itself."""
 
 import sys
 from dataclasses import replace
@@ -24,7 +24,10 @@ WHOLE, WINDOWED = heads(2, 1, 16), heads(2, 1, 16, window=40)
 
 
 class Flash:
-    """`flash_attn_varlen_func`, as far as it is used; remembers widths of windows, and the most queries of a row."""
+    """A fake of `flash_attn_varlen_func`, as far as it is used.
+
+    Records window widths, and the most queries of a row.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[int | None, int]] = []
@@ -82,7 +85,7 @@ def test_one_step_of_layers_of_both_kinds(flash: Flash) -> None:
 
 
 def test_what_is_compiled(flash: Flash) -> None:
-    """Nothing but the library runs: beside it, other kernels are compiled and launches left out."""
+    """Only the library runs: at the same time other kernels are compiled and launches left out."""
     attention = FlashPrefill(PAGE, overlaps_launches())
     attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE)
     assert flash.calls == [(None, 1), (None, 257), (39, 1), (39, 257)]
@@ -93,7 +96,7 @@ def test_what_is_compiled(flash: Flash) -> None:
 
 @pytest.mark.parametrize("single", [0, 2])
 def test_all_kernels_together(flash: Flash, single: int) -> None:
-    """Rows of one token at the front are decode attention's, if there are any."""
+    """Rows of one token at the front, if there are any, belong to decode attention."""
     config = shape_config("llama-3.2-1b")
     model = replace(config, layers=1, windows=(None,), heads=2, kv_heads=1, hidden_size=128, intermediate_size=128)
     shape = attention_shape(model, 0)

@@ -1,6 +1,6 @@
-"""Prefill attention by PyTorch's SDPA against float64, on shuffled pages with NaN wherever nothing was written.
+"""Prefill attention by PyTorch's SDPA against float64, on shuffled pages with NaN in all memory that was never written.
 
-tests/gpu judges flash-attn-4 on the same steps.
+tests/gpu tests flash-attn-4 on the same steps.
 """
 
 import logging
@@ -44,7 +44,7 @@ def test_a_long_prompt(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_chunk_of_a_long_prompt(dtype: torch.dtype) -> None:
-    """Not in float32: PyTorch's fused attention sums thousands of keys in blocks, its plain one does it better."""
+    """float32 is left out: PyTorch's fused attention sums thousands of keys less exactly than its plain one."""
     check(SdpaPrefill(), make_step([(130, LONG)], heads(1, 1, 64), page_tokens=128), dtype, CPU)
 
 

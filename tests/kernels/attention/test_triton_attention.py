@@ -1,7 +1,7 @@
-"""Triton's decode attention against float64, on shuffled pages with NaN wherever nothing was written.
+"""Triton's decode attention against float64, on shuffled pages with NaN in all memory that was never written.
 
 Without a GPU the kernel runs in Triton's interpreter, which rounds to bfloat16 by truncation: errors of bfloat16 are
-judged on a GPU only.
+tested on a GPU only.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def test_batches_of_every_size(batch: int, dtype: torch.dtype) -> None:
 
 
 def test_a_large_batch_of_short_rows(dtype: torch.dtype) -> None:
-    """The interpreter takes milliseconds a row, however short it is."""
+    """Every row costs the interpreter milliseconds, however short it is."""
     check(decode_step([1 + row % 3 for row in range(257)], heads(2, 1, 64), page_tokens=2), dtype)
 
 
@@ -66,8 +66,8 @@ def test_any_number_of_splits(shape: AttentionShape, splits: int, dtype: torch.d
 
 @pytest.mark.parametrize("units", [1, 12, 60])
 @pytest.mark.parametrize("shape", [SHAPES["mqa"], SHAPES["window"]], ids=["mqa", "window"])
-def test_programs_walk_over_rows_of_all_lengths(shape: AttentionShape, units: int) -> None:
-    """More rows than a program looks at together."""
+def test_persistent_programs_take_rows_of_all_lengths(shape: AttentionShape, units: int) -> None:
+    """There are more rows than a program reads at once."""
     check(decode_step([1, 300, *[5, 33] * 16, 129], shape, 16), torch.float16, choose=fixed(units))
 
 
@@ -196,5 +196,5 @@ def test_one_graph_serves_every_length() -> None:
 
 
 def test_a_part_of_a_row_may_be_empty() -> None:
-    """Places of one length: the last part of a shorter row has nothing to do, and is merged all the same."""
+    """Spans of equal length: the last part of a shorter row is empty, and is merged like the others."""
     check(decode_step([316, 300], heads(2, 1, 64), 64), torch.float16, choose=fixed(units=10))

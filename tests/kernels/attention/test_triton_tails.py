@@ -1,4 +1,4 @@
-"""Nothing behind a row's context is left where attention multiplies it, and nothing else changes."""
+"""The values after a row's context are zeroed where attention multiplies them, and nothing else changes."""
 
 import pytest
 import torch

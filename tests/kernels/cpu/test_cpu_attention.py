@@ -1,4 +1,4 @@
-"""Attention, rotary embedding and the KV store against float64, on shuffled pages with NaN wherever nothing is."""
+"""Attention, rotary embedding and the KV store against float64, on shuffled pages with NaN in all unwritten memory."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ EDGES = [
     ("chunks", "window", "16", "bfloat16"),
     ("decode", "tail", "16", "bfloat16"),
 ]
-"""Windows that begin within a page behind others that nothing sees, and a head that fills no vector of bfloat16."""
+"""Windows that begin within a page after unseen ones, and a head that fills no vector of bfloat16."""
 NAMED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -100,7 +100,7 @@ def test_rope_and_store(shape: AttentionShape, normed: bool, kernels: CpuKernels
     (ours_q, ours), (torch_q, baseline) = store(kernels, dtype), store(REFERENCE, dtype)
     exact_q, exact = store(REFERENCE, torch.float64)
     assert_as_good(ours_q, torch_q, exact_q)
-    assert torch.equal(ours.isnan(), exact.isnan()), "a place outside of this step's slots was written"
+    assert torch.equal(ours.isnan(), exact.isnan()), "memory outside of this step's slots was written"
     assert torch.equal(ours[:, :, 1].nan_to_num(), baseline[:, :, 1].nan_to_num()), "values are stored as they are"
     written = ~exact[:, LAYER, 0].isnan()
     assert_as_good(ours[:, LAYER, 0][written], baseline[:, LAYER, 0][written], exact[:, LAYER, 0][written])

@@ -18,7 +18,7 @@ EPS = 1e-5
 SHORT = [1, 2, 3, 7, 8, 9, 15, 16, 17, LONG_TOKENS - 1]
 LONG = [LONG_TOKENS, 127, 128, 129]
 SHAPES = [(64, 96), (576, 192), (100, 37), (1537, 24), (2600, 70)]
-"""(k, rows): one block of k and several, whole vectors and tails, whole tiles and rests."""
+"""(k, rows): one block of k and several, whole vectors and tails, whole tiles and remainders."""
 
 
 class Product:
@@ -68,7 +68,7 @@ def test_products_are_as_exact_as_torch(  # noqa: PLR0917
         baseline.append(operation(product, REFERENCE, dtype))
         exact.append(operation(product, REFERENCE, torch.float64))
         assert_close_by_row(ours[-1], exact[-1])
-    # All counts together: the largest of few errors is luck.
+    # All counts together: the largest of few errors is random.
     assert_as_good(torch.cat(ours), torch.cat(baseline), torch.cat(exact))
 
 

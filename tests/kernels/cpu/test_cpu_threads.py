@@ -1,4 +1,4 @@
-"""The pool: every chunk is done once, threads end, and nobody waits for a thread that sleeps."""
+"""The pool: every chunk is computed once, threads end, and no job waits for a sleeping thread."""
 
 import gc
 import threading

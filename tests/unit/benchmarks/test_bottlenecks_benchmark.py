@@ -1,4 +1,4 @@
-"""The benchmark of diagnoses: its loads meet the bottlenecks they are for, and what it says of what it found."""
+"""The benchmark of diagnoses: its loads meet their bottlenecks, and its output shows the findings."""
 
 import asyncio
 import json
@@ -20,24 +20,24 @@ from costs.step_cost import StepCost
 from engine.models.shapes import shape_config
 from simulation.hardware import roofline
 from telemetry import families as f
-from telemetry.board import Board
-from telemetry.bottlenecks import PILED_UP, Bottleneck
+from telemetry.bottlenecks import CONCURRENT_TRANSFERS, Bottleneck
 from telemetry.exposition import Exposition, merge
-from telemetry.scrape import Scrape, Stretch
+from telemetry.registry import Registry
+from telemetry.scrape import Scrape, ScrapeInterval
 from wire.ending import pages_for
 from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Role
 from wire.mode import Mode
 
 TCP_BYTES_PER_S, SLOW_TCP_BYTES_PER_S = 2e9, 4e8
-"""Of one stream on a host's loopback, staged through host memory, and if that goes badly."""
+"""Bandwidth of one stream over a host's loopback, staged through host memory: typical, and at worst."""
 LOAD = Load("some", Bottleneck.BANDWIDTH, Role.DECODE, requests=8, prompt=32, answer=64, every_s=0.5)
 SMALL_KV_BYTES = 46_080
-"""Of a token of the default model in float32."""
+"""Bytes of one token's KV in the default model in float32."""
 
 
 def kv_bytes(device: str) -> int:
-    """Of one token of the model that a stage is for."""
+    """Returns the bytes of one token's KV in the model of a stage."""
     if device == "cpu":
         return SMALL_KV_BYTES
     model = shape_config("llama-3-8b")
@@ -57,15 +57,19 @@ def test_loads_meet_their_bottlenecks_and_no_other(device: str, tmp_path: Path) 
         crowded = load.bottleneck is Bottleneck.KV_CAPACITY
         if load.half is Role.DECODE and not load.every_s:
             assert crowded is (one * rows > 0.9 * pages), load
-            assert crowded is (one * (rows // 2 + 1) > pages // 2), load  # who does both promises half, and half waits
+            assert crowded is (one * (rows // 2 + 1) > pages // 2), (
+                load
+            )  # a worker of both roles reserves half of its pages
             assert (load.requests > config.batch_requests) is (
                 load.bottleneck in {Bottleneck.QUEUE, Bottleneck.KV_CAPACITY}
             ), load
 
 
 def test_what_is_made_narrow(tmp_path: Path) -> None:
-    """By the roofline of an H200: prompts are computed faster than TCP takes their pages, and a step of the small model
-    reads its weights in less than its launches take.
+    """Slowed transports and hosts are bottlenecks by an H200's roofline.
+
+    Prompts are computed faster than TCP transfers their pages, and a step of the small model reads its weights in less
+    time than its launches take.
     """
     wire, host = MADE_NARROW["wire"], MADE_NARROW["host"]
     (handed,), (tiny,) = wire.loads, host.loads
@@ -74,7 +78,7 @@ def test_what_is_made_narrow(tmp_path: Path) -> None:
     pool = wire.settings["kv_cache_bytes"]
     assert isinstance(pool, int)
     pages, one = pool // (128 * kv_bytes("cuda")), pages_for(handed.prompt + handed.answer, 128)
-    assert 2 * PILED_UP * one < pages, "several of them are on the way at once"
+    assert 2 * CONCURRENT_TRANSFERS * one < pages, "several of them are on the way at once"
     assert pages // one * compute_s < wire.settle_s, "they are before the look begins"
     assert handed.requests * handed.prompt * kv_bytes("cuda") > 2 * TCP_BYTES_PER_S * wire.load_s, "and to its end"
     assert pool / SLOW_TCP_BYTES_PER_S < wire.settle_s + wire.look_s, "and some of them have arrived by then"
@@ -104,15 +108,15 @@ def test_one_worker_or_one_of_each_role() -> None:
 
 
 class Cluster:
-    """A router and a worker that does nothing but read memory; a scrape is a second of that."""
+    """A router and a worker that only reads memory; each scrape advances one second."""
 
     def __init__(self, running: list[int]) -> None:
-        """How many requests the router tells of at each scrape."""
+        """Sets the number of running requests that the router exports at each scrape."""
         self.running = running
         self.seconds = 0.0
-        self.router = Board({"model": "m", "role": "router", "worker": "router"})
+        self.router = Registry({"model": "m", "role": "router", "worker": "router"})
         self.router.read(lambda: {f.REQUESTS_RUNNING: self.running.pop(0)})
-        self.worker = Board({"model": "m", "worker": "decode-0"})
+        self.worker = Registry({"model": "m", "worker": "decode-0"})
         self.worker.read(
             lambda: {
                 f.STEP_BUSY: self.seconds, f.STEP_BYTES: 8e11 * self.seconds, f.DEVICE_BANDWIDTH: 1e12,
@@ -130,7 +134,7 @@ class Cluster:
 
 def looked(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, running: Future[LoadReport], load: Load = LOAD
-) -> Stretch:
+) -> ScrapeInterval:
     monkeypatch.setattr("benchmarks.bottlenecks.look.scrape", cluster.scrape)
     stage = Stage({}, "float32", (), settle_s=0.0, look_s=0.0)
     return asyncio.run(_look(load, stage, Listener("m:1", ""), running))
@@ -141,8 +145,8 @@ def finding(monkeypatch: pytest.MonkeyPatch, load: Load = LOAD) -> Finding:
 
 
 def test_it_looks_when_requests_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    stretch = looked(Cluster([0, 0, 3, 3, 3]), monkeypatch, Future())
-    assert (stretch.before.at_s, stretch.now.at_s) == (3.0, 4.0)
+    interval = looked(Cluster([0, 0, 3, 3, 3]), monkeypatch, Future())
+    assert (interval.before.at_s, interval.now.at_s) == (3.0, 4.0)
     burst = looked(Cluster([0, 3, 4, 3, 3]), monkeypatch, Future(), replace(LOAD, every_s=0.0))
     assert burst.before.at_s == 3.0
 

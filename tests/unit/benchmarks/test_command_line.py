@@ -1,4 +1,4 @@
-"""Benchmarks of GPUs on a machine without one, and which sizes the tuner of attention measures."""
+"""Benchmarks of GPUs on a machine without one, and the sizes that the attention tuner measures."""
 
 import importlib
 import sys
@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from benchmarks import served_model
-from benchmarks.command_line import errors_in_words
+from benchmarks.command_line import exit_on_error
 from benchmarks.tuning.tune_attention import sizes_of
 from wire.errors import InvalidArgument
 
 
-@pytest.mark.parametrize("name", ["fused_kernels", "kv_transfer", "tune_attention", "tune_gated", "tune_linear"])
+@pytest.mark.parametrize(
+    "name", ["fused_kernels", "kv_transfer", "tuning.tune_attention", "tuning.tune_gated", "tuning.tune_linear"]
+)
 def test_no_gpu_is_said_in_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name, "--device", "cuda"] if name == "kv_transfer" else [name])
@@ -21,7 +23,7 @@ def test_no_gpu_is_said_in_one_sentence(name: str, monkeypatch: pytest.MonkeyPat
         importlib.import_module(f"benchmarks.{name}").main()
 
 
-@pytest.mark.parametrize("name", ["fused_kernels", "tune_attention", "tune_linear"])
+@pytest.mark.parametrize("name", ["fused_kernels", "tuning.tune_attention", "tuning.tune_linear"])
 def test_an_unknown_shape_lists_the_known(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,7 +55,7 @@ def test_what_cannot_be_served_is_said_in_one_sentence(
 
 
 def test_an_error_ends_with_its_message() -> None:
-    with pytest.raises(SystemExit, match=r"^device: is too old$"), errors_in_words():
+    with pytest.raises(SystemExit, match=r"^device: is too old$"), exit_on_error():
         raise InvalidArgument("device", "is too old")
 
 

@@ -1,4 +1,4 @@
-"""The engine benchmark's arithmetic and its output, on a tiny model; never its timing."""
+"""The engine benchmark's arithmetic and output on a tiny model; no timing."""
 
 import json
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_options_of_the_other_device_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(arguments)
-    assert f"{named}: counts with" in capsys.readouterr().err
+    assert f"{named}: only with" in capsys.readouterr().err
 
 
 def test_a_profile_does_not_ignore_that_it_should_measure_without_graphs(capsys: pytest.CaptureFixture[str]) -> None:

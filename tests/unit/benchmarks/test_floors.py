@@ -1,4 +1,4 @@
-"""What runs must hold, and the command that says whether the newest ones do."""
+"""Floors of results, and the command that checks the newest ones."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the GPU benchmark divides by a time, by hand, and in which order it launches and reads steps. No GPU."""
+"""The GPU benchmark's bytes and FLOPs against hand-computed values, and its order of launches and reads; no GPU."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu import engine_gpu
 from benchmarks.gpu.attention_timing import Size
-from benchmarks.gpu.device_spans import Span, added_time, idle_share, idle_share_beside_copies, last_steps
+from benchmarks.gpu.device_spans import Span, added_time, idle_share, idle_share_next_to_copies, last_steps
 from benchmarks.gpu.gpu_engine import GpuEngine
 from engine.config.attention import AttentionShape
 from engine.config.model import load_model_config
@@ -20,14 +20,14 @@ from engine.steps.batch import StepBatch, StepResult
 
 LAYERS = 32
 LAYER = 6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336
-"""Llama-3-8B: q, k and v; the output of attention; gate and up; down."""
+"""Parameters of a Llama-3-8B layer: q, k and v; attention output; gate and up; down."""
 HEAD = 128256 * 4096
 KV_OF_A_TOKEN = 2 * 2 * 8 * 128 * LAYERS
-"""Keys and values, two bytes each, of 8 heads of 128 in every layer."""
+"""Bytes of one token's KV: keys and values in two bytes each, 8 heads of 128 in every layer."""
 
 
 class RecordedRunner:
-    """Computes nothing, and keeps what it was asked for, in order."""
+    """A runner that computes nothing and records its calls in order."""
 
     def __init__(self, folder: Any, page_tokens: int = 128) -> None:
         self.model_config = load_model_config(write_shape("llama-3-8b", folder))
@@ -98,7 +98,7 @@ def test_every_step_is_launched_before_the_one_before_is_read(runner: RecordedRu
 def test_rows_that_the_cache_does_not_hold_are_left_out(
     engine: GpuEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """64 pages of 128 tokens: seven rows of 1,024 tokens and some, each on nine pages."""
+    """The pool has 64 pages of 128 tokens: seven rows of slightly more than 1,024 tokens, each on nine pages."""
     assert engine.holds(7, 1048)
     assert not engine.holds(8, 1048)
     measured: list[int] = []
@@ -125,7 +125,7 @@ def test_rows_that_the_cache_does_not_hold_are_left_out(
 def test_uneven_rows_are_a_step_of_their_own(
     runner: RecordedRunner, engine: GpuEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their bytes are those of the weights and of what each row has; none is longer than the engine takes."""
+    """Counts the bytes of the weights and of each row's KV; no row exceeds the engine's context."""
     steps: list[Sequence[int]] = []
 
     def device_seconds(_: GpuEngine, contexts: Sequence[int]) -> float:
@@ -171,13 +171,13 @@ def test_walking_is_compared_with_rows_that_are_all_cut_alike(monkeypatch: pytes
 
 
 STEP = [Span(0, 2, "Memcpy HtoD"), Span(3, 10, "first"), Span(8, 14, "second"), Span(15, 17, "first")]
-"""One microsecond after the copy, two kernels that overlap, one more after a gap."""
+"""One microsecond after the copy, two kernels that overlap, and one more after a gap."""
 
 
 def test_the_device_is_idle_where_nothing_runs() -> None:
     end = Span(19, 20, "Memcpy DtoH")
     assert idle_share([*STEP, end]) == pytest.approx((1 + 1 + 2) / 20)
-    assert idle_share_beside_copies([*STEP, end]) == pytest.approx((1 + 2) / 20)
+    assert idle_share_next_to_copies([*STEP, end]) == pytest.approx((1 + 2) / 20)
     assert idle_share([Span(0, 9, "long"), Span(1, 2, "inside"), Span(9, 10, "next")]) == 0
 
 

@@ -1,4 +1,4 @@
-"""What a hand-over is made of adds up to it."""
+"""The parts of a hand-over add up to the whole."""
 
 import random
 

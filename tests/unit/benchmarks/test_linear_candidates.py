@@ -1,4 +1,4 @@
-"""What the tuner of the weight-streaming products measures, for every shape that ships."""
+"""The tiles that the tuner of weight-streaming products measures, for every shipped shape."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A day for workers of unknown speed: what is measured, what is asked, how long it may take."""
+"""A day for workers of unknown speed: the measured pace, the sizes, and the schedule."""
 
 from statistics import fmean
 
@@ -47,7 +47,7 @@ def test_workers_that_are_too_slow_for_any_promise() -> None:
 
 
 def test_the_sized_day_under_the_virtual_clock() -> None:
-    """What a real cluster has to show, workers as fast as measured show."""
+    """The sized day under the virtual clock, with workers as fast as measured, meets the bounds of the real one."""
     rehearsal = Rehearsal.of(FAST, size(FAST), batch=8, step_tokens=256, seed=0)
     found = rehearsal.go([Split(2, 1), Split(1, 2)], 2, 25.0, 20.0)
     assert found["best_splits"] == {"prefill-heavy": "2:1", "decode-heavy": "1:2"}
@@ -65,7 +65,7 @@ def _record(number: int, *token_s: float) -> RequestRecord:
 
 
 def test_rates_are_those_of_busy_workers() -> None:
-    """Two workers, a prompt in 0.5 s each; the last two are alone and do not count."""
+    """Two workers take 0.5 s per prompt; the last two prompts run alone and do not count."""
     firsts = [0.5 * (1 + number // 2) for number in range(10)] + [3.5, 4.5]
     records = [_record(number, first, first + 0.1) for number, first in enumerate(firsts)]
     assert prompt_rate(records, 100) == pytest.approx(400.0)
@@ -88,7 +88,7 @@ def test_bursts_differ_and_their_answers_end_one_by_one() -> None:
 
 
 def test_answers_count_in_the_middle() -> None:
-    """One row more each second up to four, then one less: in the middle four tokens a step of 0.1 s."""
+    """One more row each second up to four, then one less: in the middle four tokens per step of 0.1 s."""
     records = [
         _record(number, *(begin + 0.1 * step for step in range(101))) for number, begin in enumerate((0, 1, 2, 3))
     ]
@@ -97,19 +97,19 @@ def test_answers_count_in_the_middle() -> None:
 
 def test_hours_fill_what_time_is_left() -> None:
     table = Timetable(330.0, 100.0, clock=lambda: 140.0)
-    static_s = table.static_seconds(4, 4, start_s=20.0, beside_s=6.0)
+    static_s = table.static_seconds(4, 4, start_s=20.0, overhead_s=6.0)
     assert 4 * static_s + 4 * 1.5 * static_s + 20.0 + 5 * 6.0 + END_S == pytest.approx(330.0 - 40.0, abs=0.5)
     later = Timetable(330.0, 0.0, clock=lambda: 170.0)
     assert 4 * later.hour_seconds(4, 6.0) + 6.0 + END_S == pytest.approx(160.0, abs=0.5)
     assert Timetable(9000.0, 0.0, clock=lambda: 0.0).hour_seconds(4, 6.0) == HOUR_MAX_S
     assert Timetable(330.0, 0.0, clock=lambda: 320.0).hour_seconds(4, 6.0) == HOUR_MIN_S
     with pytest.raises(InvalidArgument, match="--seconds"):
-        Timetable(330.0, 0.0, clock=lambda: 230.0).static_seconds(4, 4, start_s=20.0, beside_s=6.0)
+        Timetable(330.0, 0.0, clock=lambda: 230.0).static_seconds(4, 4, start_s=20.0, overhead_s=6.0)
 
 
 def test_requests_before_the_first_hour_are_of_none() -> None:
     kinds = [parse_hour("many:20:100:5"), parse_hour("few:5:10:50")]
-    day = LiveDay([*kinds, *kinds], 10.0, seed=3, dawn_s=6.0)
+    day = LiveDay([*kinds, *kinds], 10.0, seed=3, warmup_s=6.0)
     arrivals = day.workload.arrivals
     assert list(arrivals) == sorted(arrivals, key=lambda arrival: arrival.due_s)
     assert day.end_s == 46.0

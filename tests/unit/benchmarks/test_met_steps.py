@@ -1,4 +1,4 @@
-"""Which gaps of a stream count as steps that met a transfer."""
+"""The gaps of a stream that count as steps during a transfer."""
 
 import pytest
 
@@ -16,22 +16,22 @@ def answer(arrivals_ms: list[float], first: float | None = None, posted: float =
 
 
 STREAM = answer([0, 1, 11, 22, 34, 47, 61, 76])
-"""Gaps of 1, 10, 11, … 15 ms."""
+"""A stream with gaps of 1, 10, 11, … 15 ms."""
 
 
 def test_the_first_writes_step_and_all_steps_of_the_last_writes() -> None:
-    beside = answer([1000, 1001], first=15, posted=40, finished=50)
-    assert gaps_meeting_transfers_ms(STREAM, [beside]) == pytest.approx([11, 13, 14])
+    prompt = answer([1000, 1001], first=15, posted=40, finished=50)
+    assert gaps_meeting_transfers_ms(STREAM, [prompt]) == pytest.approx([11, 13, 14])
 
 
 def test_the_step_that_the_request_joins_is_left_out() -> None:
-    beside = answer([50, 61.4], first=15, posted=40, finished=50)
-    assert gaps_meeting_transfers_ms(STREAM, [beside]) == pytest.approx([11, 13])
+    prompt = answer([50, 61.4], first=15, posted=40, finished=50)
+    assert gaps_meeting_transfers_ms(STREAM, [prompt]) == pytest.approx([11, 13])
 
 
 def test_the_gap_before_a_streams_own_first_step_never_counts() -> None:
-    beside = answer([1000, 1001], first=0.5, posted=0.6, finished=0.7)
-    assert gaps_meeting_transfers_ms(STREAM, [beside]) == []
+    prompt = answer([1000, 1001], first=0.5, posted=0.6, finished=0.7)
+    assert gaps_meeting_transfers_ms(STREAM, [prompt]) == []
 
 
 def test_a_request_that_was_not_handed_over_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of counting, on a tiny model."""
+"""The benchmark of metrics on a tiny model."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ async def test_turns_with_and_without(tmp_path: Path, monkeypatch: pytest.Monkey
     launch, loop = engine.launch, asyncio.get_running_loop()
 
     def in_step(batch: StepBatch) -> PendingStep:
-        """The engine does not run away from an event loop that stands still."""
+        """Waits for the event loop, so that the engine does not run ahead of it."""
         asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(60)
         return launch(batch)
 
@@ -52,7 +52,7 @@ def test_a_turn_that_its_answers_do_not_last_for_ends(tmp_path: Path, monkeypatc
 
 
 def test_the_pool_holds_the_plan(tmp_path: Path) -> None:
-    """All its answers, beside the longest prompt that a worker keeps room for; else nothing is promised to some."""
+    """The pool holds all answers besides the longest prompt that a worker keeps pages for, so no request is refused."""
     model = _tiny(tmp_path)
     for plan in (Plan(requests=2, steps=3, turns=4), Plan(requests=5, steps=20, turns=8)):
         engine = load_engine(replace(engine_settings(model, "cpu", plan), threads=1), "tiny", plan)
@@ -62,7 +62,7 @@ def test_the_pool_holds_the_plan(tmp_path: Path) -> None:
         assert promised is not None
         assert needed <= promised <= needed + 1
     huge = Plan(requests=10**6, steps=3, turns=4)
-    with pytest.raises(InvalidArgument, match=r"--requests: .* GiB of KV pages, for which cpu has no room; take fewer"):
+    with pytest.raises(InvalidArgument, match=r"--requests: .* GiB of KV pages, for which cpu has too little memory"):
         load_engine(engine_settings(model, "cpu", huge), "tiny", huge)
 
 
@@ -76,13 +76,13 @@ def test_what_is_said_of_them() -> None:
 
 
 async def test_a_turn_is_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever passes until a turn is asked for, and until its end is noticed, is no part of it."""
+    """Steps before a turn is requested, and after its end, do not count."""
     now = iter([100.0, 100.5, 101.5, 102.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    told: list[StepWork] = []
+    steps: list[StepWork] = []
     tested: Any = SimpleNamespace(
         _meter=SimpleNamespace(tell=None),
-        metrics=SimpleNamespace(step=lambda work, _seconds, _predicted_s: told.append(work)),
+        metrics=SimpleNamespace(step=lambda work, _seconds, _predicted_s: steps.append(work)),
         report=SimpleNamespace(load=lambda: SimpleNamespace(decode_requests=2)),
     )
     turns = Turns(tested, 2)
@@ -91,7 +91,7 @@ async def test_a_turn_is_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> N
     for rows in (9, 4, 5, 6, 7):
         tested._meter.tell(StepWork(decode_rows=rows), 0.1, 0.1)
     assert await running == (4 + 5 + 6) / 2.0
-    assert len(told) == 5
+    assert len(steps) == 5
     off = asyncio.ensure_future(turns.run(3, on=False))
     await asyncio.sleep(0)
     assert tested._meter.tell == turns._count

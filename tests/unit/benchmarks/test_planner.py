@@ -1,4 +1,4 @@
-"""The planner through a small day that swings: it beats the split that it began with, and does not flap."""
+"""The planner through a small day of changing load: it beats its initial split, and does not flap."""
 
 from dataclasses import asdict
 from statistics import fmean
@@ -51,7 +51,7 @@ def test_oracles_are_the_best_of_what_was_simulated() -> None:
 
 
 def test_a_day_for_a_real_cluster() -> None:
-    """Its hours follow each other, and no prompt of one begins like one of another."""
+    """The hours follow each other, and prompts of two hours share no prefix."""
     kinds = [parse_hour("many:20:100:5"), parse_hour("few:5:10:50")]
     day = LiveDay([*kinds, *kinds], 10.0, seed=3).workload
     assert list(day.arrivals) == sorted(day.arrivals, key=lambda arrival: arrival.due_s)
@@ -63,7 +63,7 @@ def test_a_day_for_a_real_cluster() -> None:
 
 
 def test_goodput_of_the_hours_of_a_day() -> None:
-    """By the moment that a request was due, whenever it ended."""
+    """Requests count in the hour in which they were due, whenever they ended."""
     cell = SloCell("planned", ttft_s=1.0, gap_s=1.0)
     day = LiveDay([parse_hour("a:1:10:5")] * 2, 10.0)
     records = [

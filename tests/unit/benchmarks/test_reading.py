@@ -1,4 +1,4 @@
-"""The figures of how much has to be read: of small texts, and once of this very tree."""
+"""Figures of the code to read: for small texts, and once for this tree."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,9 @@ def test_docstrings_of_modules_classes_functions_and_attributes(tmp_path: Path) 
     found = list(source.docstrings(file))
     assert sorted(found) == ["Four.", "How three.", "Of two.", "One."]
     assert sorted(filter(source.is_fragment, found)) == ["How three.", "Of two."]
+    assert all(source.is_fragment(f"{word}, six.") for word in ("From", "Behind", "These", "It", "To", "That", "Which"))
     assert not source.is_fragment("Offers nothing.")
+    assert not source.is_fragment("Total of seven.")
 
 
 def test_folders_count_their_own_files_alone(tmp_path: Path) -> None:

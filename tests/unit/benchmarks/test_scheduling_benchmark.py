@@ -26,7 +26,7 @@ def test_every_part_of_every_step_is_counted(joining: bool) -> None:
 
 
 def test_a_batch_that_is_never_full_is_said() -> None:
-    """It waited for ever where the first answers ended before the last prompt had joined."""
+    """Before, the benchmark waited forever if the first answers ended before the last prompt had joined."""
     loads = iter([1, 2, 2, 1])
     worker = SimpleNamespace(
         reserve=lambda _: SimpleNamespace(lease=None),

@@ -1,4 +1,4 @@
-"""The simulated strategy table: relations that hold whatever the figures are, and how it is laid beside another."""
+"""The simulated strategy table: relations that hold for all figures, and its comparison with another table."""
 
 import json
 import math
@@ -70,14 +70,14 @@ def result(*loads: dict[str, object], seed: object = 0) -> dict[str, object]:
 
 
 def test_tokens_of_a_class_that_would_be_let_down_do_not_wait_for_the_budget(stage: Stage) -> None:
-    """With jitter behind the router: before it, no two tokens would come at once, and none would wait."""
+    """Uses jitter after the router; before it, no two tokens would arrive at once, and none would wait."""
     narrow = replace(stage, network=Network(chunks_per_s=300.0, chunk_delay_max_s=0.025))
     row = next(row for row in strategies(2) if row.name == "disaggregated-1-1")
     workload = offers([], 1.0, 1.0)[0].source.at(4.0, 6.0, 0)
-    bears_s = {"best_effort": math.inf, "tight": 0.020, "loose": 0.060}
+    tolerated_s = {"best_effort": math.inf, "tight": 0.020, "loose": 0.060}
     gaps = {
         name: narrow.simulate(row.settings, workload, (), SloClass(name, ttft_s=60.0, itl_s=itl_s))[0].gaps
-        for name, itl_s in bears_s.items()
+        for name, itl_s in tolerated_s.items()
     }
     assert gaps["best_effort"].p90 == pytest.approx(gaps["loose"].p90, rel=0.2)
     assert gaps["tight"].p90 < 0.6 * gaps["loose"].p90
@@ -109,7 +109,7 @@ def test_other_arrivals_tell_nothing(other: dict[str, object]) -> None:
 
 
 def test_what_neither_has_agrees_in_nothing() -> None:
-    """Knees of 0 at rates that had nothing in common were "4 of 4 figures within 15 %"."""
+    """Knees of 0 at rates without overlap were once reported as "4 of 4 figures within 15 %"."""
     theirs = result(load(4.5, 1.0, 0.2, 0.9), load(6.75, 1.0, 0.1, 0.6))
     with pytest.raises(InvalidArgument, match=r"seed 0: balanced shared at 4\.5, 6\.75/s$"):
         compare(result(load(3.0, 1.0, 0.3, 0.9)), theirs)
@@ -205,7 +205,7 @@ def test_a_table_that_does_not_say_what_was_learned_is_named(
         ("--network", "strange.json", "has way; known are ingress_s, call_s"),
         ("--workloads", "nonsense", "--workloads: 'nonsense' is none of balanced"),
         ("--processes", "0", "--processes: 0 is less than 1"),
-        ("--kv-gib", "0", "--kv-gib: 0 has room for no page"),
+        ("--kv-gib", "0", "--kv-gib: 0 is less than one KV page"),
         ("--misjudged", "0", "--misjudged: 0 is not above 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The benchmark of what steps cost, over runners whose steps take what is known."""
+"""The benchmark of step costs, with runners whose steps take a known time."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The benchmark of passing tokens on: its worker, its readers and its figures; never its times."""
+"""The benchmark of forwarding tokens: its worker, readers and figures; no timing."""
 
 import argparse
 import multiprocessing as mp
@@ -19,13 +19,13 @@ model = conftest.model
 
 
 class Pipe:
-    """What a reader tells the benchmark."""
+    """Collects what a reader sends to the benchmark."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
 
     def send(self, what: Any) -> None:
-        self.told.append(what)
+        self.sent.append(what)
 
 
 async def test_every_token_of_every_answer_is_read(model: Path) -> None:
@@ -38,7 +38,7 @@ async def test_every_token_of_every_answer_is_read(model: Path) -> None:
     await until(lambda: router.ready, "the source is found")
     pipe = Pipe()
     await _read(pipe, listeners.grpc_address, 0, 5, 40)  # type: ignore[arg-type]
-    ((tokens, chunks, cpu_s),) = pipe.told
+    ((tokens, chunks, cpu_s),) = pipe.sent
     assert tokens == 5 * 40
     assert 5 * 2 <= chunks <= tokens
     assert cpu_s > 0
@@ -69,7 +69,7 @@ def _dies(*_: object) -> None:
 
 
 def test_a_router_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited for ever: the pipe's other end was open in its own process, too."""
+    """Before, the benchmark waited forever, since its own process held the pipe's other end open."""
     monkeypatch.setattr(streaming, "_run_router", _dies)
     with pytest.raises(EOFError):
         _turn(mp.get_context("spawn"), argparse.Namespace(answers=1, clients=1, tokens=1), "", Path(), 0)

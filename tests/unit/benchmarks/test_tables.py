@@ -1,4 +1,4 @@
-"""docs/performance.md: the newest run of each benchmark, a few figures of each, and nothing that no run says."""
+"""docs/performance.md: key figures of each benchmark's newest run, and no figure without a run."""
 
 import json
 import re
@@ -15,14 +15,14 @@ README = PAGE.parent.parent / "README.md"
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    """A copy of the kept runs, to be changed."""
+    """A copy of the saved runs that a test may change."""
     folder = tmp_path / "results"
     shutil.copytree(RESULTS, folder)
     return folder
 
 
 def change(folder: Path, kind: str, date: str, **figures: object) -> str:
-    """Another run like the newest of `kind`, of another date and with other figures → the name of its file."""
+    """Writes a run like the newest of `kind` with another date and figures; returns the file's name."""
     _, run = newest_result(folder, kind)
     name = f"{kind}another.json"
     (folder / name).write_text(json.dumps({**run, **figures, "date": date}))
@@ -36,6 +36,12 @@ def row_of(page: str, start: str) -> str:
 
 def test_the_page_is_made_from_the_runs_that_are_kept() -> None:
     assert PAGE.read_text(encoding="utf-8") == make_page(RESULTS), "make it anew: python -m benchmarks.tables"
+
+
+def test_removed_options_are_left_out_of_commands(kept: Path) -> None:
+    command = "python -m benchmarks.kv_transfer --device cuda --direction write --save"
+    change(kept, "kv-transfer-2-gpus", "2030-01-01T00:00:00+00:00", command=command)
+    assert "`python -m benchmarks.kv_transfer --device cuda --save`" in make_page(kept)
 
 
 def test_the_newest_run_is_shown_and_no_earlier_one(kept: Path) -> None:
@@ -89,7 +95,7 @@ def test_the_best_server_at_each_rate_is_bold(kept: Path) -> None:
 
 
 def test_the_readme_quotes_the_page() -> None:
-    """Every row of its tables of figures is a row of the page."""
+    """Every row of the README's tables of figures is a row of the page."""
     page = set(PAGE.read_text(encoding="utf-8").splitlines())
     speed = README.read_text(encoding="utf-8").split("\n## Speed\n")[1].split("\n## ")[0]
     rows = [line for line in speed.splitlines() if line.startswith("|")]
@@ -98,7 +104,7 @@ def test_the_readme_quotes_the_page() -> None:
 
 
 def test_every_link_to_a_run_leads_to_a_file() -> None:
-    """In all documents: by their whole names, and where a decision names a run by its time, that run is kept."""
+    """All documents name runs that exist, by file name, or in decisions by time."""
     names = [name for name, _ in read_results(RESULTS)]
     for file in (*PAGE.parent.rglob("*.md"), README):
         text = file.read_text(encoding="utf-8")

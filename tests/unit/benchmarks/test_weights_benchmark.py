@@ -1,4 +1,4 @@
-"""The weights benchmark's files and its output, on a tiny shape; never its timing."""
+"""The weights benchmark's files and output on a tiny shape; no timing."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers, errors and interrupts at the terminal, each on a line of its own, and in plain words."""
+"""Answers, errors and interrupts at the terminal, each on a line of its own."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ def broken(code: grpc.StatusCode, *trailing: tuple[str, str]) -> grpc.aio.AioRpc
 
 
 class Talker(RouterClient):
-    """Says `text`, then raises `error`."""
+    """A client that streams `text`, then raises `error`."""
 
     def __init__(self, text: str, error: BaseException) -> None:
         super().__init__("r:1")

@@ -1,4 +1,4 @@
-"""What the doctor says, for machines good and bad."""
+"""The output of `tandem doctor` for good and bad machines."""
 
 import socket
 import tomllib

@@ -1,4 +1,4 @@
-"""The commands as a shell sees them: one line of error, a code, and no heavy imports for --help."""
+"""The commands as a shell sees them: one line of error, an exit code, and no heavy imports for --help."""
 
 import inspect
 import json
@@ -47,7 +47,7 @@ def test_without_a_cluster_the_way_to_start_one_is_named(command: list[str]) -> 
 def test_of_several_keys_in_the_environment_the_first_is_shown(
     command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tandem up` in a pod has them all there, and commands run beside it."""
+    """`tandem up` in a pod has them all in its environment, which other commands there share."""
     shown: list[str] = []
 
     def remember(_client: object, _address: str, api_key: str = "") -> None:
@@ -72,12 +72,12 @@ def test_down_clears_up_after_a_killed_cluster(tmp_path: Path) -> None:
     killed.mkdir()
     (killed / "lock").write_text("1")
     result = CliRunner().invoke(app, ["down"])
-    assert (result.exit_code, result.stdout) == (0, "cleared up after 1 killed cluster\n")
+    assert (result.exit_code, result.stdout) == (0, "cleaned up after 1 killed cluster\n")
     assert not killed.exists()
 
 
 def test_down_goes_on_where_one_cluster_does_not_end() -> None:
-    """The newest, which comes first, is deaf; those before it end, and the command says so and fails."""
+    """The newest cluster, stopped first, ignores signals; the others end, and the command fails and says so."""
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     processes = [announced(f"model-{number}", first) for number, first in enumerate(("", "", deaf))]
     try:
@@ -93,7 +93,7 @@ def test_down_goes_on_where_one_cluster_does_not_end() -> None:
 
 
 def announced(model: str, first: str) -> subprocess.Popen[bytes]:
-    """A process that is a cluster by its state file alone; it may take long to end, unless it is deaf."""
+    """Starts a process that is a cluster by its state file alone; it ends slowly, or ignores signals if it is deaf."""
     pipe, script = subprocess.PIPE, f"import signal, sys\n{first}\nprint(flush=True)\nsys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stdout

@@ -1,4 +1,4 @@
-"""The device, the mode and the workers that `tandem up` chooses where nobody named any."""
+"""The device, mode and workers that `tandem up` chooses by default."""
 
 import pytest
 

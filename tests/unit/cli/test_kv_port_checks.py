@@ -1,4 +1,4 @@
-"""What the doctor says of ports by which others could write into a worker's memory."""
+"""The checks of `tandem doctor` for ports by which others could write into a worker's memory."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_tandem_up_refuses_it_before_it_starts(monkeypatch: pytest.MonkeyPatch) 
     ("port", "whom"),
     [
         ("127.0.0.1:4000", "every user of this host"),
-        ("10.0.0.5:4000", "whoever reaches 10.0.0.5"),
-        ("0.0.0.0:4000", "whoever reaches its host"),
+        ("10.0.0.5:4000", "every client that reaches 10.0.0.5"),
+        ("0.0.0.0:4000", "every client that reaches its host"),
     ],
 )
 def test_an_open_port_is_told_with_who_reaches_it(port: str, whom: str) -> None:

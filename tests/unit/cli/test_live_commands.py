@@ -1,4 +1,4 @@
-"""`tandem mode`, `tandem scale` and `tandem drain`: what they ask of which controller, and what they say."""
+"""`tandem mode`, `tandem scale` and `tandem drain`: their calls to the controller, and their output."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +19,12 @@ WORKER = WorkerInfo(
 
 
 class Controller:
-    """In the place of `cli.connection.controller_client.ControllerClient`: notes what is asked."""
+    """A replacement of `cli.connection.controller_client.ControllerClient` that records calls."""
 
     asked: list[tuple[Any, ...]]
     away: tuple[Absence, ...] = ()
     silent = 0
-    """So many looks at the workers get no answer."""
+    """The number of calls for the workers that get no reply."""
 
     def __init__(self, address: str, token: str) -> None:
         self.asked.append((address, token))
@@ -107,12 +107,12 @@ def test_all_workers_of_a_node_that_leaves_are_drained(asked: list[tuple[Any, ..
     assert (result.exit_code, result.stdout) == (0, "no worker serves at c; nothing to drain\n")
 
 
-@pytest.mark.parametrize(("patience_s", "drained"), [(60.0, True), (-1.0, False)])
+@pytest.mark.parametrize(("retry_for_s", "drained"), [(60.0, True), (-1.0, False)])
 def test_a_controller_may_change_while_a_node_leaves(
-    patience_s: float, drained: bool, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    retry_for_s: float, drained: bool, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cli.operations.drain.AGAIN_S", 0.0)
-    monkeypatch.setattr("cli.operations.drain.PATIENCE_S", patience_s)
+    monkeypatch.setattr("cli.operations.drain.RETRY_FOR_S", retry_for_s)
     monkeypatch.setattr(Controller, "silent", 2)
     result = CliRunner().invoke(app, ["drain", "--node", "b", "--controller", "c:1", "--token", "t"])
     assert ("y has drained" in result.stdout) is drained
@@ -123,9 +123,9 @@ def test_a_controller_may_change_while_a_node_leaves(
     ("node", "away", "code", "says"),
     [
         ("b", Absence("z", "starting", coming=True), 0, "a worker serves at b"),
-        ("c", None, 0, "no worker serves at c, and none is on its way"),
-        ("c", Absence("z", "drained", coming=False), 0, "none is on its way"),
-        ("c", Absence("z", "loading weights", coming=True), 1, "z is on its way: loading weights"),
+        ("c", None, 0, "no worker serves at c, and none is starting"),
+        ("c", Absence("z", "drained", coming=False), 0, "none is starting"),
+        ("c", Absence("z", "loading weights", coming=True), 1, "z is starting: loading weights"),
     ],
 )
 @pytest.mark.usefixtures("asked")
@@ -153,7 +153,7 @@ def test_a_node_is_ready_if_somebody_serves_there_or_nobody_is_coming(
         (["drain", "w", "--node", "a"], "WORKER: give the name of a worker, or --node ADDRESS for all of a node"),
         (
             ["drain", "--node", "a", "--restart"],
-            "--restart: is for a WORKER; those of a --node come back by themselves",
+            "--restart: is for a WORKER; those of a --node restart by themselves",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""`tandem logs`: whole lines of the newest run, once each, and of runs that begin while it follows."""
+"""`tandem logs`: complete lines of the newest run, once each, and of runs that begin while it follows."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def test_lines_are_told_once_and_when_they_are_whole(tmp_path: Path) -> None:
 
 
 def turn(file: Path) -> None:
-    """As `wire.logging.log_file` does it; `test_a_full_log_goes_on_in_another_file` follows the real one."""
+    """Rotates a file as `wire.logging.log_file` does; `test_a_full_log_goes_on_in_another_file` uses the real one."""
     for number in (3, 2, 1):
         if earlier(file, number).exists():
             earlier(file, number).replace(earlier(file, number + 1))

@@ -1,4 +1,4 @@
-"""Errors name what a user has typed, not what the code calls it."""
+"""Errors name the user's options, not the code's settings."""
 
 from dataclasses import fields
 

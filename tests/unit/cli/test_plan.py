@@ -1,4 +1,4 @@
-"""`tandem plan`: what it prints, what it refuses, and how it lays knees beside a measured table."""
+"""`tandem plan`: its output, its errors, and its comparison of knees with a measured table."""
 
 import json
 from dataclasses import asdict
@@ -21,7 +21,7 @@ def run(*options: str) -> Any:
 
 @pytest.fixture
 def short_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A knee that is only roughly right."""
+    """Shortens the loads; the knee is only roughly right."""
     for name, value in (("REQUESTS", 20), ("SECONDS_MIN", 1.0), ("LIVES", 1.0), ("LOADS_MAX", 2)):
         monkeypatch.setattr(f"simulation.search.knee.{name}", value)
 
@@ -81,7 +81,7 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         (["--cached", "1"], "--cached"),
         (["--shape", "nobody's"], '--shape: "nobody\'s" is none of llama-3-8b'),
         (["--shape", "qwen3-32b", "--gpu", "L4"], "--gpu"),
-        (["--slo-itl", "1"], "--slo-itl: one answer alone has"),
+        (["--slo-itl", "1"], "--slo-itl: a single request has"),
         (["--slo-ttft", "20"], "--slo-ttft: a prompt of 2000 tokens alone takes"),
         (["--prompt-tokens", "9000"], "--prompt-tokens"),
         (["--ceilings", "fast"], "--ceilings"),

@@ -1,4 +1,4 @@
-"""Secrets from files: which are taken, which are refused, and who is told that others may read them."""
+"""Secrets from files: accepted ones, rejected ones, and the warning where others may read them."""
 
 import logging
 from pathlib import Path
@@ -65,3 +65,9 @@ def test_every_command_that_shows_a_secret_reads_it_from_a_file(
     result = CliRunner().invoke(app, [*command, option, str(tmp_path / "missing")])
     assert result.exit_code == 2
     assert result.stderr == f"error: {option}: cannot read {tmp_path}/missing (No such file or directory)\n"
+
+
+def test_a_key_that_no_client_could_show_names_the_option_of_its_file(file: Path) -> None:
+    file.write_text("sécret")
+    with pytest.raises(InvalidArgument, match=r"^--api-key-file: must be ASCII"):
+        keys_in("--api-key-file", str(file))

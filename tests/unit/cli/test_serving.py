@@ -1,4 +1,4 @@
-"""One `tandem up` over a cluster that is none: what it tells, and what it leaves."""
+"""One `tandem up` over a fake cluster: its output, and the files it leaves."""
 
 import signal
 from pathlib import Path
@@ -19,13 +19,13 @@ from wire.errors import Unavailable
 
 
 class NoCluster:
-    """Starts at once, or fails as told, and ends when asked to wait."""
+    """A cluster that starts at once or fails as the test says, and ends when `wait` is called."""
 
     failure: BaseException | None = None
     endpoints = Endpoints("127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:9", "token", "127.0.0.1:10")
     waited = stopped = False
     interrupt: tuple[signal.Signals, ...] = ()
-    """What `wait` is interrupted by."""
+    """The signal that interrupts `wait`."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config

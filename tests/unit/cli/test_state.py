@@ -1,4 +1,4 @@
-"""The state file: found while its process lives, forgotten after."""
+"""The state file: found while its process lives, ignored afterwards."""
 
 import json
 import os

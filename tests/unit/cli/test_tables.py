@@ -1,4 +1,4 @@
-"""Tables as people see them."""
+"""Tables of the commands, as text."""
 
 import io
 import re
@@ -113,21 +113,21 @@ def test_what_somebody_should_look_at_is_said_in_whole_sentences() -> None:
         "prefill-0: slow; do this",
     ]
     rows = text(worker_table(view)).splitlines()[1:]
-    assert [[state for state in ("connected", "not ready", "away") if state in row] for row in rows] == [
+    assert [[state for state in ("connected", "not ready", "unreachable") if state in row] for row in rows] == [
         ["not ready"],
-        ["away"],
+        ["unreachable"],
         ["connected"],
     ]
 
 
 def test_status_names_those_who_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def absent(_client: ControllerClient) -> tuple[Absence, ...]:
-        return (Absence("decode-1", "waiting for a node that has a place for it", coming=True),)
+        return (Absence("decode-1", "waiting for a node with free capacity", coming=True),)
 
     monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(ControllerClient, "absent", absent)
     state.announce("127.0.0.1:1", "", "m", "127.0.0.1:2", "secret")
-    assert absences("") == ["decode-1 does not serve: waiting for a node that has a place for it"]
+    assert absences("") == ["decode-1 does not serve: waiting for a node with free capacity"]
     assert absences("elsewhere:1") == [], "its controller is not the one that is known here"
 
 
@@ -161,10 +161,10 @@ def test_who_leaves_or_changes_says_so() -> None:
     info = inference_pb2.GetServerInfoResponse(workers=workers)
     view = ServerView(info, inference_pb2.GetLoadsResponse(), inference_pb2.GetModelInfoResponse())
     rows = text(worker_table(view)).splitlines()[1:]
-    assert [[state for state in ("draining", "closing decode", "away") if state in row] for row in rows] == [
+    assert [[state for state in ("draining", "closing decode", "unreachable") if state in row] for row in rows] == [
         ["draining"],
         ["closing decode"],
-        ["away"],
+        ["unreachable"],
     ]
 
 

@@ -11,21 +11,21 @@ from typer.testing import CliRunner
 from cli.main import app
 from cli.observe.top_view import picture
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import TEXT, Exposition, merge
 from telemetry.metrics_server import METRICS_PATH, MetricsServer
-from telemetry.scrape import Scrape, Stretch
+from telemetry.registry import Registry
+from telemetry.scrape import Scrape, ScrapeInterval
 
 KEY = "operator"
 
 
 class Cluster:
-    """A router, a prefill worker that is down and a decode worker with a slow wire, two seconds apart."""
+    """A router, a prefill worker that is down and a decode worker with a slow transport, two seconds apart."""
 
     def __init__(self) -> None:
-        self.router = Board({"model": "llama", "role": "router", "worker": "router"})
-        self.decode = Board({"model": "llama", "worker": "decode-0"})
-        self.controller = Board({"model": "llama", "worker": "controller"})
+        self.router = Registry({"model": "llama", "role": "router", "worker": "router"})
+        self.decode = Registry({"model": "llama", "worker": "decode-0"})
+        self.controller = Registry({"model": "llama", "worker": "controller"})
         up = {("router", "router"): 1.0, ("prefill", "prefill-0"): 0.0, ("decode", "decode-0"): 1.0}
         restarts = {("router",): 0.0, ("prefill-0",): 3.0, ("decode-0",): 0.0}
         self.controller.read(
@@ -42,20 +42,20 @@ class Cluster:
 
     def work(self, times: int) -> None:
         router, decode = self.router, self.decode
-        router.spread(f.TIME_TO_FIRST_TOKEN).observe(0.25, times)
-        router.spread(f.INTER_TOKEN_LATENCY).observe(0.009, 10 * times)
-        router.count(f.GENERATION_TOKENS).add(11 * times)
-        router.count(f.REQUEST_SUCCESS, "stop").add(times)
-        router.count(f.SLO_REQUESTS, "quick", "met").add(times)
-        router.count(f.SLO_REQUESTS, "quick", "missed_itl").add(times / 2)
-        router.count(f.SLO_MISSED, "quick", "transfer").add(times / 2)
-        router.count(f.SLO_REQUESTS, "unused", "met")
-        decode.spread(f.STEP_SECONDS, "decode").observe(0.008, 10 * times)
-        decode.count(f.STEP_TOKENS, "decode").add(40 * times)
+        router.histogram(f.TIME_TO_FIRST_TOKEN).observe(0.25, times)
+        router.histogram(f.INTER_TOKEN_LATENCY).observe(0.009, 10 * times)
+        router.counter(f.GENERATION_TOKENS).add(11 * times)
+        router.counter(f.REQUEST_SUCCESS, "stop").add(times)
+        router.counter(f.SLO_REQUESTS, "quick", "met").add(times)
+        router.counter(f.SLO_REQUESTS, "quick", "missed_itl").add(times / 2)
+        router.counter(f.SLO_MISSED, "quick", "transfer").add(times / 2)
+        router.counter(f.SLO_REQUESTS, "unused", "met")
+        decode.histogram(f.STEP_SECONDS, "decode").observe(0.008, 10 * times)
+        decode.counter(f.STEP_TOKENS, "decode").add(40 * times)
 
     def text(self) -> str:
         boards = (self.controller, self.router, self.decode)
-        return merge(Exposition(board).render()[0].decode() for board in boards)
+        return merge(Exposition(registry).render()[0].decode() for registry in boards)
 
 
 def test_a_picture() -> None:
@@ -63,12 +63,12 @@ def test_a_picture() -> None:
     before = Scrape(cluster.text(), 0.0)
     cluster.work(4)
     out = io.StringIO()
-    Console(file=out, width=200).print(picture(Stretch(before, Scrape(cluster.text(), 2.0))))
+    Console(file=out, width=200).print(picture(ScrapeInterval(before, Scrape(cluster.text(), 2.0))))
     lines = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line.split()}
     assert "2 of 3 processes up   5 running, 2 waiting   2.0 requests/s, 22 tokens/s" in " ".join(
         out.getvalue().splitlines()[0].split(" ")
     )
-    assert lines["Promises"][1:4] == ["since", "the", "router's"]
+    assert lines["Service"][1:4] == ["classes", "since", "the"]
     assert lines["Latencies"][-2:] == ["2", "s"]
     assert lines["quick"] == ["quick", "1.25", "4", "0", "2", "0", "0", "transfer", "2"]
     assert "unused" not in lines
@@ -76,7 +76,7 @@ def test_a_picture() -> None:
     assert lines["between"][2:3] == ["9.0"]
     assert lines["queue"] == ["queue", "-", "-", "-", "0"]
     assert lines["decode-0"] == [
-        "decode-0", "decode", "slow", "wire", "4", "0", "80", "0", "8.0", "0", "50", "-", "90", "10", "0.0", "0",
+        "decode-0", "decode", "slow", "transport", "4", "0", "80", "0", "8.0", "0", "50", "-", "90", "10", "0.0", "0",
     ]  # fmt: skip
     assert lines["prefill-0"][:3] == ["prefill-0", "prefill", "down"]
     assert lines["prefill-0"][-1] == "3"
@@ -84,18 +84,18 @@ def test_a_picture() -> None:
 
 def test_a_step_that_began_before_the_stretch_makes_nobody_busier_than_always() -> None:
     cluster = Cluster()
-    cluster.decode.count(f.STEP_BUSY)
+    cluster.decode.counter(f.STEP_BUSY)
     before = Scrape(cluster.text(), 0.0)
-    cluster.decode.count(f.STEP_BUSY).add(3.0)
+    cluster.decode.counter(f.STEP_BUSY).add(3.0)
     out = io.StringIO()
-    Console(file=out, width=200).print(picture(Stretch(before, Scrape(cluster.text(), 2.0))))
+    Console(file=out, width=200).print(picture(ScrapeInterval(before, Scrape(cluster.text(), 2.0))))
     (line,) = [line.split() for line in out.getvalue().splitlines() if line.startswith("decode-0")]
     assert line[9] == "100"
 
 
 @pytest.fixture
 def listener() -> Iterator[str]:
-    """A metrics listener in a loop of its own."""
+    """Serves metrics from an event loop of its own."""
     cluster, loop = Cluster(), asyncio.new_event_loop()
 
     async def page(_accept: str) -> tuple[bytes, str]:
@@ -119,7 +119,7 @@ def test_once_prints_one_picture(listener: str, monkeypatch: pytest.MonkeyPatch)
     done = CliRunner().invoke(app, ["top", "--metrics", listener, "--metrics-key", KEY, "--once"])
     assert done.exit_code == 0, done.output
     assert done.output.count("2 of 3 processes up") == 1
-    assert "slow wire" in done.output
+    assert "slow transport" in done.output
 
 
 def test_without_the_key_it_says_so(listener: str) -> None:

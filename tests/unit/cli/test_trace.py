@@ -1,4 +1,4 @@
-"""`tandem trace` over a listener that the test opens: a request is drawn, slow ones are listed."""
+"""`tandem trace` over a listener that the test opens: one request is drawn, slow ones are listed."""
 
 import asyncio
 import io
@@ -62,7 +62,7 @@ def test_a_request_is_drawn() -> None:
 
 
 def test_a_request_that_was_tried_again() -> None:
-    """What moved, and when, is the last try's; the first one's silence is a phase."""
+    """The transfer is the last attempt's; the silence of the first one is a phase."""
     later = {**EDGES, Edge.TRANSFER_STARTED: 70}
     again = [EdgeStamp(edge, ARRIVED + (at + 1000) * MS) for edge, at in later.items() if edge not in _ONCE]
     first = TIMELINE.edges[:-1]
@@ -78,7 +78,7 @@ def test_a_request_that_was_tried_again() -> None:
 
 
 def test_bars_lie_on_one_axis() -> None:
-    """Each begins where the one before it ends, and the last one ends at the edge."""
+    """Each bar begins where the previous one ends, and the last one ends at the edge."""
     out = io.StringIO()
     Console(file=out, width=200).print(drawn(TRACE))
     bars = [line for line in out.getvalue().splitlines() if "█" in line]
@@ -97,7 +97,7 @@ def test_a_list_has_a_line_for_each() -> None:
 
 @pytest.fixture
 def listener() -> Iterator[str]:
-    """A router's listener in a loop of its own, which knows one request."""
+    """Serves one request's trace from an event loop of its own."""
     loop = asyncio.new_event_loop()
 
     async def page(_accept: str) -> tuple[bytes, str]:

@@ -1,4 +1,4 @@
-"""`tandem up`: what each option becomes in the cluster's settings."""
+"""`tandem up`: each option's effect on the cluster's settings."""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Config, model, first prompt and whether to end after it, of each cluster that was asked for."""
+    """Records config, model, first prompt and `once` of each requested cluster."""
     asked: list[Any] = []
     monkeypatch.setattr(
         "cli.start.serving.serve", lambda config, model, first, *, once: asked.extend((config, model, first, once))

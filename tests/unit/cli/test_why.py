@@ -9,31 +9,31 @@ from typer.testing import CliRunner
 from cli.main import app
 from cli.observe.why import findings
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
-from telemetry.scrape import Scrape, Stretch
+from telemetry.registry import Registry
+from telemetry.scrape import Scrape, ScrapeInterval
 from telemetry.worker_figures import figures_of
 
 
 class Cluster:
-    """A router in whose queue three wait, and two workers; each scrape is a second of full work for the first."""
+    """A router with three queued requests, and two workers; each scrape is a second of full work for the first."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.router = Board({"model": "llama", "role": "router", "worker": "router"})
+        self.router = Registry({"model": "llama", "role": "router", "worker": "router"})
         self.router.read(lambda: {f.REQUESTS_WAITING: 3})
-        self.busy = Board({"model": "llama", "worker": "worker-0"})
+        self.busy = Registry({"model": "llama", "worker": "worker-0"})
         self.busy.read(
             lambda: {
                 f.WORKER_READY: 1, f.STEP_BUSY: self.seconds, f.STEP_BYTES: 8e11 * self.seconds, f.DEVICE_FLOPS: 1e14,
                 f.STEP_FLOPS: 1e13 * self.seconds, f.DEVICE_BANDWIDTH: 1e12, f.BATCH_LIMIT: 64, f.KV_USAGE: 0.5,
             }
         )  # fmt: skip
-        self.silent = Board({"model": "llama", "worker": "worker-1"})
+        self.silent = Registry({"model": "llama", "worker": "worker-1"})
         self.silent.read(lambda: {f.WORKER_READY: 0})
 
     async def scrape(self, _address: str, _key: str) -> Scrape:
-        text = merge(Exposition(board).render()[0].decode() for board in (self.router, self.busy, self.silent))
+        text = merge(Exposition(registry).render()[0].decode() for registry in (self.router, self.busy, self.silent))
         found = Scrape(text, self.seconds)
         self.seconds += 1.0
         return found
@@ -41,8 +41,8 @@ class Cluster:
 
 async def test_a_row_for_each_worker() -> None:
     cluster, out = Cluster(), io.StringIO()
-    stretch = Stretch(await cluster.scrape("", ""), await cluster.scrape("", ""))
-    Console(file=out, width=400).print(findings(stretch))
+    interval = ScrapeInterval(await cluster.scrape("", ""), await cluster.scrape("", ""))
+    Console(file=out, width=400).print(findings(interval))
     _, busy, silent = out.getvalue().splitlines()
     assert busy.split()[:2] == ["worker-0", "bandwidth"]
     assert "at 10% of the device's arithmetic and 80% of its memory bandwidth" in busy
@@ -51,24 +51,24 @@ async def test_a_row_for_each_worker() -> None:
 
 
 async def test_who_died_or_hangs_has_a_row() -> None:
-    """The controller knows them, though they say nothing."""
+    """The controller lists them, though they report no metrics."""
     cluster, out = Cluster(), io.StringIO()
-    controller = Board({"model": "llama"})
+    controller = Registry({"model": "llama"})
     kept = {("router", "router"): 1.0, ("both", "worker-0"): 1.0, ("prefill", "dead"): 0.0, ("decode", "hung"): 1.0}
     controller.read(lambda: {f.PROCESS_UP: kept})
-    text = merge(Exposition(board).render()[0].decode() for board in (cluster.router, cluster.busy, controller))
-    Console(file=out, width=400).print(findings(Stretch(Scrape(text, 0.0), Scrape(text, 1.0))))
+    text = merge(Exposition(registry).render()[0].decode() for registry in (cluster.router, cluster.busy, controller))
+    Console(file=out, width=400).print(findings(ScrapeInterval(Scrape(text, 0.0), Scrape(text, 1.0))))
     states = {line.split()[0]: line.split()[1] for line in out.getvalue().splitlines()[1:]}
-    assert states == {"worker-0": "none", "dead": "down", "hung": "silent"}
+    assert states == {"worker-0": "none", "dead": "down", "hung": "unresponsive"}
 
 
 async def test_who_has_just_come_waits_for_nothing() -> None:
     cluster = Cluster()
     cluster.busy.read(lambda: {f.REQUESTS_WAITING: 2 * cluster.seconds})
     moments = [await cluster.scrape("", "") for _ in range(3)]
-    assert figures_of(Stretch(moments[0], moments[1]), "worker-0").prompts_waiting == 0
-    assert figures_of(Stretch(moments[1], moments[2]), "worker-0").prompts_waiting == 2
-    assert figures_of(Stretch(moments[0], moments[1]), "worker-0").requests_waiting == 3
+    assert figures_of(ScrapeInterval(moments[0], moments[1]), "worker-0").prompts_waiting == 0
+    assert figures_of(ScrapeInterval(moments[1], moments[2]), "worker-0").prompts_waiting == 2
+    assert figures_of(ScrapeInterval(moments[0], moments[1]), "worker-0").requests_waiting == 3
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

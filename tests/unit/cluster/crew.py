@@ -1,4 +1,4 @@
-"""A cluster's workers without processes: they register, change and drain as they are told, as fast as a test says."""
+"""A cluster's workers without processes: they register, change and drain on command, as fast as a test says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.operations.assignments import Assignments
 from cluster.operations.operator import Operator
 from cluster.operations.worker_slots import Fleet
 from cluster.supervision.health import Phase
-from cluster.supervision.modes import Sharing
+from cluster.supervision.modes import Topology
 from cluster.supervision.process_supervisor import Process, ProcessSupervisor
 from cluster.supervision.registry import Registry
 from cluster.supervision.roles import Slot, another
@@ -22,23 +22,23 @@ from wire.mode import Mode
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 FACTS = ModelFacts("m", 10, 10, (), "float32")
-DISAGGREGATED = Sharing(Mode.DISAGGREGATED, 1)
+DISAGGREGATED = Topology(Mode.DISAGGREGATED, 1)
 CONFIG = ClusterConfig(Path("model"))
 
 
 class Workers:
-    """Workers that do what they are told, as fast as the test says, and a log of what the registry said meanwhile."""
+    """Workers that take their assignments as fast as the test says, and a log of the memberships meanwhile."""
 
-    def __init__(self, roles: dict[str, Role], sharing: Sharing) -> None:
+    def __init__(self, roles: dict[str, Role], topology: Topology) -> None:
         self.registry = Registry()
         self.busy: set[str] = set()
-        """Those whose halves do not get empty."""
+        """The workers whose halves do not become empty."""
         self.deaf: set[str] = set()
         self.seen: list[tuple[str, dict[str, Role | None]]] = []
         self.infos: dict[str, WorkerInfo] = {}
-        self.assignments = Assignments(self.registry, sharing, roles, self._tell)
+        self.assignments = Assignments(self.registry, topology, roles, self._tell)
         for worker_id, role in roles.items():
-            self.start(worker_id, 1, sharing.assignment(role))
+            self.start(worker_id, 1, topology.assignment(role))
         self._tasks = [asyncio.ensure_future(self._note()), asyncio.ensure_future(self.assignments.run())]
 
     def start(self, worker_id: str, incarnation: int, assignment: Assignment) -> None:
@@ -49,7 +49,7 @@ class Workers:
         self.registry.unregister(self.infos.pop(worker_id).peer)
 
     def finish(self, worker_id: str) -> None:
-        """What it had to finish is over."""
+        """Completes the remaining requests of a worker."""
         self.busy.discard(worker_id)
         info = self.infos[worker_id]
         assert info.assignment is not None
@@ -60,7 +60,7 @@ class Workers:
         return {info.peer.worker_id: info.open for info in self.registry.membership().workers}
 
     def check(self) -> None:
-        """At every moment somebody took prompts and somebody answers."""
+        """Checks that at every moment some worker took prefill and some worker decode."""
         for mode, roles in self.seen:
             taken = [role for role in roles.values() if role is not None]
             assert any(role.prefills for role in taken), (mode, roles)
@@ -99,7 +99,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class ProcessOf(Process):
-    """A worker's, that starts as soon as there is room, and ends when it has drained."""
+    """A worker's process, which starts once there is capacity and ends when it has drained."""
 
     def __init__(self, crew: Crew, worker_id: str, incarnation: int) -> None:
         self._crew = crew
@@ -132,12 +132,12 @@ class ProcessOf(Process):
 
 
 class Crew:
-    """A fleet of such workers, and the operator over it."""
+    """A fleet of such workers, with an operator over it."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
         self.room = asyncio.Event()
-        """Unset: nodes have no place for another worker."""
+        """Unset: no node has capacity for another worker."""
         self.room.set()
         self.drains = asyncio.Event()
         """Unset: a drain that has begun does not end."""
@@ -145,7 +145,7 @@ class Crew:
         self.nodes_up = True
         self.drained: list[str] = []
         self.released: list[str] = []
-        """Whose places were given back."""
+        """The workers whose slots were released."""
         self.processes: dict[str, ProcessOf] = {}
         self.fleet = Fleet(self._keeper, self._new_slot, self._release)
         self.keepers = self.fleet.keepers
@@ -153,7 +153,7 @@ class Crew:
 
     @classmethod
     async def of(cls, workers: Workers) -> Crew:
-        """Once all of them serve."""
+        """Creates a crew and waits until all of its workers serve."""
         crew = cls(workers)
         for name, info in workers.infos.items():
             crew.fleet.add(Slot(name, info.role, "cpu"))

@@ -1,4 +1,4 @@
-"""The controller's wanted state: modes become assignments, workers are told, and at every moment all work is taken."""
+"""The controller's wanted state: modes become assignments, workers take them, and no kind of work is ever refused."""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,7 @@ import cluster.operations.assignments
 import cluster.operations.operator
 from cluster.background import begin, going_on
 from cluster.supervision.health import Phase
-from cluster.supervision.modes import ModeChange, Sharing, assign
+from cluster.supervision.modes import ModeChange, Topology, assign
 from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from wire.messages import Assignment, WorkerInfo
 from wire.mode import Mode
@@ -39,7 +39,7 @@ async def test_through_all_modes_somebody_takes_every_kind_of_work() -> None:
 
 
 async def test_the_answer_comes_when_the_last_half_is_empty() -> None:
-    workers = Workers({"a": BOTH, "b": BOTH}, Sharing(Mode.ADAPTIVE))
+    workers = Workers({"a": BOTH, "b": BOTH}, Topology(Mode.ADAPTIVE))
     workers.busy |= {"a", "b"}
     changing = asyncio.ensure_future(workers.assignments.set_mode(ModeChange("disaggregated")))
     await until(lambda: workers.infos["b"].closing is P)
@@ -57,11 +57,11 @@ async def test_the_answer_comes_when_the_last_half_is_empty() -> None:
 async def test_assignments_are_told_although_something_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether a telling failed in an unforeseen way, or the look at who has to be told."""
+    """An unexpected failure of a call or of the comparison does not stop the loop."""
     for module in (cluster.operations.assignments, cluster.background):
         monkeypatch.setattr(module, "RETRY_S" if module is cluster.operations.assignments else "AGAIN_S", 0.0)
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
-    tell, look, failures = workers.assignments._tell, workers.assignments._look, ["tell", "look"]
+    tell, look, failures = workers.assignments._send, workers.assignments._look, ["tell", "look"]
 
     async def tell_at_last(info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
         if "tell" in failures:
@@ -75,17 +75,17 @@ async def test_assignments_are_told_although_something_failed(
             raise KeyError("a defect of looking")
         look()
 
-    workers.assignments._tell = tell_at_last
+    workers.assignments._send = tell_at_last
     await until(lambda: workers.seen)
     workers._tasks[1].cancel()
     monkeypatch.setattr(workers.assignments, "_look", look_at_last)
-    workers._tasks.append(begin(going_on(workers.assignments.run, "telling"), "telling"))
+    workers._tasks.append(begin(going_on(workers.assignments.run, "sending"), "sending"))
     await until(lambda: "look" not in failures)
     await workers.assignments.set_mode(ModeChange("colocated"))
     assert workers.roles == {"a": BOTH, "b": BOTH}
     assert not failures
-    assert "telling has failed, and goes on" in caplog.text
-    assert "was not told its assignment" in caplog.text
+    assert "sending failed; restarting it" in caplog.text
+    assert "could not send" in caplog.text
     await workers.stop()
 
 
@@ -124,12 +124,12 @@ async def test_without_what_is_needed_nothing_changes(monkeypatch: pytest.Monkey
         await workers.assignments.set_mode(ModeChange("colocated"))
     await until(lambda: workers.roles == {"a": P, "b": D})
     assert workers.registry.membership().mode == "disaggregated"
-    assert workers.assignments.sharing == DISAGGREGATED
+    assert workers.assignments.topology == DISAGGREGATED
     await workers.stop()
 
 
 async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = Workers({"a": BOTH, "b": BOTH}, Sharing(Mode.ADAPTIVE))
+    workers = Workers({"a": BOTH, "b": BOTH}, Topology(Mode.ADAPTIVE))
     workers.busy.add("b")
     monkeypatch.setattr(cluster.operations.assignments, "SETTLE_S", 0.05)
     with pytest.raises(DeadlineExceeded, match="b still finishes"):
@@ -141,7 +141,7 @@ async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch)
 
 def test_roles_that_are_needed_are_kept() -> None:
     roles = {"a": D, "b": BOTH, "c": P, "d": D}
-    found = {name: assignment.role for name, assignment in assign(Sharing(Mode.DISAGGREGATED, 2), roles).items()}
+    found = {name: assignment.role for name, assignment in assign(Topology(Mode.DISAGGREGATED, 2), roles).items()}
     assert found == {"a": D, "b": P, "c": P, "d": D}
 
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_is_named(change: dict[str, Any], workers: int, field: st
 
 @pytest.mark.parametrize(("given", "prefill"), [({}, 2), ({"prefill": 3}, 3), ({"decode": 3}, 2)])
 def test_half_prefill_unless_told_otherwise(given: dict[str, int], prefill: int) -> None:
-    assert ModeChange("disaggregated", **given).over(Sharing(Mode.COLOCATED), 5).prefill == prefill  # type: ignore[arg-type]
+    assert ModeChange("disaggregated", **given).over(Topology(Mode.COLOCATED), 5).prefill == prefill  # type: ignore[arg-type]
 
 
 async def test_another_worker_stands_in_for_the_last_of_its_kind() -> None:
@@ -220,7 +220,7 @@ async def test_nobody_leaves_whom_nobody_stands_in_for(monkeypatch: pytest.Monke
 
 
 async def test_who_leaves_does_not_wait_for_answers_elsewhere() -> None:
-    """A pod that drains has no time for what a change of roles lets a worker finish."""
+    """A draining pod cannot wait for the requests of workers that change roles."""
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
     workers.busy.add("decode-0")
@@ -254,12 +254,12 @@ async def test_it_begins_anew_with_workers_as_they_are() -> None:
     workers.assignments.inherit(DISAGGREGATED, {"a": D, "b": P, "c": D})
     assert workers.assignments.wanted("b").role is P
     await until(lambda: workers.roles == {"a": D, "b": P, "c": D})
-    assert workers.assignments.sharing.prefill == 1
-    workers.assignments.inherit(Sharing(Mode.DISAGGREGATED, 1), {"a": D, "b": P, "c": D}, away=["b"])
+    assert workers.assignments.topology.prefill == 1
+    workers.assignments.inherit(Topology(Mode.DISAGGREGATED, 1), {"a": D, "b": P, "c": D}, drained=["b"])
     await until(lambda: workers.roles == {"a": BOTH, "b": P, "c": BOTH})
-    assert workers.assignments.sharing.prefill == 0
+    assert workers.assignments.topology.prefill == 0
     await workers.assignments.is_back("b")
     assert workers.roles == {"a": D, "b": P, "c": D}
-    workers.assignments.inherit(Sharing(Mode.COLOCATED), {"a": D, "b": P, "c": D})
+    workers.assignments.inherit(Topology(Mode.COLOCATED), {"a": D, "b": P, "c": D})
     await until(lambda: workers.roles == {"a": BOTH, "b": BOTH, "c": BOTH})
     await workers.stop()

@@ -1,4 +1,4 @@
-"""Options have limits that are named, and roles become places."""
+"""Limits of options are named in errors, and roles become slots."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.ray_processes.worker_actors import WorkerActors
-from cluster.supervision.modes import Sharing
+from cluster.supervision.modes import Topology
 from cluster.supervision.roles import Slot, bundle, offer, plan
 from wire.errors import InvalidArgument
 from wire.messages import Role
@@ -16,9 +16,9 @@ from worker.config import WorkerConfig
 
 
 def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
-    """What a worker of this slot is started with."""
+    """Returns the config that a worker of this slot starts with."""
     actors = WorkerActors(config, "")
-    return actors.config(slot, Sharing.of(config).assignment(slot.role))
+    return actors.config(slot, Topology.of(config).assignment(slot.role))
 
 
 @pytest.mark.parametrize(

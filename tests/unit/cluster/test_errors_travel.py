@@ -1,4 +1,4 @@
-"""What an actor raises reaches its caller as it was."""
+"""An actor's error reaches its caller unchanged."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""What a start waits for."""
+"""The processes that a start waits for."""
 
 from __future__ import annotations
 

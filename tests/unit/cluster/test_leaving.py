@@ -1,4 +1,4 @@
-"""Whether workers live on when their controller stops."""
+"""Workers that live on, or end, when their controller stops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUTLIVING = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outl
 
 
 class LeaderElection:
-    """What this controller's part is, as the test says."""
+    """An election with the outcome that the test says."""
 
     def __init__(self, keeps: bool, alone: bool) -> None:
         self.keeps = keeps
@@ -33,7 +33,7 @@ class LeaderElection:
 
 
 class WorkerSupervisor:
-    """Remembers how it was stopped."""
+    """Records how it was stopped."""
 
     def __init__(self, taken_over: bool, started: bool) -> None:
         self.taken_over = frozenset({"prefill-0"} if taken_over else ())
@@ -55,7 +55,7 @@ async def leaves(
     taken_over: bool = False,
     started: bool = True,
 ) -> bool:
-    """Whether a controller in this state leaves workers when it stops."""
+    """Returns True if a controller in this state leaves its workers when it stops."""
     stopped = Controller(ControllerConfig(config, (), 0, "t"))
     supervisor = WorkerSupervisor(taken_over, started)
     stopped._election = LeaderElection(keeps, alone)  # type: ignore[assignment]
@@ -83,7 +83,7 @@ async def test_another_one_that_lives_has_them_from_then_on(keeps: bool) -> None
 
 
 async def test_one_that_let_go_ends_them_where_nobody_lives_any_more() -> None:
-    """Both were told to end: it had no time to take over again."""
+    """Both were stopped: it had no time to take over again."""
     assert not await leaves(keeps=False)
     assert await leaves(keeps=False, asked=True)
 

@@ -1,4 +1,4 @@
-"""Where and how each process logs, from the options to the processes of the router."""
+"""Log settings of each process, from the options to the processes of the router."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_each_process_has_a_file_of_the_size_that_was_asked_for() -> None:
 
 @pytest.mark.parametrize("log", [TO_STDERR, LogConfig(Path("/l/router.log"), LogFormat.JSON, 3 << 20)])
 def test_front_processes_are_told(log: LogConfig) -> None:
-    """They hold the router's file open too, and would go on writing to one that it has turned over."""
+    """They also hold the router's log file open, and would continue to write to a rotated one."""
     config = FrontConfig("front-0", "127.0.0.1", 1, 2, ("key",), log, DEFAULT_LIMITS)
     assert FrontConfig.from_json(config.to_json()) == config
 

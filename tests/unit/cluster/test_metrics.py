@@ -1,4 +1,4 @@
-"""The whole cluster's metrics at one address: all that answer, and word of those that do not."""
+"""The cluster-wide metrics at one address, including the processes that do not respond."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.metrics import ClusterMetrics
 from cluster.supervision.health import Health, Phase
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import DISCOVERY_PATH, METRICS_PATH, MetricsServer, fetch, metrics_page
+from telemetry.registry import Registry
 from tests.stranger import Stranger
 from wire.errors import Unavailable
 from wire.security.credentials import metrics_key_of
@@ -26,9 +26,9 @@ UP = Health("decode-0", Phase.SERVING, 7, 1, 2, "")
 
 
 async def worker(name: str) -> tuple[MetricsServer, str]:
-    board = Board({"model": "m", "worker": name})
-    board.count(f.PREEMPTIONS).add()
-    listener = MetricsServer({METRICS_PATH: metrics_page(Exposition(board))}, frozenset({metrics_key_of(TOKEN)}))
+    registry = Registry({"model": "m", "worker": name})
+    registry.counter(f.PREEMPTIONS).add()
+    listener = MetricsServer({METRICS_PATH: metrics_page(Exposition(registry))}, frozenset({metrics_key_of(TOKEN)}))
     return listener, await listener.open("127.0.0.1")
 
 
@@ -43,7 +43,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ClusterMetri
 
 
 async def samples(cluster: ClusterMetrics) -> dict[tuple[str, str], tuple[str, float]]:
-    """(name, worker) → (role, value)."""
+    """Returns the samples as (name, worker) → (role, value)."""
     text = await fetch(cluster.address, METRICS_PATH, KEY, timeout_s=60.0)  # type: ignore[attr-defined]
     found = [each for metric in text_string_to_metric_families(text) for each in metric.samples]
     return {(each.name, each.labels["worker"]): (each.labels.get("role", ""), each.value) for each in found}
@@ -77,7 +77,7 @@ async def test_all_that_answer(cluster: ClusterMetrics) -> None:
 
 
 async def test_who_lives_is_asked_where_that_changes() -> None:
-    """Not beside the event loop, where a worker that comes or goes meanwhile would end the page in an error."""
+    """Health is read on the event loop, because a concurrent change elsewhere would fail the page."""
     asked: list[threading.Thread] = []
 
     def kept() -> list[tuple[str, Health]]:

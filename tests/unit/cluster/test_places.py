@@ -1,4 +1,4 @@
-"""Which placement groups are made, used again and given back, over a Ray that only keeps names."""
+"""Placement groups that are made, reused and released, over a Ray that only keeps names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Group:
 
 
 class Groups:
-    """Those of one namespace, beside another's."""
+    """The placement groups of one namespace, next to those of another."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("ray.util.placement_group")  # as an attribute it is the function of that name
@@ -41,7 +41,7 @@ class Groups:
         self.theirs = {"decode-9": "CREATED"}
         self.actors: set[str] = set()
         self.here: Group | None = None
-        """In which the test runs."""
+        """The namespace in which the test runs."""
         for name, function in (
             ("placement_group", self.make),
             ("get_placement_group", self.get),
@@ -111,7 +111,7 @@ async def test_workers_that_end_with_their_start_have_places_that_do_so_too(grou
 
 
 async def test_giving_a_place_back_holds_up_nobody_else(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray may take its time; meanwhile the event loop has workers to watch."""
+    """Ray may be slow; meanwhile the event loop has workers to watch."""
     actors, looked = WorkerActors(OUTLIVING, "t"), threading.Event()
     actors._group(SLOT)
     remove = groups.remove
@@ -129,7 +129,7 @@ async def test_giving_a_place_back_holds_up_nobody_else(groups: Groups, monkeypa
 
 
 def test_a_place_that_has_the_name_since_is_left_alone(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another controller, which had it as soon as the name was free."""
+    """The group belongs to another controller, which took the name as soon as it was free."""
     groups.make([{"decode": 1.0}], name="decode-0", lifetime="detached")
     remove = groups.remove
 
@@ -149,7 +149,7 @@ def test_a_place_that_ray_does_not_forget_is_told(
     groups.make([{"decode": 1.0}], name="decode-0", lifetime="detached")
     monkeypatch.setattr(sys.modules["ray.util.placement_group"], "remove_placement_group", lambda _group: None)
     assert give_back("decode-0")
-    assert "Ray still has the place of decode-0" in caplog.text
+    assert "Ray still has the placement group of decode-0" in caplog.text
 
 
 async def test_what_no_worker_needs_is_cleared(groups: Groups) -> None:
@@ -170,7 +170,7 @@ def test_one_that_somebody_has_given_back_is_made_anew(groups: Groups) -> None:
 
 
 async def test_who_waits_for_its_place_is_not_asked_what_it_is(groups: Groups) -> None:
-    """Whatever has the same name in another cluster."""
+    """Only the worker's own group counts, not one of the same name in another cluster."""
     for name, state in (("decode-0", "CREATED"), ("decode-9", "PENDING")):
         groups.make([{"decode": 1.0}], name=name, lifetime="detached").state = state
     groups.actors = {"decode-0-7", "decode-1-7", "decode-9-7", "router-7"}

@@ -1,4 +1,4 @@
-"""The planner in the controller: what it decides is done by the operator's hand, and seen in metrics and logs."""
+"""The planner in the controller: the operator executes its decisions, and metrics and logs show them."""
 
 import asyncio
 import logging
@@ -15,8 +15,8 @@ from cluster.supervision.size import SizeChange
 from planner.decision import Limits, Range
 from router.slo import DEFAULT_CLASSES
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
+from telemetry.registry import Registry
 from telemetry.scrape import Scrape
 from wire.cost_parameters import CostParameters
 from wire.errors import DeadlineExceeded, InvalidArgument
@@ -30,7 +30,7 @@ WINDOW_S = 10.0
 
 
 class Hand:
-    """Does what it is asked for at once, unless it is late."""
+    """An operator that completes changes at once, unless it is late."""
 
     def __init__(self) -> None:
         self.asked: list[ModeChange | SizeChange] = []
@@ -48,7 +48,7 @@ class Hand:
 
 
 class Scene:
-    """A cluster whose metrics say what a test wants."""
+    """A cluster whose metrics a test sets."""
 
     def __init__(self, config: PlannerConfig, roles: list[Role]) -> None:
         self.hand, self.now, self.requests = Hand(), 0.0, 0.0
@@ -68,9 +68,9 @@ class Scene:
             )
             for n, role in enumerate(roles)
         ]
-        self.router = Board({"model": "m", "role": "router", "worker": "router"})
-        self.boards = [self.router, *(self._board(info) for info in self.workers)]
-        self.own = Board({"model": "m", "worker": "controller"})
+        self.router = Registry({"model": "m", "role": "router", "worker": "router"})
+        self.boards = [self.router, *(self._registry(info) for info in self.workers)]
+        self.own = Registry({"model": "m", "worker": "controller"})
         self.planning = Planning(
             config,
             DEFAULT_CLASSES,
@@ -79,23 +79,23 @@ class Scene:
             scrape=self._scrape,
             clock=lambda: self.now,
         )
-        self.planning.tell(self.own)
+        self.planning.export_to(self.own)
 
-    def _board(self, info: WorkerInfo) -> Board:
-        board = Board({"model": "m", "worker": info.peer.worker_id})
-        board.read(lambda: step_costs(COST))
-        return board
+    def _registry(self, info: WorkerInfo) -> Registry:
+        registry = Registry({"model": "m", "worker": info.peer.worker_id})
+        registry.read(lambda: step_costs(COST))
+        return registry
 
     async def _scrape(self) -> str:
-        return merge([Exposition(board).render()[0].decode() for board in self.boards])
+        return merge([Exposition(registry).render()[0].decode() for registry in self.boards])
 
     async def look(self, per_s: float, prompt: int = 900, answer: float = 10.0, times: int = 1) -> None:
         for _ in range(times):
             self.now += WINDOW_S
             count = per_s * WINDOW_S
-            self.router.count(f.OFFERED_REQUESTS).add(count)
-            self.router.count(f.OFFERED_PROMPT_TOKENS).add(count * prompt)
-            self.router.count(f.OFFERED_ANSWER_TOKENS).add(count * answer)
+            self.router.counter(f.OFFERED_REQUESTS).add(count)
+            self.router.counter(f.OFFERED_PROMPT_TOKENS).add(count * prompt)
+            self.router.counter(f.OFFERED_ANSWER_TOKENS).add(count * answer)
             await self.planning.look()
 
     def told(self) -> Scrape:
@@ -120,8 +120,8 @@ async def test_roles_change_and_metrics_and_logs_say_why(said: pytest.LogCapture
     assert (change.mode, change.prefill, change.decode) == (Mode.DISAGGREGATED, 7, 0)
     told = scene.told()
     assert told.total(f.PLANNER_CHANGES, direction="to_prefill") == 1
-    assert told.total(f.PLANNER_WANTED, half="prefill") == 7
-    assert told.total(f.PLANNER_STRAIN, half="prefill") > 1 > told.total(f.PLANNER_STRAIN, half="decode")
+    assert told.total(f.PLANNER_WANTED, role="prefill") == 7
+    assert told.total(f.PLANNER_LOAD_RATIO, role="prefill") > 1 > told.total(f.PLANNER_LOAD_RATIO, role="decode")
     assert "from 4:4 to 7:1: 45 requests/s of 900 computed" in said.text
 
 
@@ -173,7 +173,7 @@ async def test_a_look_that_fails_is_not_the_last(said: pytest.LogCaptureFixture)
     with pytest.raises(asyncio.CancelledError):
         await scene.planning.run()
     assert looks == 2
-    assert "the planner could not look" in said.text
+    assert "the planner failed to process a window" in said.text
 
 
 async def test_what_is_late_is_an_error_and_the_next_look_begins_anew() -> None:
@@ -184,7 +184,7 @@ async def test_what_is_late_is_an_error_and_the_next_look_begins_anew() -> None:
     scene.hand.late = False
     scene.now += 1e6  # however long that took: it is of no window
     await scene.look(45.0, times=3)
-    wanted = scene.told().total(f.PLANNER_WANTED, half="prefill")
+    wanted = scene.told().total(f.PLANNER_WANTED, role="prefill")
     assert wanted == 7
 
 

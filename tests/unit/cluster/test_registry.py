@@ -1,4 +1,4 @@
-"""The registry: one incarnation an id, the dead stay dead, watchers see the latest."""
+"""The registry: one incarnation per id, dead ones stay dead, watchers see the latest membership."""
 
 import asyncio
 import logging

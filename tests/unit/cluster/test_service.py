@@ -1,4 +1,4 @@
-"""The controller's listener: it asks for the secret, registers, and pushes changes to watchers."""
+"""The controller's listener: it requires the secret, registers workers, and pushes changes to watchers."""
 
 from collections.abc import AsyncIterator
 
@@ -20,10 +20,10 @@ ABSENT = Absence("decode-1", "waiting for a node", coming=True)
 
 
 class Asked(Operator):
-    """An operator that says what it heard as an error, for whoever asked."""
+    """An operator that returns its arguments to the caller as an error."""
 
     def __init__(self) -> None:
-        """It owns nothing."""
+        """Creates an operator without workers."""
 
     def absent(self) -> tuple[Absence, ...]:
         return (ABSENT,)

@@ -1,4 +1,4 @@
-"""Workers come and go: as few as can, at every moment somebody takes every kind of work, and no name is lost."""
+"""Changes of the number of workers: few changes, all kinds of work always possible, and no name lost."""
 
 import asyncio
 from collections import Counter
@@ -15,8 +15,8 @@ import cluster.supervision.process_supervisor
 from cluster.config import ClusterConfig
 from cluster.operations.handover_state import Handover
 from cluster.supervision.health import Phase
-from cluster.supervision.modes import ModeChange, Sharing
-from cluster.supervision.process_supervisor import WAITS_FOR_PLACE
+from cluster.supervision.modes import ModeChange, Topology
+from cluster.supervision.process_supervisor import WAITS_FOR_NODE
 from cluster.supervision.roles import another, plan
 from cluster.supervision.size import SizeChange, Steps
 from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
@@ -92,7 +92,7 @@ async def test_it_grows_and_shrinks_while_all_work_is_taken() -> None:
     await crew.operator.resize(SizeChange(prefill=2, decode=2, wait_s=60))
     four = {"prefill-0": P, "prefill-1": P, "decode-0": D, "decode-1": D}
     assert workers.roles == four
-    assert workers.assignments.sharing.prefill == 2
+    assert workers.assignments.topology.prefill == 2
     infos = await crew.operator.resize(SizeChange(prefill=3, decode=1, wait_s=60))
     assert {info.peer.worker_id for info in infos} == set(four)
     assert list(workers.roles.values()).count(P) == 3
@@ -106,7 +106,7 @@ async def test_it_grows_and_shrinks_while_all_work_is_taken() -> None:
     assert "both-0" in workers.roles
     await crew.operator.resize(SizeChange(workers=1))
     assert list(workers.roles) == ["prefill-0"], "the newest leave"
-    assert list(crew.keepers) == list(await workers.assignments.parts()) == ["prefill-0"]
+    assert list(crew.keepers) == list(await workers.assignments.roles()) == ["prefill-0"]
     assert sorted(crew.released) == ["both-0", "decode-0", "decode-1", "prefill-1"]
     workers.check()
     await crew.stop()
@@ -124,14 +124,14 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
     assert len(crew.keepers) == 4
     assert crew.operator.coming == 2
     assert [each.worker_id for each in crew.operator.absent()] == ["prefill-1", "decode-1"]
-    assert {(each.reason, each.coming) for each in crew.operator.absent()} == {(WAITS_FOR_PLACE, True)}
+    assert {(each.reason, each.coming) for each in crew.operator.absent()} == {(WAITS_FOR_NODE, True)}
     await crew.operator.set_mode(ModeChange("disaggregated", prefill=1, decode=1))
     with pytest.raises(DeadlineExceeded, match="prefill-1"):
         await crew.operator.resize(SizeChange(prefill=2, decode=1))
     assert list(crew.keepers) == ["prefill-0", "decode-0", "prefill-1"], "who never served is given up first"
     crew.room.set()
     await until(lambda: workers.roles == {"prefill-0": P, "decode-0": D, "prefill-1": P})
-    await until(lambda: workers.assignments.sharing.prefill == 2)
+    await until(lambda: workers.assignments.topology.prefill == 2)
     await until(lambda: crew.operator.coming == 0)
     assert not crew.operator.absent()
     await crew.stop()
@@ -185,12 +185,12 @@ async def test_one_that_moves_comes_back_although_ray_did_not_answer_for_a_while
     await crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
     await until(lambda: "decode-1" in workers.roles)
     assert not answers
-    assert caplog.text.count("cannot find out whether a has left") == 2
+    assert caplog.text.count("cannot determine if a has left") == 2
     await crew.stop()
 
 
 async def test_who_is_given_up_while_it_restarts_says_so() -> None:
-    workers = Workers({"both-0": BOTH, "both-1": BOTH}, Sharing(Mode.ADAPTIVE))
+    workers = Workers({"both-0": BOTH, "both-1": BOTH}, Topology(Mode.ADAPTIVE))
     crew = await Crew.of(workers)
     crew.room.clear()
     restarting = asyncio.ensure_future(crew.operator.drain_worker("both-1", 1.0, restart=True, force=False))
@@ -243,7 +243,7 @@ async def test_a_drain_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However soon after the drain's end that is asked for, and whoever waits for the drain hears that it is over."""
+    """The hand-over is right even just after the end of the drain, and the caller of the drain gets its result."""
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
     crew.drains.clear()
@@ -255,7 +255,7 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     letting_go = asyncio.ensure_future(crew.operator.let_go())
     await asyncio.sleep(0)
     crew.drains.set()
-    assert await letting_go == Handover(moving=(("decode-1", "a"),))
+    assert await letting_go == Handover(rescheduling=(("decode-1", "a"),))
     await draining
     assert await crew.operator.let_go() == Handover(("decode-1",)), "it was given up, and nobody knows of its node"
     await crew.stop()

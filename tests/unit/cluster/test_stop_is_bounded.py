@@ -1,4 +1,4 @@
-"""Whatever hangs, `stop` comes to an end and takes the processes along."""
+"""`stop` is bounded, whatever hangs, and ends all processes."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from wire.errors import Unavailable
 
 
 class HangingNode:
-    """A Ray that never comes up, until it is killed."""
+    """A Ray that never starts, until it is killed."""
 
     gpus = 0
 

@@ -1,4 +1,4 @@
-"""The chart as helm renders it, and where things are in what it renders."""
+"""Renders the chart with helm, and finds parts of the manifests."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Manifest = dict[str, Any]
 
 
 class HelmError(Exception):
-    """What helm said when it refused."""
+    """A failure of helm, with its output."""
 
 
 class Chart:
-    """Tandem's chart. `run` is any helm command on it."""
+    """Tandem's chart; `run` runs any helm command on it."""
 
     def __init__(self, helm: Path, folder: Path) -> None:
-        """Whatever helm keeps goes to `folder`."""
+        """Uses `folder` for helm's own files."""
         self._helm = helm
         homes = ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")
         self._env = {"PATH": os.defpath, "HOME": str(folder), **{name: str(folder / name) for name in homes}}
 
     def run(self, command: str, *arguments: str) -> str:
-        """What it printed. HelmError if it failed."""
+        """Runs a helm command and returns its output. HelmError if it failed."""
         line = [str(self._helm), *command.split(), *arguments]
         done = subprocess.run(line, env=self._env, capture_output=True, text=True, check=False, timeout=HELM_TIMEOUT_S)
         if done.returncode:
@@ -43,32 +43,32 @@ class Chart:
         return done.stdout
 
     def render(self, *arguments: str) -> list[Manifest]:
-        """All manifests of a release with the default values, a secret with API keys, and `arguments`."""
+        """Returns all manifests of a release with the default values, a secret with API keys, and `arguments`."""
         keys = () if "-f" in arguments else ("--set", "auth.apiKeys.existingSecret=tandem-keys")
         text = self.run("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *keys, *arguments)
         return [each for each in yaml.load_all(text, _LOADER) if each]
 
     @functools.cache  # noqa: B019
     def example(self, name: str) -> tuple[Manifest, ...]:
-        """All manifests of an example; not to be changed."""
+        """Returns all manifests of an example; they must not be changed."""
         return tuple(self.render("-f", str(CHART / "examples" / f"{name}.yaml")))
 
 
 def one(manifests: list[Manifest] | tuple[Manifest, ...], kind: str, name: str = "") -> Manifest:
-    """The only manifest of its kind whose name ends with `name`."""
+    """Returns the only manifest of its kind whose name ends with `name`."""
     found = [each for each in manifests if each["kind"] == kind and each["metadata"]["name"].endswith(name)]
     assert len(found) == 1, f"{len(found)} of {kind} {name}"
     return found[0]
 
 
 def pods(manifests: list[Manifest] | tuple[Manifest, ...]) -> dict[str, Manifest]:
-    """By group, `head` included: its rayStartParams, replicas and pod template."""
+    """Returns rayStartParams, replicas and pod template by group, `head` included."""
     spec = one(manifests, "RayCluster")["spec"]
     return {"head": spec["headGroupSpec"], **{group["groupName"]: group for group in spec["workerGroupSpecs"]}}
 
 
 def containers(manifests: list[Manifest] | tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]:
-    """Each container of each group, those that only begin included."""
+    """Yields each container of each group, init containers included."""
     for name, group in pods(manifests).items():
         spec = group["template"]["spec"]
         for container in [*spec.get("initContainers", []), *spec["containers"]]:
@@ -76,5 +76,5 @@ def containers(manifests: list[Manifest] | tuple[Manifest, ...]) -> Iterator[tup
 
 
 def driver(manifests: list[Manifest] | tuple[Manifest, ...]) -> Manifest:
-    """The container that brings the cluster up."""
+    """Returns the container that runs `tandem up`."""
     return next(each for name, each in containers(manifests) if (name, each["name"]) == ("router", "tandem"))

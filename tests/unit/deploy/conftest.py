@@ -1,4 +1,4 @@
-"""A real helm, from the package that carries it, and a controller that waits for figures."""
+"""Fixtures: a real helm from its Python package, and a controller that waits longer for metrics."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ BINARY = "helm/helm"
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is slow to tell its figures is not a silent one."""
+    """Raises the controller's scrape timeout, so that a slow worker does not count as not responding."""
     monkeypatch.setattr("cluster.metrics._TARGET_S", 60.0)
 
 
 @pytest.fixture(scope="session")
 def chart(tmp_path_factory: pytest.TempPathFactory) -> Chart:
-    """Tandem's chart under that helm."""
+    """Tandem's chart, rendered by that helm."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:

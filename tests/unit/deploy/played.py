@@ -1,4 +1,4 @@
-"""What processes said, minute by minute, played to the rules: which alerts fire, and when."""
+"""Plays scraped metrics to the rules minute by minute: which alerts fire, and when."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.deploy.test_rules import RULES
 
 Said = Mapping[str, float]
-"""Series of one scrape by their name and labels."""
+"""Values of one scrape by the series' names and labels."""
 
 
 def said(text: str, namespace: str) -> Said:
-    """What Prometheus reads of a text, with the label that a scrape configuration adds."""
+    """Parses a scrape's text as Prometheus does, with the label that a scrape configuration adds."""
     return {
         series(sample.name, {"namespace": namespace, **sample.labels}): sample.value
         for metric in text_string_to_metric_families(text)
@@ -30,7 +30,7 @@ def series(name: str, labels: Mapping[str, str]) -> str:
 
 
 def input_series(scrapes: Sequence[Said]) -> list[dict[str, str]]:
-    """As promtool plays them, one scrape a minute: what a scrape has not is stale."""
+    """Returns promtool's input series, one scrape a minute; a series missing from a scrape is stale."""
     names = dict.fromkeys(name for scrape in scrapes for name in scrape)
     return [{"series": name, "values": " ".join(_points(name, scrapes))} for name in names]
 
@@ -41,7 +41,7 @@ def _points(name: str, scrapes: Sequence[Said]) -> Iterator[str]:
 
 
 def promtool(case: dict[str, Any], folder: Path) -> str:
-    """What promtool finds wrong with a case."""
+    """Runs a case with promtool; returns its failures."""
     (folder / "case.yaml").write_text(json.dumps(case))
     command = ["promtool", "test", "rules", str(folder / "case.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -50,7 +50,7 @@ def promtool(case: dict[str, Any], folder: Path) -> str:
 
 
 def play(texts: Sequence[str], firing: Mapping[int, set[str]], folder: Path) -> str:
-    """What is wrong if texts, one a minute, are to make these alerts fire at these minutes, and no others."""
+    """Returns failures if these texts, one a minute, do not make exactly these alerts fire at these minutes."""
     read = {text: said(text, "prod") for text in set(texts)}
     questions = [
         {

@@ -1,4 +1,4 @@
-"""Which metrics and labels a PromQL expression asks for, and which there are."""
+"""Extracts the metrics and labels that a PromQL expression uses, and lists the exported ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from telemetry.families import FAMILIES
 from telemetry.family import Kind
 
 PROCESS = {"namespace", "model", "worker"}
-"""Labels of every series; `namespace` and what discovery adds come with the scrape."""
+"""Labels of every series; `namespace` and discovery's labels are added by the scrape."""
 ROUTER = PROCESS | {"role"}
-"""Labels of a router's; a worker's role is in a series of its own."""
+"""Labels of a router's series; a worker's role is in a series of its own."""
 DCGM_LABELS = {"Hostname", "gpu"}
 _WORDS = {"by", "without", "on", "ignoring", "group_left", "group_right", "and", "or", "unless", "bool", "offset"}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -23,7 +23,7 @@ _NAME = re.compile(r"(?<![\w$.:])([A-Za-z_:][\w:]*)(?![\w:]*\s*\()")
 
 
 def known() -> dict[str, set[str]]:
-    """Every series that a cluster exports, and the labels it has."""
+    """Returns every series that a cluster exports, with its labels."""
     found = {}
     for family in FAMILIES:
         labels = {*ROUTER, *family.labels}
@@ -40,7 +40,7 @@ def known() -> dict[str, set[str]]:
 
 
 def selected(expression: str) -> list[tuple[str, set[str]]]:
-    """Each metric that is asked for, with the labels it is selected by."""
+    """Returns each selected metric with the labels of its matchers."""
     bare = _STRING.sub('""', expression)
     found = [(name, _labels(inside)) for name, inside in _SELECTOR.findall(bare)]
     rest = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub("", _SELECTOR.sub("", bare)))
@@ -48,13 +48,13 @@ def selected(expression: str) -> list[tuple[str, set[str]]]:
 
 
 def grouped(expression: str) -> set[str]:
-    """Labels that an expression groups or joins by."""
+    """Returns the labels by which an expression groups or joins."""
     inside = _GROUPING.findall(_STRING.sub('""', expression))
     return {label.strip() for each in inside for label in each.split(",") if label.strip()}
 
 
 def strangers(expression: str, series: dict[str, set[str]]) -> list[str]:
-    """What an expression asks for that `series` does not have."""
+    """Returns the metrics and labels of an expression that `series` does not have."""
     asked = selected(expression)
     wrong = [name for name, _ in asked if name not in series]
     wrong += [f"{name}{{{label}}}" for name, labels in asked if name in series for label in labels - series[name]]
@@ -67,7 +67,7 @@ def _labels(inside: str) -> set[str]:
 
 
 def walk(panels: Iterable[dict]) -> Iterable[dict]:
-    """All panels but rows, those of folded rows too."""
+    """Yields all panels but rows, those inside of folded rows too."""
     for panel in panels:
         if panel["type"] == "row":
             yield from walk(panel["panels"])

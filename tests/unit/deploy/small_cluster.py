@@ -1,5 +1,7 @@
-"""A cluster in one process, scraped as Prometheus scrapes a real one: workers over fake engines, the controller's
-keepers over processes that live as long as a test says, and the metrics of all at the controller's address.
+"""A cluster in one process, scraped as Prometheus scrapes a real one.
+
+Workers run over fake engines, and the controller's process keepers over processes that live as long as a test sets. All
+metrics are at the controller's address.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ ROUTER = "router"
 
 
 class Living(Process):
-    """Serves at once, until it dies."""
+    """A process that serves at once, until it dies."""
 
     def __init__(self, serves: Callable[[], None]) -> None:
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -50,13 +52,13 @@ class Living(Process):
 
 
 class SmallCluster:
-    """Use as an async context."""
+    """A small cluster; use it as an async context."""
 
     def __init__(self, *, device: str = "cpu", **changes: Any) -> None:
-        """`device` as an engine names it; `changes` are those of a `WorkerPair`."""
+        """Sets it up; `device` is an engine's device name, `changes` are options of `WorkerPair`."""
         self.pair = WorkerPair(**changes)
         self.texts: list[str] = []
-        """What a scrape found, minute by minute."""
+        """The scraped texts, one per minute."""
         self._device = device
         self._listeners: dict[str, tuple[End, str]] = {}
         self._open: list[MetricsServer] = []
@@ -82,7 +84,7 @@ class SmallCluster:
         await self.pair.__aexit__(*error)
 
     async def minutes(self, number: int) -> None:
-        """Nothing changes for so long: each finds what a scrape finds now."""
+        """Repeats the present scrape for `number` minutes."""
         try:
             text = await fetch(self._address, METRICS_PATH, timeout_s=60.0)
         except Unavailable:
@@ -90,33 +92,33 @@ class SmallCluster:
         self.texts += [text] * number
 
     async def kill(self, name: str) -> None:
-        """A process dies; returns when it serves again."""
+        """Kills a process; returns when it serves again."""
         life = self._lives[name]
         life.death.set_result("it was killed")
         await until(lambda: self._lives[name] is not life)
         await self._serving()
 
     async def open_controller(self) -> None:
-        """Its metrics can be scraped, after what it hears of those that serve."""
+        """Opens the controller's metrics, which know all serving processes."""
         self._metrics = ClusterMetrics("fake", "", frozenset(), self._health, dict)
         self._address = await self._metrics.open("127.0.0.1", 0)
         for name in self._listeners:
             self._opened(name)
 
     async def close_controller(self) -> None:
-        """Nobody answers at its address."""
+        """Closes the controller's metrics listener."""
         await self._metrics.close()
 
     async def _serving(self) -> None:
         await until(lambda: all(keeper.phase is Phase.SERVING for keeper in self._keepers.values()))
 
     async def _open_listener(self, end: End) -> str:
-        """As a worker's process does."""
+        """Opens a worker's metrics listener like a worker's process."""
         worker = end.worker
         engine: Any = SimpleNamespace(device_name=self._device, facts=worker.facts, graph_use=GraphUse())
-        worker.metrics.board.read(partial(worker_facts, worker.report, worker.transport))
-        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
-        listener = MetricsServer({METRICS_PATH: metrics_page(Exposition(worker.metrics.board))}, frozenset())
+        worker.metrics.registry.read(partial(worker_facts, worker.report, worker.transport))
+        worker.metrics.registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
+        listener = MetricsServer({METRICS_PATH: metrics_page(Exposition(worker.metrics.registry))}, frozenset())
         self._open.append(listener)
         return await listener.open("127.0.0.1")
 

@@ -1,5 +1,7 @@
-"""Each alert that no real cluster's test makes fire: its cause is made in real parts, which are scraped, and the rules
-are played what they said, with the patience that an operator's Prometheus has. It fires alone, and rests again.
+"""Causes of each alert that no test with a real cluster covers.
+
+Each cause is created in real parts, whose scraped metrics are played to the rules with an operator's durations. The
+alert fires alone, and ends.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ pytestmark = needs_promtool
 
 PROMPT, ONE = list(range(11, 11 + 2 * PAGE_TOKENS)), SamplingParams(max_tokens=2)
 POOL, LOST = 16, 5
-"""Pages, and requests of two pages each: more than half of the pool."""
+"""Pages, and requests of two pages each, which lose more than half of the pool."""
 
 
 def assert_fires(cluster: SmallCluster, firing: Mapping[int, set[str]], folder: Path) -> None:
-    """At these minutes of what was scraped, and nothing else; nothing at all at first and in the end."""
+    """Asserts that these alerts, and no others, fire at these minutes, and none at the beginning and at the end."""
     wrong = play(cluster.texts, {0: set(), **firing, len(cluster.texts) - 1: set()}, folder)
     assert not wrong, wrong
 
@@ -179,7 +181,7 @@ async def test_pages_of_a_gpu_that_go_over_tcp(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The wires of a transport, told by UCX's own tables and then by none, beside a worker that names its device."""
+    """The transport's names come from UCX's own tables, then from none; a second worker names its device."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     put = PUT.replace("host memory", "cuda memory")
     fast, slow = (table("prefill-0/1", put, f"| 0..inf | zero-copy | {wire} |") for wire in ("cuda_ipc/cuda", "tcp/lo"))
@@ -196,7 +198,7 @@ async def test_pages_of_a_gpu_that_go_over_tcp(
 
 
 def test_each_alert_has_a_cause_that_is_real() -> None:
-    """In this file, or beside a real cluster: what is to fire stands in lines of its own there."""
-    here, beside = Path(__file__).read_text(), (ROOT / "tests" / "integration" / "test_prometheus.py").read_text()
+    """Every alert occurs in this file or in the test with a real cluster, there in lines that expect it to fire."""
+    here, beside = Path(__file__).read_text(), (ROOT / "tests" / "e2e" / "test_prometheus.py").read_text()
     made = [here, *(line for line in beside.splitlines() if " not " not in line)]
     assert set(alerts()) == set(re.findall(r"\bTandem\w+", "\n".join(made)))

@@ -1,4 +1,4 @@
-"""What the pods run is understood by those who run it: the CLI, Ray's `ray start`, `ClusterConfig`."""
+"""The pods' commands are accepted by the CLI, by `ray start`, and by `ClusterConfig`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TANDEM: Any = typer.main.get_command(app)
 
 
 def parsed(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """The name and the options of a `tandem` command, as typer hands them over."""
+    """Returns name and options of a `tandem` command, parsed by typer."""
     program, name, *rest = command
     assert program == "tandem"
     return name, TANDEM.commands[name].make_context(name, rest).params
 
 
 def ray_start(params: dict[str, str], *fixed: str) -> dict[str, Any]:
-    """What Ray reads of the shell's words that KubeRay makes of `params`."""
+    """Returns the options that Ray parses from the shell command that KubeRay builds from `params`."""
     words = shlex.split(" ".join(f"--{name}={value}" for name, value in params.items()))
     return dict(ray_scripts.start.make_context("start", [*fixed, *words]).params)
 
@@ -203,7 +203,7 @@ def test_probes_of_ray_knock_where_it_listens(chart: Chart, example: str) -> Non
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_a_pod_is_ready_when_its_workers_are(chart: Chart, example: str) -> None:
-    """Else a budget would let the next pod go as soon as Ray is up in the one that takes the last one's place."""
+    """Otherwise the disruption budget would evict the next pod as soon as Ray runs in the last one's replacement."""
     for name, group in pods(chart.example(example)).items():
         if name in {"head", "router"}:
             continue

@@ -1,4 +1,4 @@
-"""What the chart renders is what Kubernetes and KubeRay accept, and what the examples are known to give."""
+"""Kubernetes and KubeRay accept the rendered manifests, and the examples render their golden files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from wire.messages import Role
 
 HERE = Path(__file__).parent
 KUBERNETES = "1.34"
-"""Whose schemas judge."""
+"""The Kubernetes version whose schemas validate the manifests."""
 NOT_KUBERNETES = ("ray.io/", "monitoring.coreos.com/", "gateway.networking.k8s.io/")
 UPDATE = "UPDATE_GOLDEN"
-"""Set to anything, it writes the golden files anew."""
+"""The environment variable that makes the test write the golden files."""
 
 
 def strict(schema: Any) -> Any:
-    """The schema as Kubernetes' strict field validation has it: what is not named is refused."""
+    """Returns the schema for Kubernetes' strict field validation, which rejects unknown fields."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -119,7 +119,7 @@ def test_rdma_reaches_the_workers_alone(chart: Chart) -> None:
 
 
 def test_workers_on_their_hosts_network_reach_head_and_router(chart: Chart) -> None:
-    """Others know them by their hosts' addresses alone."""
+    """Other pods know them by their hosts' addresses only."""
     hosts = {"ipBlock": {"cidr": "10.1.0.0/16"}}
     settings = "rdma.enabled=true,rdma.hostNetwork=true,networkPolicy.nodes[0].ipBlock.cidr=10.1.0.0/16"
     policy = one(chart.render("--set", settings), "NetworkPolicy", "-tandem")
@@ -129,7 +129,7 @@ def test_workers_on_their_hosts_network_reach_head_and_router(chart: Chart) -> N
 
 
 def admits(rule: dict[str, Any], labels: dict[str, str], port: int) -> bool:
-    """Whether a rule of a NetworkPolicy lets a pod with these labels reach this TCP port."""
+    """Returns True if a NetworkPolicy's rule admits a pod with these labels to this TCP port."""
     selectors = [each["podSelector"]["matchLabels"] for each in rule["from"] if "podSelector" in each]
     ports = [(each["port"], each.get("endPort", each["port"])) for each in rule["ports"]]
     return any(first <= port <= last for first, last in ports) and any(
@@ -175,7 +175,7 @@ def test_prefill_and_decode_share_a_fabric(chart: Chart, policy: str, key: str) 
 
 
 def test_rays_autoscaler_knows_what_each_pod_would_bring(chart: Chart) -> None:
-    """Its own reading of the resource: a pending worker of a role finds the group that has places for it."""
+    """Ray's autoscaler parses the resources: a pending worker of a role finds the group with places for it."""
     cluster = one(chart.example("many-hosts"), "RayCluster")
     assert cluster["spec"]["enableInTreeAutoscaling"]
     cluster = {**cluster, "metadata": {**cluster["metadata"], "namespace": NAMESPACE}}
@@ -213,7 +213,7 @@ def test_a_group_may_begin_with_nothing(chart: Chart) -> None:
 
 
 def test_dashboards_and_rules_are_the_tested_ones(chart: Chart, tmp_path: Path) -> None:
-    """From a packaged chart, which has to hold them itself."""
+    """Renders from a packaged chart, which must contain the files itself."""
     chart.run("package", str(CHART), "--destination", str(tmp_path))
     package = next(tmp_path.glob("tandem-*.tgz"))
     values = str(CHART / "examples" / "many-hosts.yaml")
@@ -229,7 +229,7 @@ def test_dashboards_and_rules_are_the_tested_ones(chart: Chart, tmp_path: Path) 
 
 
 def stable(manifests: tuple[Manifest, ...]) -> str:
-    """Without what is random or lies in a file of its own."""
+    """Returns the manifests without random values and separate files."""
     shown = []
     for manifest in manifests:
         copy = json.loads(json.dumps(manifest))

@@ -1,4 +1,4 @@
-"""Wrong values are refused before anything is installed, in words that name them."""
+"""Invalid values are rejected before an installation, by messages that name them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         (f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{a.b}}", r"a.b is one of gateway.hostnames, too"),
         (f"{GATEWAY},gateway.hostnames={{*.b}},gateway.grpcHostnames={{g.b}}", r"g.b is one of .*, too \(\*\.b\)"),
         (f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{*.b}}", r"\*.b is one of .*, too \(a\.b\)"),
-        ("auth.apiKeys.existingSecret=", r"auth.apiKeys.existingSecret is needed: without keys, whoever reaches the"),
+        ("auth.apiKeys.existingSecret=", r"auth.apiKeys.existingSecret is needed: without keys, every client"),
         ("monitoring.serviceMonitor.enabled=true", r"monitoring.serviceMonitor needs auth.metricsKey.existingSecret"),
     ],
 )
@@ -73,15 +73,15 @@ def test_what_is_wrong_is_named(chart: Chart, setting: str, message: str) -> Non
 def test_what_is_dangerous_is_told(chart: Chart) -> None:
     settings = "auth.insecure=true,ingress.enabled=true,ingress.host=a.b"
     notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", settings)
-    assert "auth.insecure: whoever reaches the router is served" in notes
+    assert "auth.insecure: every client that reaches the router is served" in notes
     assert "the ingress has no tlsSecret" in notes
     assert "can write into their memory" not in notes
-    assert "rdma.enabled is false: KV pages between hosts go over TCP" in notes
+    assert "rdma.enabled is false: KV pages between hosts are transferred over TCP" in notes
     assert "workersOutliveSeconds" not in notes[notes.index("NOTES:") :]
     settings += ",router.workersOutliveSeconds=0,networkPolicy.enabled=false"
     notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", settings)
-    assert "whoever reaches workers' pods at ports 21000 to 21099 can write into their memory" in notes
-    assert "workersOutliveSeconds is 0: whenever the router's pod goes, workers end" in notes
+    assert "any process that reaches workers' pods at ports 21000 to 21099 can write into their memory" in notes
+    assert "workersOutliveSeconds is 0: whenever the router's pod ends, workers end" in notes
 
 
 @pytest.mark.parametrize(("example", "worker"), [("cpu", "decode-0"), ("one-gpu", "both-0")])
@@ -108,7 +108,7 @@ def test_an_ingress_has_a_host_for_grpc_of_its_own(chart: Chart) -> None:
 
 
 def test_a_gateway_has_names_for_grpc_of_its_own(chart: Chart) -> None:
-    """One that is given both kinds of route for a name accepts one of them and refuses the other."""
+    """A Gateway with both kinds of route for one name accepts one of them and rejects the other."""
     manifests = chart.render("--set", f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{g.b}}")
     assert one(manifests, "HTTPRoute")["spec"]["hostnames"] == ["a.b"]
     assert one(manifests, "GRPCRoute")["spec"]["hostnames"] == ["g.b"]

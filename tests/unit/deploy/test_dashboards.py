@@ -1,4 +1,4 @@
-"""Dashboards ask only for what is there, and Grafana can load them."""
+"""Dashboards query only exported metrics, and Grafana can load them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.deploy.promql import DCGM_LABELS, known, selected, strangers, wa
 
 NAMES = [each.name for each in DASHBOARDS]
 UNITS = {"s", "reqps", "cps", "bytes", "Bps", "flops", "percentunit", "short", "celsius", "watt", "hertz"}
-"""Those of Grafana's list (packages/grafana-data/src/valueFormats/categories.ts) that these dashboards use."""
+"""Units of Grafana's list (packages/grafana-data/src/valueFormats/categories.ts) that these dashboards use."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
 
@@ -27,7 +27,7 @@ def dashboard(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def queries(dashboard: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Title, expression and legend of each target."""
+    """Returns title, expression and legend of each target."""
     return [
         (panel["title"], target["expr"], target["legendFormat"])
         for panel in walk(dashboard["panels"])
@@ -67,7 +67,7 @@ def test_queries_ask_for_what_is_exported(dashboard: dict[str, Any]) -> None:
 
 
 def test_each_metric_is_in_a_panel() -> None:
-    """What nobody is shown need not be counted."""
+    """A metric that no dashboard shows need not be exported."""
     panels = [queries(json.loads(file_of(each).read_text())) for each in DASHBOARDS]
     asked = {name for page in panels for _, expression, _ in page for name, _ in selected(expression)}
     unseen = [each.full_name for each in f.FAMILIES if not asked & {each.full_name, *_parts(each.full_name)}]

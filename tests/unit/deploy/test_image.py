@@ -1,4 +1,4 @@
-"""deploy/Dockerfile, as far as it can be judged without a container engine: stages, sources, user, entry point."""
+"""The parts of deploy/Dockerfile that can be checked without a container engine: stages, sources, user, entry point."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILD_TOOLS = {"g++", "make", "cmake", "git", "curl", "wget", "python3-pip", "bu
 
 @dataclass
 class Stage:
-    """One FROM and what follows."""
+    """One FROM with the instructions that follow."""
 
     base: str
     steps: list[tuple[str, str]] = field(default_factory=list)
@@ -48,7 +48,7 @@ def stages() -> dict[str, Stage]:
 
 
 def sent() -> list[str]:
-    """Names in the repository's root that reach the builder, by the ignore file."""
+    """Returns names in the repository's root that the ignore file sends to the builder."""
     lines = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
     assert lines[0] == "**"
     return [line.removeprefix("!") for line in lines if line.startswith("!")]

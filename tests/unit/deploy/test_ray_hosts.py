@@ -1,4 +1,4 @@
-"""deploy/ray-cluster.yaml is one that Ray takes, and its commands start nodes with the places a host says it has."""
+"""Ray accepts deploy/ray-cluster.yaml, whose commands start nodes with the places in a host's environment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json
 
 
 def started(line: str, home: Path) -> dict[str, Any]:
-    """What Ray reads of the command line, as a host's shell hands it over."""
+    """Returns the options that Ray parses from a command line after a host's shell."""
     ray_there = home / "tandem" / ".venv" / "bin" / "ray"
     ray_there.parent.mkdir(parents=True, exist_ok=True)
     ray_there.write_text('#!/bin/sh\nfor word; do printf "%s\\0" "$word"; done\n')
@@ -41,8 +41,8 @@ def test_ray_takes_it() -> None:
 @pytest.mark.parametrize("commands", ["head_start_ray_commands", "worker_start_ray_commands"])
 @pytest.mark.parametrize("places", [{}, {"prefill": 2}, {"prefill": 1, "decode": 1}])
 def test_nodes_offer_what_their_hosts_say(commands: str, places: dict[str, int], tmp_path: Path) -> None:
-    told = f"export TANDEM_PLACES={shlex.quote(json.dumps(places))}\n" if places else ""
-    (tmp_path / ".tandem-env").write_text(f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=secret\n{told}")
+    exports = f"export TANDEM_PLACES={shlex.quote(json.dumps(places))}\n" if places else ""
+    (tmp_path / ".tandem-env").write_text(f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=secret\n{exports}")
     options = started(CONFIG[commands][-1], tmp_path)
     assert json.loads(options["resources"]) == places
     assert options["head"] is (commands == "head_start_ray_commands")

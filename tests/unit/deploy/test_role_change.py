@@ -1,4 +1,4 @@
-"""A worker that changes its role while it lives counts once in every panel: as much as one that never changed."""
+"""A worker that changes its role counts once in every panel, exactly like one that never changed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cluster.supervision.health import Health, Phase
 from costs.roofline import Ceilings, ModelSizes, Roofline
 from deploy.dashboards.__main__ import DASHBOARDS, text_of
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
 from telemetry.family import Family, Kind
+from telemetry.registry import Registry
 from tests.unit.deploy.played import input_series, promtool, said
 from tests.unit.deploy.promql import walk
 from tests.unit.deploy.test_rules import RULES, needs_promtool
@@ -48,16 +48,16 @@ def changing(minute: int) -> str:
 
 
 class World:
-    """One cluster, a namespace of its own, of which every family grows by the minute."""
+    """A cluster with its own namespace, in which every family grows by the minute."""
 
     def __init__(self, role: Callable[[int], str]) -> None:
         self.minute, self.role = 0, role
         graphs = SimpleNamespace(hits=0, misses=0, padded_tokens=0)
         engine: Any = SimpleNamespace(device_name="cpu", facts=SimpleNamespace(dtype="float32"), graph_use=graphs)
-        self.worker = Board(WorkerMetrics("m", WORKER, Utilization(ROOFLINE)).board.labels)
+        self.worker = Registry(WorkerMetrics("m", WORKER, Utilization(ROOFLINE)).registry.labels)
         self.worker.read(lambda: {f.WORKER_INFO: engine_facts(engine, lambda: role(self.minute))[f.WORKER_INFO]})
         self.worker.read(self._everything)
-        router = Board({"model": "m", "role": "router", "worker": "router"})
+        router = Registry({"model": "m", "role": "router", "worker": "router"})
         router.read(lambda: dict.fromkeys(ROUTERS, 7.0 + self.minute))
         health = Health(WORKER, Phase.SERVING, 1, 1, 2, "")
         cluster = ClusterMetrics(
@@ -67,12 +67,12 @@ class World:
         self.boards, self.cluster = (self.worker, router), cluster
 
     def scrapes(self, namespace: str) -> Iterator[dict[str, float]]:
-        """Series by their name and labels, minute by minute."""
+        """Yields the series by name and labels, minute by minute."""
         for self.minute in range(MINUTES):
             for number, family in enumerate(HISTOGRAMS, 1):
                 for cell in _cells(family):
-                    self.worker.spread(family, *cell).observe(family.buckets[1], number * (1 + self.minute))
-            texts = (Exposition(board).render()[0].decode() for board in self.boards)
+                    self.worker.histogram(family, *cell).observe(family.buckets[1], number * (1 + self.minute))
+            texts = (Exposition(registry).render()[0].decode() for registry in self.boards)
             text = merge([*texts, asyncio.run(self.cluster.text())])
             yield {
                 name: 3.0 * self.minute if name.startswith("process_") else value
@@ -81,17 +81,17 @@ class World:
 
     @property
     def grown(self) -> float:
-        """Growth that grows: where something is extrapolated, it is seen."""
+        """Growth that grows itself, so that extrapolation shows."""
         return float((1 + self.minute) ** 2)
 
     def _everything(self) -> dict[Family, dict[tuple[str, ...], float]]:
-        told = {f.WORKER_INFO, f.PROCESS_UP, f.PROCESS_RESTARTS, f.TARGET_UP}
-        plain = [each for each in f.FAMILIES if each not in {*HISTOGRAMS, *told}]
+        given = {f.WORKER_INFO, f.PROCESS_UP, f.PROCESS_RESTARTS, f.TARGET_UP}
+        plain = [each for each in f.FAMILIES if each not in {*HISTOGRAMS, *given}]
         return {family: dict.fromkeys(_cells(family), 5.0 + n * self.grown) for n, family in enumerate(plain)}
 
 
 class Changing(UserDict[str, str]):
-    """Labels with the role among them, asked for at each scrape."""
+    """Labels with the role among them, evaluated at each scrape."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world.worker.labels, role="")
@@ -127,7 +127,7 @@ def _of(expression: str, namespace: str, role: str) -> str:
 
 
 def questions() -> Iterator[dict[str, Any]]:
-    """Both clusters' panels agree at every moment; of a role, from the moment on at which it is had."""
+    """Both clusters' panels agree at all times; panels of a role from the time at which the worker has it."""
     same, nothing = [{"labels": "{}", "value": 1}], []
     for expression in expressions():
         for role in (EVERYBODY, "decode"):
@@ -144,7 +144,7 @@ def questions() -> Iterator[dict[str, Any]]:
 
 
 def compare(folder: Path) -> str:
-    """What promtool finds wrong."""
+    """Returns promtool's failures."""
     series = [*played("changes", changing), *played("stays", lambda _: "decode")]
     case = {"interval": "1m", "input_series": series, "promql_expr_test": list(questions())}
     return promtool({"rule_files": [], "tests": [case]}, folder)
@@ -169,7 +169,7 @@ def test_a_label_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rules_and_panels_ask_for_roles_where_they_are_told() -> None:
-    """A `role` in any other selector would miss all series of workers."""
+    """A `role` matcher in any other selector would miss all series of workers."""
     asked = [
         *expressions(),
         *(rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]),

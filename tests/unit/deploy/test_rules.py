@@ -1,4 +1,4 @@
-"""Rules ask only for what is there; every alert has a paragraph for whoever it wakes, and a case of its cause."""
+"""Rules query only exported metrics; every alert has a section in the runbook, and a test of its cause."""
 
 from __future__ import annotations
 

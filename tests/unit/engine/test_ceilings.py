@@ -1,4 +1,4 @@
-"""What a device can do at best: the rounds that count, and what there is where nothing can be measured."""
+"""The ceilings of a device: the rounds that count, and the fallback if nothing can be measured."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ CORES = torch.device("cpu")
 
 
 def clock_of(*seconds: float) -> Callable[[], float]:
-    """So long passes between one look and the next."""
+    """Returns a clock on which so many seconds pass between one reading and the next."""
     moments = iter(accumulate(seconds, initial=0.0))
     return lambda: next(moments)
 
@@ -35,7 +35,7 @@ def test_a_disturbed_round_and_a_lucky_one_do_not() -> None:
 
 
 def test_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three threads: what all of them read and compute, by the seconds of a round."""
+    """Three threads: the bytes and operations of all of them, by the seconds of a round."""
     monkeypatch.setattr(ceilings, "_CPU_READ_BYTES", 3 * 4096)
     monkeypatch.setattr(ceilings, "_CPU_MATRIX", 8)
     asked = []

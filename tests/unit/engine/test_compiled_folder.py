@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: in the user's cache, or wherever a process may write."""
+"""The folder of compiled kernels: in the user's cache, or a temporary one."""
 
 import tempfile
 from pathlib import Path

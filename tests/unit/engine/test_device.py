@@ -1,4 +1,4 @@
-"""What a machine or a setting cannot do is said in one sentence at start. GPUs are played: none is needed."""
+"""Limits of a machine or a setting are reported in one sentence at start. GPUs are mocked: none is needed."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 0)
 
 
 def play_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
-    """One GPU of this capability with 40 of 80 GiB free, 10 of them kept by PyTorch."""
+    """Mocks one GPU of this capability with 40 of 80 GiB free, 10 of them kept by PyTorch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -71,7 +71,7 @@ def test_a_head_dim_without_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 class TestPrefillAttention:
-    """Which one, and what the log says about it."""
+    """The choice, and its log text."""
 
     @pytest.fixture(autouse=True)
     def _flash(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ class TestPrefillAttention:
 
 
 class TestMemory:
-    """Of a played GPU."""
+    """Memory of a mocked GPU."""
 
     def test_the_cache_gets_what_the_fraction_leaves(self, monkeypatch: pytest.MonkeyPatch) -> None:
         play_gpu(monkeypatch)

@@ -1,4 +1,4 @@
-"""Looking again and again ends with the event, or after a while."""
+"""Polling ends with the event, or after a while."""
 
 import time
 
@@ -8,7 +8,7 @@ from engine import device_wait
 
 
 class Event:
-    """Has happened at the `looks`-th look."""
+    """An event that has happened at the `looks`-th poll."""
 
     def __init__(self, looks: float) -> None:
         self.looks = looks
@@ -24,7 +24,7 @@ class Event:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long was slept, each time; time passes in no other way."""
+    """Returns the duration of each sleep; time passes only by sleeping."""
     sleeps: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: sum(sleeps))
     monkeypatch.setattr(time, "sleep", sleeps.append)

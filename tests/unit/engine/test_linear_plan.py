@@ -10,9 +10,9 @@ from engine.models.shapes import shape_config, shape_names
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256)
 SHARED_BYTES = 227 << 10
-"""That one program of an H100 or H200 may have."""
+"""The shared memory that one program of an H100 or H200 may have."""
 NUMBERS_PER_THREAD = 128
-"""That a thread's registers hold beside everything else: float32 sums, or 16-bit weights on their way."""
+"""The elements that a thread's registers hold besides everything else: float32 sums, or 16-bit weights in flight."""
 ITEM_BYTES = 2
 
 
@@ -22,7 +22,7 @@ ITEM_BYTES = 2
 def test_every_product_has_a_tile_that_fits(
     name: str, tokens: int, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the rule too where tiles are measured: Qwen3-8B and 32B, whose are not, have nothing else."""
+    """The rule is tested where tiles are measured, too: Qwen3-8B and 32B have no measured ones."""
     if not measured:
         monkeypatch.setattr(triton_linear_plan, "TUNED", {})
     for product in model_of(name, shape_config(name)).products:

@@ -1,4 +1,4 @@
-"""config.json in both of transformers' spellings, and what is refused."""
+"""config.json in both of transformers' spellings, and refusals."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_frequencies_are_those_of_transformers(scaling: str) -> None:
 
 @pytest.mark.parametrize(("theta", "ends"), [(10000.0, (0, 3)), (4.0, (0, 15)), (2.0, (0, 15))])
 def test_yarn_s_ramp_ends_within_the_dimensions(theta: float, ends: tuple[int, int]) -> None:
-    """The dimension that turns once in the original context is beyond the last one where theta is small."""
+    """With a small theta, the dimension that turns once in the original context is beyond the last one."""
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
     config = FAMILIES["llama2"] | {"max_position_embeddings": 1024, "rope_theta": theta, "rope_scaling": scaling}
     parsed = parse(config)

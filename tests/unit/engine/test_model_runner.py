@@ -72,7 +72,7 @@ def test_a_device_without_room_for_the_weights_says_how_large_they_are(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr("engine.load_engine.fill_randomly", refuse)
-    with pytest.raises(InvalidArgument, match=r"device: cpu has no room for the weights, 0\.00 GiB; free memory there"):
+    with pytest.raises(InvalidArgument, match=r"device: cpu has no memory for the weights, 0\.00 GiB; free memory"):
         ModelRunner.load(tiny_engine_config(folder, random_weights=True))
 
 
@@ -159,7 +159,7 @@ def test_a_step_larger_than_any_before(folder: Path) -> None:
 
 
 def test_seeded_rows_continue_elsewhere(folder: Path) -> None:
-    """Prefill on one runner, decode on another in company: the same tokens as alone."""
+    """Prefill on one runner, decode on another in a batch: the same tokens as alone."""
 
     def generate(company: int) -> list[int | None]:
         first, second = (ModelRunner.load(tiny_engine_config(folder)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What a model's steps should take, from its shape alone."""
+"""The predicted cost of a model's steps, from its shape alone."""
 
 from pathlib import Path
 from types import SimpleNamespace

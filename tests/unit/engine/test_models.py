@@ -1,4 +1,4 @@
-"""Every family against transformers in float32: same folder, same logits, however the tokens are cut into steps."""
+"""Every family against transformers in float32: same folder, same logits, for any partition of tokens into steps."""
 
 import functools
 import random
@@ -21,7 +21,7 @@ PROMPT = 150
 
 
 class Case:
-    """A runner with NaN wherever nothing was written yet, pages in random order, and what transformers says."""
+    """A runner with NaN in all unwritten memory, pages in random order, and transformers' logits."""
 
     def __init__(self, folder: Path, page_tokens: int, kernels: Kernels | None) -> None:
         config = tiny_engine_config(folder, page_tokens=page_tokens, kv_cache_bytes=4 << 20)
@@ -35,7 +35,7 @@ class Case:
         return [self._free.pop() for _ in range(-(-tokens // self.runner.page_tokens))]
 
     def check(self, found: torch.Tensor, *ends: tuple[tuple[int, ...], int]) -> None:
-        """Each row of `found` is what transformers has after so many tokens of the given ids."""
+        """Checks that each row of `found` is transformers' logits after so many tokens of the given ids."""
         wanted = torch.stack([self.expect(ids)[end - 1] for ids, end in ends])
         torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -57,7 +57,7 @@ KERNELS: dict[str, Callable[[], Kernels | None]] = {"device": lambda: None, "ref
 PAGES = [16, 128]
 every_family = pairwise(family=sorted(FAMILIES), page_tokens=PAGES, kernels=KERNELS)
 two_families = pairwise(family=["llama3", "smollm2"], page_tokens=PAGES, kernels=KERNELS)
-"""One has an output matrix of its own; nothing else of a family matters behind the logits."""
+"""Two families, one of them with a separate output matrix; nothing else of a family matters after the logits."""
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
 
 
 def transformers_probabilities(logits: torch.Tensor, chosen: SamplingParams) -> torch.Tensor:
-    """In the order of transformers' own generate."""
+    """Returns the probabilities in the order of transformers' own generate."""
     warpers = [TemperatureLogitsWarper(chosen.temperature)]
     warpers += [TopKLogitsWarper(chosen.top_k)] if chosen.top_k else []
     warpers += [TopPLogitsWarper(chosen.top_p)] if chosen.top_p < 1 else []
@@ -53,7 +53,7 @@ MIXED = [
 
 
 def kept(probabilities: torch.Tensor, chosen: list[SamplingParams]) -> torch.Tensor:
-    """What the filters keep, as probabilities under their token ids."""
+    """Returns the probabilities that the filters keep, by token id."""
     weights, ids, settled = keep_best(probabilities, chosen, probabilities.shape[-1])
     assert settled.all()
     dense = torch.zeros_like(probabilities).scatter(-1, ids, weights)
@@ -72,7 +72,7 @@ def test_filters_are_those_of_transformers() -> None:
 
 
 def test_any_number_of_candidates_draws_the_same() -> None:
-    """Ties included: logits of few distinct values, whose groups cross every boundary of candidates."""
+    """Ties are included: logits of few distinct values, whose groups cross every boundary of candidates."""
     coarse = (random_logits(len(MIXED), seed=3) * 2).round()
     for logits in (coarse, random_logits(len(MIXED), seed=4)):
         softened = torch.stack([(row / each.temperature).softmax(-1) for row, each in zip(logits, MIXED, strict=True)])
@@ -180,14 +180,14 @@ PENALTIES: list[dict[str, float]] = [
 
 
 def penalized(**changes: float) -> Draw:
-    """A greedy draw behind a prompt and an answer that share tokens and repeat them."""
+    """Returns a greedy draw after a prompt and an answer that share tokens and repeat them."""
     made = draw(**changes)
     history = History((7, 5, 5, 3), [3, 9, 9, 9, 11]) if made.sampling.penalized else None
     return Draw(made.sampling, 5, history)
 
 
 def plainly(logits: list[float], chosen: Draw) -> list[float]:
-    """The penalties, one token at a time, as OpenAI and vLLM describe them."""
+    """Returns the penalized logits, one token at a time, as OpenAI and vLLM describe them."""
     if chosen.history is None:
         return logits
     found, sampling = list(logits), chosen.sampling

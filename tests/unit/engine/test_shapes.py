@@ -1,4 +1,4 @@
-"""The shapes that ship for performance runs: every one a model, of the size its name says."""
+"""The shapes that ship for performance runs: each is a model of the size in its name."""
 
 from pathlib import Path
 

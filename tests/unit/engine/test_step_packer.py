@@ -1,4 +1,4 @@
-"""Steps in one buffer: rows with padding behind them, tokens that only the device knows, and what is refused."""
+"""Steps in one buffer: rows with padding after them, tokens that only the device knows, and refusals."""
 
 import random
 
@@ -59,7 +59,7 @@ def test_prompts_in_a_larger_step_leave_empty_rows_behind_their_tokens() -> None
 
 
 def test_answers_and_prompts_in_a_larger_step() -> None:
-    """Two rows of nothing stand between them, and one empty row and tokens behind the last."""
+    """Two padding rows are between them, and one empty row and tokens after the last."""
     packer = StepPacker(LIMITS)
     batch = StepBatch([row([0], 5, [3, 8], source=1), row([4, 5], 0, [1], draw=None), row([7, 8, 9], 5, [6, 2])])
     sizes = StepSizes(tokens=3 + 8, rows=3 + 3, width=16, drawn=6)
@@ -110,7 +110,7 @@ def test_what_breaks_the_limits_is_refused(bad: StepRow, says: str) -> None:
 
 
 def scattered(rows: list[StepRow], dice: random.Random) -> TokenRows:
-    """Their pages in any places of a larger table, which has other numbers behind them."""
+    """Places their pages in arbitrary rows of a larger table, which has other numbers after them."""
     places = dice.sample(range(2 * len(rows)), len(rows))
     table = np.full((2 * len(rows), 16), 99, dtype=np.int32)
     held = np.full(len(table), 16, dtype=np.int32)
@@ -134,7 +134,7 @@ def scattered(rows: list[StepRow], dice: random.Random) -> TokenRows:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_are_packed_as_one_by_one(seed: int) -> None:
-    """Answers, rows of nothing behind them up to `chunks_at`, and prompts, into a buffer that had others."""
+    """Decode rows, padding rows up to `chunks_at`, and prompts, in a buffer with old contents."""
     dice = random.Random(seed)
     packer, words = StepPacker(LIMITS), torch.full((4096,), -77, dtype=torch.int64)
     for _ in range(30):
@@ -159,7 +159,7 @@ def test_rows_are_packed_as_one_by_one(seed: int) -> None:
 
 
 def assert_packed(step: PackedStep, rows: list[StepRow | None], singles: int, drawn_before: list[int]) -> None:
-    """`rows` one by one; those of nothing have a token below `singles`."""
+    """Checks `rows` one by one; padding rows have a token below `singles`."""
     at, drawn, layout = 0, [], step.layout
     for number, each in enumerate(rows):
         assert layout.row_starts[number] == at

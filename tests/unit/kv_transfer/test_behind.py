@@ -1,4 +1,4 @@
-"""When a write that goes behind others begins, and when it never does."""
+"""The begin of a write that depends on others, and the cases in which it never begins."""
 
 import threading
 from concurrent.futures import Future
@@ -39,7 +39,7 @@ def test_it_never_begins_once_one_has_failed(failed: int) -> None:
     for number, other in enumerate(others):
         if number == failed:
             other.set_exception(TransferFailed("the connection failed"))
-            assert told == ["a write that it goes behind has failed"], "at once: nothing of it moves"
+            assert told == ["a write that it depends on has failed"], "at once: nothing of it moves"
         else:
             other.set_result(DONE)
     assert len(told) == 1

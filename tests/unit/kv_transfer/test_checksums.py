@@ -1,4 +1,4 @@
-"""Which pages are summed, and what the two ends say of them."""
+"""The choice of pages that are summed, and the comparison of both ends' sums."""
 
 import threading
 from collections import Counter
@@ -15,7 +15,7 @@ TIMEOUT_S = 60
 
 
 class Pages:
-    """A pool whose pages hold a number each; the sum of a page tells how much of it counted as well."""
+    """A pool whose pages hold a number each; the sum of a page also depends on how much of it counted."""
 
     def __init__(self) -> None:
         self.held = {20: 5, 21: 6, 22: 7}
@@ -81,9 +81,9 @@ def test_what_arrived_is_compared_page_by_page(pages: Pages, checks: PageChecks)
     sent = checks.begin([20, 21, 22], [0, 1, 2], 2 * PAGE_TOKENS + 1).result(TIMEOUT_S)
     assert compared(checks, sent) == ""
     pages.held[20], pages.held[21] = pages.held[21], pages.held[20]
-    assert compared(checks, sent) == "other bytes in page 0 and 1 more than were sent, of 3 that were checked"
+    assert compared(checks, sent) == "a checksum mismatch in page 0 and 1 more, of 3 checked"
     pages.held[20], pages.held[21] = 5, 66
-    assert compared(checks, sent) == "other bytes in page 1 than were sent, of 3 that were checked"
+    assert compared(checks, sent) == "a checksum mismatch in page 1, of 3 checked"
 
 
 def test_pages_that_cannot_be_summed_are_not_right(pages: Pages, checks: PageChecks) -> None:
@@ -102,7 +102,7 @@ def test_a_result_that_raises_does_not_end_the_checks(checks: PageChecks) -> Non
 
 
 def test_nothing_runs_before_the_first_sum(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever fails before it need close nothing."""
+    """An instance that was never used needs no `close`."""
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", None)
         checks = PageChecks(pages.sums, 1.0, PAGE_TOKENS)

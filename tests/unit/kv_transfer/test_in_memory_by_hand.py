@@ -1,4 +1,4 @@
-"""The fake that lands pages by hand keeps the contract, and bends only what it says it bends."""
+"""The fake that lands pages by hand keeps the contract except for its documented deviations."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where pages of a pool lie."""
+"""The addresses of a pool's pages."""
 
 import pytest
 

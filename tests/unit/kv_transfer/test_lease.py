@@ -39,7 +39,7 @@ class Desk:
         return self.lease
 
     def pass_by(self, seconds: float) -> None:
-        """This worker's transport listens meanwhile."""
+        """Passes time while this worker's transport polls."""
         self.clock.now += seconds
         self.listened.now += seconds
 
@@ -90,7 +90,7 @@ REVOCATIONS = [revoke, expire, die]
 
 
 def freed_after_the_grace(desk: Desk) -> None:
-    """Time in which this worker's transport does not look counts for nothing."""
+    """Time in which this worker's transport does not poll does not count."""
     desk.clock.now += 10 * GRACE
     desk.pass_by(GRACE - 0.01)
     assert desk.table.expire() == ()
@@ -273,7 +273,7 @@ def test_a_writer_that_is_seen_to_be_dead_has_no_permission_to_wait_for(desk: De
 
 
 def test_a_sign_of_life_amid_the_grace_begins_it_anew(desk: Desk) -> None:
-    """Whatever it began while it lived may land for a whole grace after its death."""
+    """Writes that it began while it lived may land for a whole grace period after its death."""
     desk.advertise()
     desk.seen[WRITER] = False
     desk.table.peer_gone(WRITER)
@@ -335,7 +335,7 @@ def test_a_renewal_keeps_pages_from_being_safe_for_a_window_more(desk: Desk) -> 
 
 
 def test_a_renewal_is_no_heartbeat(desk: Desk) -> None:
-    """That its request is wanted is its router's to say."""
+    """Only its router decides that its request is still wanted."""
     desk.advertise()
     desk.pass_by(DURATION - 0.1)
     desk.table.prolong([desk.lease], WRITER)

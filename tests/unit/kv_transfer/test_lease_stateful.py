@@ -21,7 +21,7 @@ PICK = st.integers(0, 10**6)
 
 @dataclass
 class Seen:
-    """What this test alone knows of a lease: a writer writes from the moment it learns of pages."""
+    """The test's own view of a lease: a writer writes from the moment it receives pages."""
 
     writer: PeerRef
     writing: bool = False
@@ -102,7 +102,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(PICK, max_size=4), worker=WRITERS)
     def renew(self, numbers: list[int], worker: str) -> None:
-        """One message, of which some leases may be over, revoked or another's."""
+        """Sends one message, of which some leases may be over, revoked or another writer's."""
         writer = PeerRef(worker, self.incarnation[worker])
         named = [lease for number in numbers if (lease := self.pick(number)) is not None]
         if writer in self.died:
@@ -166,7 +166,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(worker=WRITERS, seen=st.booleans())
     def die(self, worker: str, seen: bool) -> None:
-        """The process ends; others learn of it now or later, and its writes may land for a while."""
+        """Ends the process; the death is reported now or later, and its writes may land for a while."""
         self.died.setdefault(PeerRef(worker, self.incarnation[worker]), self.now)
         if seen:
             self.learn_of_death(worker, restart=True)
@@ -197,7 +197,7 @@ class Leases(RuleBasedStateMachine):
         assert self.table.open_leases == len(alive)
 
     def teardown(self) -> None:
-        """All writers end: then all leases do."""
+        """Ends all writers: then all leases end."""
         for worker, incarnation in self.incarnation.items():
             peer = PeerRef(worker, incarnation)
             self.known_dead.setdefault(peer, self.now)

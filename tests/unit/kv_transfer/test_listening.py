@@ -1,4 +1,4 @@
-"""How long somebody has listened."""
+"""The clock of the time spent polling."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A worker that has lost much of its pool says so once, with why, and does not flicker."""
+"""A worker that has lost much of its pool reports so once, with the reason, and does not flicker."""
 
 import logging
 

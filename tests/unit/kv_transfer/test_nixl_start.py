@@ -1,4 +1,4 @@
-"""A NIXL that does not open: its worker says so in words and leaves no thread."""
+"""A NIXL that does not open: its worker reports that and leaves no thread."""
 
 import threading
 import time
@@ -38,7 +38,7 @@ def test_an_error_of_every_step_is_met_ever_more_seldom(monkeypatch: pytest.Monk
     enough = threading.Event()
 
     class Failing:
-        """An agent and a mover whose every step fails, but for those that they are told to pass."""
+        """An agent and writes whose every call fails, except the expected ones."""
 
         def __getattr__(self, _: str) -> Callable[..., object]:
             return lambda *_: self

@@ -1,4 +1,4 @@
-"""The order in which writes end and connections are rebuilt, with NIXL's agent played by the test."""
+"""The order in which writes end and connections are rebuilt, with NIXL's agent faked by the test."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import pace
+from kv_transfer import poll_backoff
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend import moves as nixl_moves
@@ -17,7 +17,7 @@ from kv_transfer.nixl_backend.agent import Connection, TransferState
 from kv_transfer.nixl_backend.flight import Flight
 from kv_transfer.nixl_backend.peers import Links
 from kv_transfer.nixl_backend.writes import Writes
-from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S
+from kv_transfer.poll_backoff import FIRST_LOOK_S, LAST_LOOK_S
 from wire.convert import encode_notice
 from wire.errors import TransferFailed
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
@@ -27,7 +27,7 @@ PEER = PeerRef("decode-0", 1)
 
 
 class Agent:
-    """States by handle, and every call in order."""
+    """A fake agent: states by handle, and every call in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -169,7 +169,7 @@ def test_a_peer_that_is_back_is_connected_to_when_its_old_writes_rest(bench: Ben
     bench.writes.abandon(link, "the worker is gone")
     bench.links.drop(link)
     bench.links.add(link.description)
-    with pytest.raises(TransferFailed, match="before it came back"):
+    with pytest.raises(TransferFailed, match="before its return"):
         bench.post().result(timeout=0)
     bench.agent.states[0] = TransferState.DONE
     bench.writes.poll()
@@ -183,14 +183,14 @@ def test_a_write_that_may_not_begin_any_more_does_not(bench: Bench) -> None:
     now = time.monotonic()
     future: Future[WriteDone] = Future()
     bench.writes.post(Flight(PageWrite(PEER, [1], [2], begin_by=lambda: now), now, now + 60.0, future))
-    with pytest.raises(TransferFailed, match="a time that was over"):
+    with pytest.raises(TransferFailed, match="had expired before it began"):
         future.result(timeout=0)
     assert not bench.agent.states
 
 
 def test_looks_grow_rarer_and_come_close_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(pace.time, "monotonic", lambda: now)
+    monkeypatch.setattr(poll_backoff.time, "monotonic", lambda: now)
     bench.post()
     now += 1.0
     assert bench.writes.next_look_s == LAST_LOOK_S
@@ -218,7 +218,7 @@ def test_a_notice_is_announced_once_the_peer_was_reached(bench: Bench) -> None:
     bench.writes.announce(PEER)
     assert bench.agent.calls[-1] == f"notify {nixl_writes.NOTICE_DUE!r}"
     bench.agent.unreachable = True
-    bench.writes.announce(PEER)  # no harm: the write itself will tell
+    bench.writes.announce(PEER)  # no harm: the write itself will fail
 
 
 def test_who_was_told_that_a_notice_is_due_listens_until_it_comes_or_for_a_while(
@@ -229,9 +229,9 @@ def test_who_was_told_that_a_notice_is_due_listens_until_it_comes_or_for_a_while
     notice = TransferNotice(Lease("q", 1, 5), PEER, b"", 1, 2, 3)
     assert not bench.writes.notice_due
     for sender in ("a/1", "b/1"):
-        bench.writes.hear(sender, nixl_writes.NOTICE_DUE)
+        bench.writes.receive(sender, nixl_writes.NOTICE_DUE)
     assert bench.heard == []
-    bench.writes.hear("a/1", encode_notice(notice))
+    bench.writes.receive("a/1", encode_notice(notice))
     assert bench.heard == [("a/1", notice)]
     assert bench.writes.notice_due, "the other one's"
     now += nixl_writes.DUE_S

@@ -1,4 +1,4 @@
-"""What this host's kernel says of processes that run, stand still, have ended, or are somebody else's."""
+"""Liveness of processes that run, are stopped, have ended, or belong to other users, as the kernel reports it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Which transports UCX is given, and which of a user's own are refused."""
+"""The transports that UCX is given, and refusals of a user's own."""
 
 import pytest
 
@@ -21,6 +21,6 @@ def test_what_stays_on_the_host_is_not(chosen: str) -> None:
 
 
 def test_pages_on_gpus_have_transports_too() -> None:
-    """Those of CUDA, which UCX leaves out where there is none."""
+    """CUDA transports are included; UCX ignores them where there is no GPU."""
     assert "cuda" in ucx_settings(trusted_network=False)["UCX_TLS"].split(",")
     assert ucx_settings(trusted_network=True) == {}, "on a trusted network UCX takes the best that it finds"

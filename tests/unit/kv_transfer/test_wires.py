@@ -1,4 +1,4 @@
-"""Which wire leads to which peer, and when people hear that it is the slow one."""
+"""The UCX transport to each peer, and the warnings about slow ones."""
 
 import logging
 
@@ -70,7 +70,7 @@ def test_a_process_that_writes_to_itself_is_on_this_host() -> None:
 
 
 def test_hosts_that_ucx_judges_otherwise_still_have_a_wire() -> None:
-    """Two network namespaces of one machine."""
+    """The peers are in two network namespaces of one machine."""
     known = wires()
     known.learn(peer("decode-0"), TCP_AWAY, {})
     assert known.name == "UCX (tcp)"
@@ -141,7 +141,7 @@ def test_an_unknown_wire_is_not_guessed(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO):
         known.learn(peer("decode-0"), "", {})
     assert known.name == "UCX"
-    assert "UCX does not say which wire" in caplog.text
+    assert "UCX does not report the transport" in caplog.text
 
 
 def test_a_host_is_the_same_each_time() -> None:

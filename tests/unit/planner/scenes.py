@@ -1,19 +1,19 @@
-"""Clusters and loads whose strains can be computed in one's head."""
+"""Clusters and loads whose load ratios can be computed by hand."""
 
 from dataclasses import replace
 
 from planner.demand import Promise
+from planner.load_ratio import WorkerFacts
 from planner.observation import Kept, Observation, Offered
-from planner.strain import WorkerFacts
 from wire.cost_parameters import CostParameters
 
 COSTS = CostParameters(
     base_s=10e-3, prompt_base_s=0.0, token_s=1e-4, pair_s=0.0, row_s=1e-4, context_s=0.0, free_tokens=0, observed=1
 )
-"""A chunk of 900 tokens takes 100 ms; 100 rows decode in 20 ms."""
+"""Costs: a chunk of 900 tokens takes 100 ms, and 100 rows decode in 20 ms."""
 FACTS = WorkerFacts(COSTS, kv_tokens=1e6, batch_requests=1000, chunk_tokens=900, longest_tokens=4096)
 PROMISE = Promise(ttft_s=100.0, gap_s=20e-3)
-"""The first target is so loose that only computing counts."""
+"""Targets whose TTFT is so loose that only computing counts."""
 
 
 def offered(per_s: float, prompt: float, answer: float, cached: float = 0.0) -> Offered:
@@ -21,6 +21,6 @@ def offered(per_s: float, prompt: float, answer: float, cached: float = 0.0) -> 
 
 
 def seen(per_s: float, prompt: float, answer: float, prefill: int = 4, decode: int = 4, **more: object) -> Observation:
-    """A window of 10 s."""
+    """Returns a window of 10 s."""
     before = Observation(10.0, offered(per_s, prompt, answer), PROMISE, FACTS, FACTS, prefill, decode, kept=Kept(100.0))
     return replace(before, **more)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""From two scrapes to a window: what the processes' own metrics objects export is what the planner sees."""
+"""Windows from two scrapes: the planner sees the metrics that the processes export."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -12,10 +12,10 @@ from router.config import RouterConfig
 from router.refusal import Refusal, Refused
 from router.requests.metrics import RouterMetrics
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
 from telemetry.family import Family
-from telemetry.scrape import Scrape, Stretch
+from telemetry.registry import Registry
+from telemetry.scrape import Scrape, ScrapeInterval
 from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.errors import InvalidArgument
 from wire.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
@@ -35,28 +35,28 @@ def info(name: str, role: Role, assignment: Role | None = None, closing: Role | 
 
 
 class Cluster:
-    """A router and two workers that count, but for what is `untold`."""
+    """A router and two workers that export metrics, except those in `untold`."""
 
     def __init__(self, untold: Collection[Family] = ()) -> None:
         self.untold = untold
         self.router = RouterMetrics(RouterConfig("r", Path(), "m", ""))
         self.running = {"prefill-0": 0.0, "decode-0": 0.0}
-        self.boards = [self._board(name) for name in self.running]
+        self.boards = [self._registry(name) for name in self.running]
         self.cost = COST
         self.router.watch(lambda: 0, lambda: 3)
 
-    def _board(self, name: str) -> Board:
-        board = Board({"model": "m", "worker": name})
-        board.read(lambda: {f.REQUESTS_RUNNING: self.running[name], f.REQUESTS_WAITING: 2.0})
-        board.read(lambda: {f.WORKER_INFO: {(name.partition("-")[0], "cpu", "float32"): 1.0}})
-        board.read(
+    def _registry(self, name: str) -> Registry:
+        registry = Registry({"model": "m", "worker": name})
+        registry.read(lambda: {f.REQUESTS_RUNNING: self.running[name], f.REQUESTS_WAITING: 2.0})
+        registry.read(lambda: {f.WORKER_INFO: {(name.partition("-")[0], "cpu", "float32"): 1.0}})
+        registry.read(
             lambda: {family: fact for family, fact in step_costs(self.cost).items() if family not in self.untold}
         )
-        return board
+        return registry
 
     def scrape(self, at_s: float) -> Scrape:
-        boards = [self.router.board, *self.boards]
-        return Scrape(merge([Exposition(board).render()[0].decode() for board in boards]), at_s)
+        boards = [self.router.registry, *self.boards]
+        return Scrape(merge([Exposition(registry).render()[0].decode() for registry in boards]), at_s)
 
 
 WORKERS = [info("prefill-0", Role.PREFILL, Role.PREFILL), info("decode-0", Role.DECODE, Role.DECODE)]
@@ -68,11 +68,11 @@ def test_a_window_is_what_was_counted_in_it() -> None:
     before = cluster.scrape(100.0)
     for _ in range(4):
         cluster.router.offered(2, 600, 50.0)
-    cluster.router.board.count(f.SLO_REQUESTS, "strict", "met").add(6)
-    cluster.router.board.count(f.SLO_REQUESTS, "strict", "missed_itl").add(2)
-    cluster.router.board.count(f.SLO_MISSED, "strict", Phase.DECODE).add(2)
+    cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "met").add(6)
+    cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "missed_itl").add(2)
+    cluster.router.registry.counter(f.SLO_MISSED, "strict", Phase.DECODE).add(2)
     cluster.running["decode-0"] = 5.0
-    seen = observe(Stretch(before, cluster.scrape(110.0)), WORKERS, lambda _: PROMISES)
+    seen = observe(ScrapeInterval(before, cluster.scrape(110.0)), WORKERS, lambda _: PROMISES)
     assert seen.seconds == 10.0
     assert (seen.offered.per_s, seen.offered.prompt_tokens, seen.offered.answer_tokens) == (0.8, 300.0, 50.0)
     assert (seen.prefill, seen.decode, seen.shared) == (1, 1, 0)
@@ -94,7 +94,7 @@ def test_who_was_turned_away() -> None:
         cluster.router.refused("strict", Refused(reason, "no"))
         cluster.router.offered(1, 100, 10.0)
     cluster.router.refused("strict", InvalidArgument("prompt", "is wrong"))
-    seen = observe(Stretch(before, cluster.scrape(10.0)), WORKERS, lambda _: PROMISES)
+    seen = observe(ScrapeInterval(before, cluster.scrape(10.0)), WORKERS, lambda _: PROMISES)
     assert seen.offered.refused_per_s == pytest.approx(0.4), "nobody there, or a wrong request: these were not offered"
     assert seen.offered.crowded_per_s == pytest.approx(0.1)
 
@@ -102,9 +102,9 @@ def test_who_was_turned_away() -> None:
 def test_classes_that_hardly_anybody_asks_for_bind_nobody() -> None:
     cluster = Cluster()
     before = cluster.scrape(0.0)
-    cluster.router.board.count(f.SLO_REQUESTS, "strict", "met").add(2)
-    cluster.router.board.count(f.SLO_REQUESTS, "quick", "met").add(98)
-    seen = observe(Stretch(before, cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
+    cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "met").add(2)
+    cluster.router.registry.counter(f.SLO_REQUESTS, "quick", "met").add(98)
+    seen = observe(ScrapeInterval(before, cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
     assert seen.promise == PROMISES["quick"]
 
 
@@ -112,7 +112,7 @@ def test_a_worker_counts_as_what_it_was_told_to_be() -> None:
     changing = [info("prefill-0", Role.BOTH, Role.PREFILL, Role.DECODE), info("decode-0", Role.DECODE, Role.DECODE)]
     leaving = info("decode-1", Role.DECODE, Role.DECODE, Role.DECODE)
     cluster = Cluster()
-    seen = observe(Stretch(cluster.scrape(0.0), cluster.scrape(1.0)), [*changing, leaving], lambda _: {})
+    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(1.0)), [*changing, leaving], lambda _: {})
     assert (seen.prefill, seen.decode) == (1, 1)
 
 
@@ -125,7 +125,7 @@ def test_the_costs_of_a_cluster_are_as_noisy_as_its_workers_found_them() -> None
 
 
 def test_a_worker_that_tells_no_noise_has_the_usual_one() -> None:
-    """As one of an older release."""
+    """For instance a worker of an older release."""
     cluster = Cluster(untold=(f.STEP_MIXED_NOISE,))
     found = fitted(cluster.scrape(0.0))
     assert found is not None
@@ -135,6 +135,6 @@ def test_a_worker_that_tells_no_noise_has_the_usual_one() -> None:
 def test_a_guess_is_no_measurement() -> None:
     cluster = Cluster()
     cluster.cost = CostParameters()
-    seen = observe(Stretch(cluster.scrape(0.0), cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
+    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
     assert seen.prompts is None
     assert seen.answers is None

@@ -1,4 +1,4 @@
-"""What quantization and speculation change, and memory on paper."""
+"""Effects of quantization and speculation, and memory by hand."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tests.unit.planner.scenes import FACTS, PROMISE
 
 MEMORY = Memory(device_bytes=20 * GIB + OVERHEAD_BYTES, weight_bytes=10 * GIB, kv_bytes_per_token=GIB / 1000)
 ANSWERS = Sizing(Demand(20.0, 100, 400), PROMISE, FACTS, replace(FACTS, kv_tokens=MEMORY.kv_tokens))
-"""Ten thousand tokens of KV beside the weights: that is what binds."""
+"""A memory with ten thousand tokens of KV, which is the limit that binds."""
 
 
 def test_memory_is_what_weights_leave() -> None:
@@ -29,7 +29,7 @@ def test_smaller_numbers_help_where_kv_binds() -> None:
 
 
 def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
-    """Where the gap binds, a row of 1,000 tokens of context takes 0.1 + 1 ms, and 0.1 + 0.5 ms of 8 bits."""
+    """If the inter-token target binds, a row of 1,000 tokens takes 0.1 + 1 ms, and 0.1 + 0.5 ms with 8 bits."""
     reads = replace(FACTS, cost=replace(FACTS.cost, context_s=1e-6))
     sizing = Sizing(Demand(20.0, 800, 400), PROMISE, FACTS, reads)
     roomy = replace(MEMORY, device_bytes=1e4 * GIB)

@@ -52,7 +52,7 @@ def tokenizer(model: Path) -> Tokenizer:
 
 @dataclass
 class Cluster:
-    """A router over fakes. `restart` swaps workers; fields are there to reach into."""
+    """A router over fake workers. `restart` replaces workers; tests may change its fields."""
 
     controller: FakeController
     workers: list[FakeWorker]
@@ -70,7 +70,7 @@ class Cluster:
         return next(w for w in self.workers if w.role.decodes)
 
     async def members(self, *workers: FakeWorker) -> None:
-        """Make these the cluster's workers, as they are now, and wait until the router knows."""
+        """Registers exactly these workers, with their current facts, and waits until the router knows them."""
         self.workers = list(workers)
         self.extra.extend(workers)
         await self.controller.set(*workers)
@@ -79,9 +79,9 @@ class Cluster:
         await until(lambda: _open([view.info for view in views()]) == _open(told), "all are live")
 
     async def settled(self) -> None:
-        """Wait until neither the router nor any live worker knows of a request."""
+        """Waits until neither the router nor any live worker has a request."""
         dispatcher = self.router._dispatcher
-        await until(lambda: not dispatcher._live and not dispatcher._walks, "the router forgot every request")
+        await until(lambda: not dispatcher._live and not dispatcher._calls, "the router forgot every request")
         await until(lambda: all(w.idle for w in self.workers), "the workers forgot every request")
         for link in dispatcher.pool.links:
             assert link.state.idle
@@ -92,19 +92,19 @@ class Cluster:
 
 
 def _open(infos: Iterable[WorkerInfo]) -> dict[PeerRef, WorkerInfo]:
-    """Those that take anything new; the others leave when their work is done."""
+    """Returns the workers that accept new requests, without those that leave when their requests are done."""
     return {info.peer: info for info in infos if info.open is not None}
 
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    """Fields of RouterConfig a test wants otherwise; override in the module."""
+    """Fields of RouterConfig that a test module overrides."""
     return {}
 
 
 @pytest.fixture
 async def cluster(model: Path, settings: dict[str, Any]) -> AsyncIterator[Cluster]:
-    """One prefill and one decode worker and a router that is ready; checks at the end that nothing leaked."""
+    """One prefill worker, one decode worker and a ready router; asserts at the end that nothing leaked."""
     controller = await FakeController("secret").start()
     workers = [
         await FakeWorker("prefill-0", Role.PREFILL, token="secret").start(),
@@ -136,6 +136,6 @@ async def cluster(model: Path, settings: dict[str, Any]) -> AsyncIterator[Cluste
 
 @pytest.fixture
 async def stub(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    """The cluster's router."""
+    """A gRPC stub of the cluster's router."""
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)

@@ -1,7 +1,7 @@
-"""A controller and workers that speak the real protocol and compute nothing, with switches for every kind of trouble.
+"""A controller and workers that speak the real protocol without a model, with switches for every kind of fault.
 
 A fake worker answers token number i of a prompt with `answer_token(prompt, i)`, so any attempt on any worker gives
-the same answer. Both halves live in one fake; its role says which are asked.
+the same answer. One fake implements both roles; its role says which calls it gets.
 """
 
 import asyncio
@@ -44,12 +44,12 @@ VOCAB_SIZE = 400
 
 
 def answer_token(prompt: Sequence[int], index: int) -> int:
-    """Token `index` of the answer to `prompt`: any of the small vocabulary but the special ones."""
+    """Returns token `index` of the answer to `prompt`, any of the small vocabulary except the special tokens."""
     return 3 + (sum(prompt) * 31 + index * index * 7) % (VOCAB_SIZE - 3)
 
 
 def answer_logprobs(token_id: int, top: int | None) -> tuple[TokenLogprobs, ...]:
-    """What the fakes say of a token of the answer, if `top` alternatives are asked for: the token itself is second."""
+    """Returns the fakes' log probabilities of a token with `top` alternatives; the token itself is second."""
     if top is None:
         return ()
     others = ((token_id + 1) % VOCAB_SIZE, token_id, *range(3, 3 + top))[:top]
@@ -58,53 +58,53 @@ def answer_logprobs(token_id: int, top: int | None) -> tuple[TokenLogprobs, ...]
 
 @dataclass
 class Switches:
-    """Trouble to make. Each applies to every request of the worker until it is set back."""
+    """Faults to inject; each applies to every request of the worker until it is reset."""
 
     closed: frozenset[Role] = frozenset()
-    """Refuse what comes for these halves, whatever is announced."""
+    """Reject requests for these roles, whatever is announced."""
     give_up_after: int | None = None
-    """Give each attempt up when it has so many tokens, as a half does that closes."""
+    """Give up each attempt once it has this many tokens, as a role that is closing does."""
     refuse_reserve: int = 0
-    """Answer so many Reserve calls with RESOURCE_EXHAUSTED."""
+    """Answer this many Reserve calls with RESOURCE_EXHAUSTED."""
     cached_tokens: int = 0
-    """So many tokens of a prompt were cached, and one more for each that was answered already."""
+    """The number of cached tokens of a prompt, plus one for each token that was generated before."""
     silent_reserve: bool = False
     """Never answer Reserve."""
     held_reserves: int = 0
-    """Grant so many Reserve calls when the worker's `go` is set."""
+    """Delay this many Reserve calls until the worker's `go` is set."""
     prefill_error: TandemError | None = None
-    """Refuse Prefill with this."""
+    """Reject Prefill with this error."""
     fail_transfers: int = 0
-    """Let so many transfers fail after the first token went out."""
+    """Let this many transfers fail after the first token was sent."""
     incompatible: frozenset[str] = frozenset()
-    """Be refused by these decode workers when a prompt's KV is to go there."""
+    """The decode workers that reject a KV transfer from this worker as incompatible."""
     silent_prefill: bool = False
-    """Accept prompts and never answer; each is held until it is aborted."""
+    """Accept prompts and never answer; each is kept until it is aborted."""
     stop_at: int | None = None
     """End with an end-of-sequence token at this index."""
     step_s: float = 0.0
-    """Pause between decode steps."""
+    """Pause in seconds between decode steps."""
     decode_first: bool = False
-    """Let the decode worker's tokens overtake the prefill worker's first one."""
+    """Send the decode worker's tokens before the prefill worker's first one."""
     preempt_after: int | None = None
-    """Let every request give way once the decode worker has brought so many tokens of an attempt."""
+    """Preempt every request once the decode worker has sent this many tokens of an attempt."""
     silent_aborts: int = 0
-    """Never answer so many Abort calls, nor do what they say."""
+    """Neither answer nor execute this many Abort calls."""
     forgotten_attempts: int = 0
-    """Answer heartbeats as if no lease of an attempt up to this one were held."""
+    """Answer heartbeats as if no lease of an attempt up to this one existed."""
     lease_s: float = 30.0
-    """How long leases live without a heartbeat."""
+    """The lifetime in seconds of a lease without heartbeats."""
     held_at: int | None = None
-    """Stand still at each request that has so many tokens, until the worker's `go` is set."""
+    """Pause each request at this many tokens until the worker's `go` is set."""
     mute_after: int | None = None
-    """Say nothing more of a request that has so many tokens, as a process does that is stopped."""
+    """Send nothing more for a request once it has this many tokens, as a suspended process."""
     break_after: int | None = None
     """Drop the event stream once a request has this many tokens."""
 
 
 @dataclass
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """One worker. `start` it, hand it to the controller, `stop` or `kill` it."""
+    """One worker. `start` it, register it with the controller, then `stop` or `kill` it."""
 
     worker_id: str
     role: Role
@@ -116,11 +116,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     token: str = ""
     not_ready: str = ""
     closing: Role | None = None
-    """Halves that it announces as closing; what comes for them is refused."""
+    """The roles that it announces as closing; requests for them are rejected."""
     answer: Callable[[Sequence[int], int], int] = answer_token
     switches: Switches = field(default_factory=Switches)
     peers: dict[str, "FakeWorker"] = field(default_factory=dict)
-    """Workers by id: where a transfer goes."""
+    """Workers by id, the destinations of transfers."""
 
     def __post_init__(self) -> None:
         self.streams: dict[str, asyncio.Queue[StepEvents | None]] = {}
@@ -134,10 +134,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.epoch = 0
         self.step = 0
         self.cost = UNMEASURED
-        """What its loads say of its steps."""
+        """The step cost in its load reports."""
         self.batches = 0
         self.pages: dict[bytes, PrefixRun] = {}
-        """What its prefix cache holds, each page a run of its own."""
+        """The pages in its prefix cache, each as a run of one page."""
         self.listed = 0
 
     async def start(self) -> "FakeWorker":
@@ -148,14 +148,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return self
 
     async def kill(self) -> None:
-        """Go away at once, as SIGKILL would: no goodbye on any stream."""
+        """Disappears at once, as after SIGKILL: its streams end without a status."""
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         await self.server.stop(0)
 
     def forget(self) -> None:
-        """Let go of every lease and request, as a worker does that has ended them."""
+        """Forgets every lease and request, as a worker does that has ended them."""
         self.leases.clear()
         for task in self.tasks.values():
             task.cancel()
@@ -170,10 +170,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     @property
     def idle(self) -> bool:
-        """Whether it knows of no request and no lease."""
+        """True if the worker has no request and no lease."""
         return not self.leases and not self.tasks
 
-    # ---- the service ----
+    # ---- gRPC service ----
 
     async def Attach(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
         queue: asyncio.Queue[StepEvents | None] = asyncio.Queue()
@@ -192,7 +192,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return convert.prefix_list_to_proto(PrefixList(self.batches, tuple(self.pages.values())))
 
     def cache(self, digests: Sequence[bytes], *, told: bool = True) -> None:
-        """Its prefix cache holds these pages from now on; unless `told`, the batch that says so is lost."""
+        """Adds pages to its prefix cache; unless `told`, the report of the change is lost."""
         self.batches += 1
         for digest in digests:
             self.pages[digest] = PrefixRun(b"", (digest,))
@@ -256,7 +256,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         unknown = [x for x in leases if x.attempt <= forgotten or self.leases.get(x.request_id) != x]
         return worker_pb2.HeartbeatResponse(unknown=[convert.lease_to_proto(lease) for lease in unknown])
 
-    # ---- the work ----
+    # ---- request execution ----
 
     async def _prefill(self, task: PrefillTask) -> None:
         prompt, destination, index = task.question, task.destination, task.answered
@@ -294,7 +294,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.send(task.router_id, RequestEvent(task.ref, edges=edges, transfer=stats))
 
     def arrive(self, task: PrefillTask) -> None:
-        """The KV of `task` is here: decode it, if the lease still holds."""
+        """Starts decoding `task`, whose KV has arrived, if the lease is still valid."""
         assert task.destination is not None
         if self.leases.get(task.ref.request_id) != task.destination.lease:
             error = StaleEpoch("the lease is over")
@@ -338,7 +338,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             queue.put_nowait(StepEvents(self.step, events, self.load))
 
     async def drop_streams(self) -> None:
-        """Break every event stream, as a network failure would."""
+        """Breaks every event stream, as a network failure would."""
         for queue in self.streams.values():
             queue.put_nowait(None)
         await asyncio.sleep(0)
@@ -348,7 +348,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def _start(self, ref: RequestRef, work: Any) -> None:
         key = ref.request_id
-        while key in self.tasks:  # a prefill and a decode of one request on one worker
+        while key in self.tasks:  # prefill and decode of one request on the same worker
             key += "'"
         task = asyncio.create_task(work, name=str(ref.attempt))
         self.tasks[key] = task
@@ -356,7 +356,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
 
 class FakeController(cluster_pb2_grpc.ClusterServicer):
-    """Tells routers of the workers it is given."""
+    """Notifies routers of the workers that are registered."""
 
     def __init__(self, token: str = "") -> None:
         self.token = token
@@ -376,7 +376,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
         await self.server.stop(0)
 
     async def set(self, *workers: FakeWorker) -> None:
-        """Make exactly these the members."""
+        """Registers exactly these workers."""
         self.workers = {worker.worker_id: worker.info for worker in workers}
         for worker in workers:
             worker.peers = {other.worker_id: other for other in workers}
@@ -396,7 +396,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Wait for `condition`; AssertionError that names `what` if it does not come."""
+    """Waits for `condition`; AssertionError that names `what` after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"never came true: {what}"

@@ -1,4 +1,4 @@
-"""A worker that stands still while a request or an attempt is given up has to hear of it when it goes on."""
+"""A worker that stalls while a request or an attempt is aborted receives the abort when it continues."""
 
 import asyncio
 
@@ -44,7 +44,7 @@ async def test_a_worker_whose_stream_broke_has_given_it_up_itself(cluster: Clust
 
 
 async def test_what_an_early_attempt_is_granted_behind_the_end_is_given_back(cluster: Cluster) -> None:
-    """The later attempt had ended well, so nobody said a word: the place was taken until the lease ended."""
+    """Regression: the late grant of the first attempt was never released, and held pages until the lease expired."""
     prefills = [cluster.prefill, await FakeWorker("prefill-1", Role.PREFILL, token="secret").start()]
     await cluster.members(*prefills, cluster.decode)
     decode, dispatcher = cluster.decode, cluster.router._dispatcher
@@ -62,6 +62,6 @@ async def test_what_an_early_attempt_is_granted_behind_the_end_is_given_back(clu
     assert (first.attempt, second.attempt) == (1, 2)
     decode.aborted.clear()
     decode.go.set()
-    await until(lambda: not dispatcher._walks, "the first attempt's walk is over")
+    await until(lambda: not dispatcher._calls, "the first attempt's walk is over")
     await until(lambda: decode.idle, "its place is free", 10)
     assert set(decode.aborted) == {RequestRef(first.request_id, 1)}

@@ -1,4 +1,4 @@
-"""An earlier attempt of a request does not touch the present one; both workers of an attempt are told of its end."""
+"""An earlier attempt does not affect the current one; both workers of an attempt are notified of its end."""
 
 import asyncio
 from typing import Any
@@ -20,7 +20,7 @@ async def client(cluster: Cluster) -> Any:
 
 
 async def second_attempt(cluster: Cluster) -> tuple[RequestRef, RequestRef]:
-    """Both attempts of the only request: its workers were silent in the first, and have said nothing in the second."""
+    """Returns both attempts of the only request: the first one timed out, and the second has no event yet."""
     cluster.prefill.switches.silent_prefill = True
     for attempts in (1, 2):
         await placed(cluster, attempts)
@@ -32,7 +32,7 @@ async def second_attempt(cluster: Cluster) -> tuple[RequestRef, RequestRef]:
 
 
 async def answer(cluster: Cluster, client: Client, second: RequestRef, running: asyncio.Task[Any]) -> None:
-    """Let the second attempt bring the whole answer, and check it."""
+    """Sends the whole answer for the second attempt, and checks it."""
     whole = RequestEvent(second, 0, tuple(expected(4)), FinishReason.LENGTH)
     cluster.prefill.send("router-0", whole)
     _, ids, _ = await running
@@ -43,7 +43,7 @@ async def answer(cluster: Cluster, client: Client, second: RequestRef, running: 
 
 
 async def test_events_of_an_earlier_attempt_are_dropped(cluster: Cluster, client: Client) -> None:
-    """Its failure would begin a third attempt, and its token would be taken for the answer's."""
+    """The failure of the first attempt must not start a third, nor its token become part of the answer."""
     running = asyncio.create_task(client.run(ask(4)))
     first, second = await second_attempt(cluster)
     failed = failure_event(first, TransferFailed("the pages did not arrive"))
@@ -62,7 +62,7 @@ async def test_an_earlier_attempts_lease_may_be_lost(cluster: Cluster, client: C
 
 
 async def test_both_workers_are_told_when_a_client_leaves(cluster: Cluster, client: Client) -> None:
-    """The prefill worker has the prompt; untold, it would compute it and look for a lease that is gone."""
+    """The prefill worker has the prompt; without the abort it would compute it and write to a lease that is gone."""
     cluster.prefill.switches.silent_prefill = True
     call = client.stub.Generate(ask(8, PROMPT))
     await placed(cluster, 1)

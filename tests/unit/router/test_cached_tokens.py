@@ -1,4 +1,4 @@
-"""Salts on their way to the workers, and how much of a prompt was cached on its way back."""
+"""Cache salts reach the workers, and the number of cached prompt tokens is returned to the client."""
 
 from collections.abc import AsyncIterator
 
@@ -40,7 +40,7 @@ async def test_usage_says_what_was_cached(cluster: Cluster, client: Client, told
 
 
 async def test_a_later_attempt_says_nothing_of_the_prompt(cluster: Cluster, client: Client) -> None:
-    """It finds what the first one has left."""
+    """Its cached tokens are those that the first attempt computed."""
     cluster.prefill.switches.fail_transfers = 1
     cluster.prefill.switches.cached_tokens = 1
     _, _, complete = await client.run(ask(9))

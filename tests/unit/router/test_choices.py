@@ -1,4 +1,4 @@
-"""Several answers to one request, over gRPC and HTTP."""
+"""Several choices of one request, over gRPC and HTTP."""
 
 import asyncio
 from collections import defaultdict
@@ -48,9 +48,9 @@ async def by_choice(call: Any) -> tuple[dict[int, list[int]], dict[int, pb.Compl
 
 
 def judged(cluster: Cluster) -> dict[str, float]:
-    """How many requests had which outcome."""
-    board = cluster.router._dispatcher.metrics.board
-    counts = {outcome: board.count(f.SLO_REQUESTS, BEST_EFFORT.name, outcome).value for outcome in Outcome}
+    """Returns the number of requests by outcome."""
+    registry = cluster.router._dispatcher.metrics.registry
+    counts = {outcome: registry.counter(f.SLO_REQUESTS, BEST_EFFORT.name, outcome).value for outcome in Outcome}
     return {str(outcome): count for outcome, count in counts.items() if count}
 
 
@@ -152,7 +152,7 @@ class TestSmallQueueOfATenant:
         return {"max_queued_per_tenant": 4}
 
     async def test_each_answer_counts(self, cluster: Cluster, client: Client) -> None:
-        """Those that are held for a first one that was placed, too: they are going to stand in this queue."""
+        """Choices held back for the first one count, too, since they will enter the queue."""
         cluster.prefill.switches.silent_prefill = True
         calls = [client.stub.Generate(ask(3, n=3))]
         await until(lambda: cluster.router._dispatcher.waiting == 2, "two are held")

@@ -6,7 +6,7 @@ from router.requests.chunk_budget import ChunkBudget
 def test_what_is_within_the_budget_never_waits() -> None:
     budget = ChunkBudget(chunks_per_s=5000, delay_max_s=0.025)
     for step in range(200):
-        for worker_s in (0.0, 0.0001):  # two workers' steps, right behind each other
+        for worker_s in (0.0, 0.0001):  # the steps of two workers, one right after the other
             now = step * 0.005 + worker_s
             assert budget.wait_s(now, 8) == 0.0
             budget.spend(now, 8)

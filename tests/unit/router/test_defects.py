@@ -1,4 +1,4 @@
-"""A defect that one request meets inside the router is that request's end, and nobody else's."""
+"""An internal error in one request ends that request, and no other."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ def prompt_of(name: str) -> list[int]:
 
 
 class Answers:
-    """Four answers at once, which stand still behind their third token until `go`."""
+    """Four streams at once, which pause after their third token until `go`."""
 
     def __init__(self, cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
         self._cluster = cluster
@@ -59,7 +59,7 @@ class Answers:
         )
 
     def step(self) -> None:
-        """One message with the next token of each."""
+        """Sends one message with the next token of each."""
         events = [
             RequestEvent(each.ref, HELD_AT, (answer_token(each.admitted.prompt_token_ids, HELD_AT),))
             for each in self.requests
@@ -67,7 +67,7 @@ class Answers:
         self._cluster.decode.send(self._cluster.config.router_id, *events)
 
     async def check(self) -> None:
-        """Three are whole, one failed with Internal."""
+        """Asserts that three are complete, and that one failed with Internal."""
         self._cluster.decode.go.set()
         ends = dict(zip(self.ends, await asyncio.wait_for(asyncio.gather(*self.ends.values()), 30), strict=True))
         assert ends.pop(BAD) is grpc.StatusCode.INTERNAL
@@ -84,7 +84,7 @@ async def answers(cluster: Cluster) -> AsyncIterator[Answers]:
 
 
 def defect(real: Callable[..., Any], of: Callable[..., str]) -> Callable[..., Any]:
-    """`real`, but for the bad request, which `of` finds among the arguments."""
+    """Returns `real`, except that it raises for the bad request, which `of` finds in the arguments."""
 
     def broken(*given: Any, **named: Any) -> Any:
         if of(*given) == BAD:
@@ -95,8 +95,8 @@ def defect(real: Callable[..., Any], of: Callable[..., str]) -> Callable[..., An
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Of which requests the log says that they met a defect."""
-    met = [record for record in caplog.records if "met a defect" in record.message]
+    """Returns the requests for which the log reports an internal error."""
+    met = [record for record in caplog.records if "internal error in request" in record.message]
     return [getattr(record, "request_id", "").partition("~")[0] for record in met]
 
 
@@ -107,7 +107,7 @@ def name_of(request: RoutedRequest) -> str:
 async def test_an_answer_that_cannot_be_delivered_ends_alone(
     cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All four come back from the text thread in one call."""
+    """All four return from the text thread in one call."""
     monkeypatch.setattr(Answer, "push", defect(Answer.push, lambda answer, *_: answer.request_id))
     with caplog.at_level(logging.ERROR):
         answers.step()
@@ -142,7 +142,7 @@ async def test_a_load_that_cannot_be_taken_ends_no_link(
         ends = await asyncio.gather(*answers.ends.values())
     assert [len(end) for end in ends if isinstance(end, list)] == [TOKENS] * 4
     assert cluster.decode.streams[cluster.config.router_id] is stream
-    defects = [each for each in caplog.records if "cannot be taken" in each.message]
+    defects = [each for each in caplog.records if "could not be processed" in each.message]
     errors = RecurringErrors()
     assert defects
     assert len([each for each in defects if errors.take(each)]) == 1
@@ -151,12 +151,12 @@ async def test_a_load_that_cannot_be_taken_ends_no_link(
 async def test_a_request_that_cannot_be_swept_keeps_no_other_from_it(
     cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All are silent for too long at the same moment."""
+    """All requests exceed the stall timeout at the same moment."""
     real = RequestEnds.fail_attempt
     monkeypatch.setattr(RequestEnds, "fail_attempt", defect(real, lambda _, request, *__: name_of(request)))
     with caplog.at_level(logging.ERROR):
         for request in answers.requests:
-            request.last_heard -= 1e6
+            request.last_event_s -= 1e6
         sweeper = cluster.router._dispatcher._sweeper
         sweeper._sweep(sweeper._clock())
         assert {name_of(request) for request in answers.requests} == {"a", "c", "d"}
@@ -173,7 +173,7 @@ async def test_a_lost_worker_is_told_to_all_of_its_requests(
     with caplog.at_level(logging.ERROR):
         await cluster.decode.drop_streams()
         ends = await asyncio.wait_for(asyncio.gather(*answers.ends.values()), 30)
-    others = grpc.StatusCode.UNAVAILABLE  # nobody else decodes
+    others = grpc.StatusCode.UNAVAILABLE  # no other worker decodes
     assert ends == [grpc.StatusCode.INTERNAL if name == BAD else others for name in NAMES]
     assert told(caplog) == [BAD]
 
@@ -192,12 +192,12 @@ async def test_a_request_that_cannot_be_placed_blocks_nobody_behind_it(
 async def test_the_end_of_a_broken_request_is_tried_to_its_last_step(
     cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The metrics refuse it as well: its workers and the list of requests are rid of it all the same."""
+    """The metrics raise for it as well; its workers and the list of requests are cleaned up all the same."""
     metrics = type(cluster.router._dispatcher.metrics)
     monkeypatch.setattr(metrics, "failed", defect(metrics.failed, lambda _, request, *__: name_of(request)))
     monkeypatch.setattr(Answer, "push", defect(Answer.push, lambda answer, *_: answer.request_id))
     with caplog.at_level(logging.ERROR):
         answers.step()
         await answers.check()
-    assert any("did not end in order" in each.message for each in caplog.records)
+    assert any("cleanup failed" in each.message for each in caplog.records)
     await cluster.settled()

@@ -1,4 +1,4 @@
-"""The first token of an answer without spare gaps is held for the second."""
+"""The first token of an answer that tolerates no long gap is held until the second."""
 
 import asyncio
 import math
@@ -20,14 +20,14 @@ from wire.errors import Internal
 from wire.messages import RequestEvent, Role
 
 SHORT = 40
-"""Tokens of an answer with no gap to spare."""
+"""The number of tokens of an answer that tolerates no long gap."""
 STRICT = SloClass("strict", ttft_s=2.0, itl_steps=2.0)
 PATIENT = SloClass("patient", ttft_s=1e6, itl_steps=2.0)
-"""Whose first token may come whenever it does."""
+"""A class whose first token may come at any time."""
 SOON = SloClass("soon", ttft_s=0.5, itl_steps=2.0, overload=Overload.DEGRADE)
-"""Whose first token is held for half a second at most."""
+"""A class whose first token is held for half a second at most."""
 ANY = SloClass("any", itl_steps=2.0)
-"""Whose first token has no target."""
+"""A class without a TTFT target."""
 COUNT = 6
 
 
@@ -39,7 +39,7 @@ def test_without_spare_gaps_it_is_held_until_shortly_before_its_target() -> None
 
 
 def test_an_answer_with_a_spare_gap_is_not_held() -> None:
-    """Of 200 gaps two may be too long; the client has the first token as soon as it is there."""
+    """Two of 200 gaps may be too long, so the client gets the first token at once."""
     assert hold_s(STRICT, 0.1, 100) > 0.0
     assert hold_s(STRICT, 0.1, 101) == 0.0
     assert hold_s(replace(STRICT, itl_percent=99.9), 0.1, 101) > 0.0
@@ -67,7 +67,7 @@ async def client(cluster: Cluster) -> AsyncIterator[Client]:
 
 
 async def steps_take(cluster: Cluster, seconds: float) -> None:
-    """By what the workers say."""
+    """Sets the step time that workers report, and waits until the router knows it."""
     for worker in cluster.workers:
         worker.cost = replace(UNMEASURED, base_s=seconds, observed=1)
         worker.cache([])
@@ -76,7 +76,7 @@ async def steps_take(cluster: Cluster, seconds: float) -> None:
 
 
 async def pieces(client: Client, count: int, slo_class: str, heard: asyncio.Queue[list[int]]) -> list[int]:
-    """The answer's tokens; each chunk's are `heard` when it comes."""
+    """Returns the answer's tokens; each chunk's are put into the queue `heard` when it arrives."""
     ids: list[int] = []
     async for message in client.stub.Generate(ask(count, slo_class=slo_class)):
         if message.chunk.token_ids:
@@ -106,7 +106,7 @@ async def test_it_goes_with_the_second(cluster: Cluster, client: Client, workers
 
 
 async def test_with_the_second_it_waits_for_no_third(cluster: Cluster, client: Client) -> None:
-    """The decode worker's word came first."""
+    """The decode worker's message arrived first."""
     await steps_take(cluster, 100.0)
     cluster.prefill.switches.decode_first = True
     cluster.decode.switches.held_at = 2
@@ -136,7 +136,7 @@ async def test_it_goes_alone(cluster: Cluster, client: Client, step_s: float, sl
 
 
 async def test_without_a_target_it_waits_for_the_second_alone(cluster: Cluster, client: Client) -> None:
-    """No timer ends that, nor could one: it would be set to infinity."""
+    """No timer ends the hold: its delay would be infinite."""
     loop = asyncio.get_running_loop()
     delays: list[float] = []
     later = loop.call_later
@@ -201,7 +201,7 @@ async def test_a_request_that_fails_meanwhile_gives_it_before_its_error(
 
 
 async def test_tokens_and_the_failure_of_one_message_keep_their_order(cluster: Cluster, client: Client) -> None:
-    """Of a stream that was slower than the steps."""
+    """Such a message comes from a stream that was slower than the steps."""
     cluster.decode.switches.held_at = 1
     cluster.prefill.switches.silent_prefill = True
     heard: asyncio.Queue[list[int]] = asyncio.Queue()
@@ -218,7 +218,7 @@ async def test_tokens_and_the_failure_of_one_message_keep_their_order(cluster: C
 
 @pytest.mark.parametrize("slo_class", ["patient", "any"])
 async def test_a_client_that_leaves_meanwhile_leaves_nothing(cluster: Cluster, client: Client, slo_class: str) -> None:
-    """Whether a timer would have ended it or none."""
+    """The hold may have a timer, or none."""
     await steps_take(cluster, 0.5)
     cluster.decode.switches.held_at = 1
     call = client.stub.Generate(ask(COUNT, slo_class=slo_class))

@@ -1,4 +1,4 @@
-"""The gRPC listener over fake workers: answers, limits, cancellation, and what happens when workers misbehave."""
+"""The gRPC listener over fake workers: answers, limits, cancellation, and failures of workers."""
 
 import asyncio
 import gc
@@ -44,7 +44,7 @@ def ask(max_tokens: int | None = 8, prompt: list[int] | None = None, **options: 
 
 
 def chat(variables: str) -> pb.ChatRequest:
-    """One message, with `chat_template_kwargs`."""
+    """Returns a chat request of one message with `chat_template_kwargs`."""
     turns = [pb.ChatMessage(role="user", content="Hi")]
     return pb.ChatRequest(messages=turns, options=pb.GenerationOptions(max_tokens=2), chat_template_kwargs=variables)
 
@@ -54,7 +54,7 @@ class Client:
         self.stub = inference_pb2_grpc.InferenceStub(channel)
 
     async def run(self, request: Any) -> tuple[str, list[int], pb.Complete]:
-        """Text, tokens and the last message of an answer."""
+        """Returns text, tokens and the last message of an answer."""
         call = self.stub.Chat(request) if isinstance(request, pb.ChatRequest) else self.stub.Generate(request)
         texts, ids, complete = [], [], None
         async for message in call:
@@ -267,7 +267,7 @@ class TestUnnamedLimits:
         return {"default_max_tokens": None}
 
     async def test_an_answer_may_fill_the_context(self, cluster: Cluster, client: Client) -> None:
-        """It was cut at 512 tokens."""
+        """Regression: the answer was cut at 512 tokens."""
         _, ids, _ = await client.run(ask(None, prompt=[5] * 1000))
         assert len(ids) == 1048
         message = pb.ChatMessage(role="user", content="Hello")
@@ -278,7 +278,7 @@ class TestUnnamedLimits:
     async def test_it_fits_at_all_workers_that_are_about_as_large(
         self, cluster: Cluster, client: Client, pages: tuple[int, ...], fits: int
     ) -> None:
-        """The largest alone served all requests without a limit."""
+        """Regression: the largest worker alone served all requests without a limit."""
         workers = [
             await FakeWorker(f"decode-{n}", Role.DECODE, pages_total=each, token="secret").start()
             for n, each in enumerate(pages, start=1)
@@ -361,7 +361,7 @@ async def test_no_worker_means_unavailable_at_once(cluster: Cluster, client: Cli
 
 
 async def test_an_attempt_that_samples_another_first_token_is_not_spliced_in(cluster: Cluster, client: Client) -> None:
-    """The prompt fills the prefill worker's pool, so that nothing can go behind it: token 0 is computed again."""
+    """The prompt fills the prefill worker's pool, so token 0 cannot be appended to it and is computed again."""
     tight = await FakeWorker("prefill-1", Role.PREFILL, pages_total=1, token="secret").start()
     await cluster.members(tight, cluster.decode)
     prompt = [5] * tight.page_tokens
@@ -382,7 +382,7 @@ async def test_an_attempt_that_samples_another_first_token_is_not_spliced_in(clu
 async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
     cluster: Cluster, client: Client, tokens: int, out: int
 ) -> None:
-    """With 12 tokens, a single one is left, which needs no decode worker at all."""
+    """With 12 tokens only one is left, which needs no decode worker."""
     doomed = cluster.decode
     doomed.switches.mute_after = out
     running = [asyncio.create_task(client.run(ask(tokens, prompt=[5, n], logprobs=1))) for n in range(6)]
@@ -406,7 +406,7 @@ async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
 async def test_an_answer_that_no_live_prefill_worker_can_hold_is_computed_again(
     cluster: Cluster, client: Client
 ) -> None:
-    """The large prefill worker dies, still a member, while a request waits to go on behind more than fits elsewhere."""
+    """The large prefill worker dies, still registered, while a request waits whose context fits nowhere else."""
     large, doomed = cluster.prefill, cluster.decode
     doomed.switches.mute_after = 25
     running = asyncio.create_task(client.run(ask(40)))
@@ -448,7 +448,7 @@ async def test_prompts_go_to_another_prefill_worker_when_theirs_dies(cluster: Cl
 
 
 async def test_a_failure_behind_the_last_token_fails_nothing(cluster: Cluster, client: Client) -> None:
-    """A prefill worker that never heard how its last write ended, say; the text is not made yet."""
+    """A prefill worker may report a failed transfer after the last token, while the text is not decoded yet."""
     cluster.prefill.switches.silent_prefill = True
     running = asyncio.create_task(client.run(ask(3)))
     await placed(cluster, 1)
@@ -590,13 +590,13 @@ async def test_heartbeats_keep_waiting_leases_and_a_lost_one_is_noticed(cluster:
 
 
 async def placed(cluster: Cluster, attempts: int) -> None:
-    """So many attempts of a request were, and its prefill worker says nothing."""
+    """Waits until `attempts` attempts are placed; the prefill worker sends nothing."""
     dispatcher = cluster.router._dispatcher
-    await until(lambda: len(cluster.prefill.prefills) == attempts and not dispatcher._walks, "it is placed")
+    await until(lambda: len(cluster.prefill.prefills) == attempts and not dispatcher._calls, "it is placed")
 
 
 def silence(cluster: Cluster) -> None:
-    """Is as long as workers may be silent."""
+    """Moves the sweeper's clock past the stall timeout."""
     sweeper = cluster.router._dispatcher._sweeper
     sweeper._sweep(sweeper._clock() + cluster.config.stall_timeout_s)
 
@@ -631,7 +631,7 @@ class TestStall:
         cluster.decode.switches.refuse_reserve = 10**9
         error = await client.error(ask(8))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "no worker had room" in (error.details() or "")
+        assert "no worker had capacity" in (error.details() or "")
 
 
 async def test_abort_by_id_completes_the_answer(cluster: Cluster, client: Client) -> None:
@@ -680,7 +680,7 @@ async def test_hundreds_of_requests_cancelled_at_random_leave_nothing(cluster: C
     await cluster.settled()
     queue = cluster.router._dispatcher._scheduler._queue
     assert (queue._lines, queue.backlog.before(float(2**40))) == ({}, (0.0, 0))
-    # Text of ended answers may still be on its way; a count holds no request alive, as a list would.
+    # Text of ended requests may not be delivered yet; a count keeps no request alive, as a list would.
     await until(lambda: _living(RoutedRequest) == 0, "every request is gone from memory")
 
 
@@ -789,7 +789,7 @@ async def test_one_port_for_both_listeners_is_told_in_words(cluster: Cluster) ->
     with pytest.raises(FailedPrecondition, match=f"_port: .*{port}"):
         await asyncio.wait_for(router.start(), 60)
     with socket.create_server(("127.0.0.1", port)):
-        pass  # nothing of the router listens any more
+        pass  # the router has closed all listeners
 
 
 async def test_an_http_listener_that_cannot_open_is_told_in_words(

@@ -1,4 +1,4 @@
-"""What a router counts: verdicts and goodput under a clock made by hand, and figures through a whole router."""
+"""The router's metrics: verdicts and goodput under a manual clock, and the values of a whole router."""
 
 import math
 from dataclasses import replace
@@ -35,7 +35,7 @@ SECOND = 10**9
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that returns seconds and that tests move."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -75,7 +75,7 @@ def test_phases_of_a_request() -> None:
 
 
 def test_phases_of_a_request_that_was_tried_again(metrics: RouterMetrics) -> None:
-    """Its worker dies at 1.5 s, which is found out at 6 s: that breaks the gap's promise, not decoding."""
+    """Its worker dies at 1.5 s, which is detected at 6 s: the ITL target is missed by the stall, not by decode."""
     request = request_of(TIGHT, **{name: at for name, at in WHOLE.items() if name != "FINISHED"})
     metrics.tokens_leave(request, 1)
     metrics.clock.now += 6.0  # type: ignore[attr-defined]
@@ -84,9 +84,9 @@ def test_phases_of_a_request_that_was_tried_again(metrics: RouterMetrics) -> Non
     request.edges += timeline_of(SILENT=1.5, REQUEUED=6.0, **again).edges
     metrics.finished(request, FinishReason.STOP)
     families = (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
-    totals = [metrics.board.spread(each).total for each in families]
+    totals = [metrics.registry.histogram(each).total for each in families]
     assert totals == pytest.approx([0.5 + 0.5, 0.2 + 0.2, 0.3 + 0.3, 0.5 + 1.8, 4.5])
-    assert sum(totals) == pytest.approx(metrics.board.spread(f.E2E_REQUEST_LATENCY).total)
+    assert sum(totals) == pytest.approx(metrics.registry.histogram(f.E2E_REQUEST_LATENCY).total)
     assert outcomes(metrics) == {("tight", "missed_itl"): 1, ("tight", "stall"): 1}
 
 
@@ -94,7 +94,7 @@ def test_a_first_token_that_a_silent_worker_kept_back(metrics: RouterMetrics) ->
     request = request_of(TIGHT, RECEIVED=0.0, PLACED=0.1, SILENT=0.1, REQUEUED=3.0)
     request.edges += timeline_of(PLACED=3.1, PREFILL_STARTED=3.2, PREFILL_FINISHED=3.3, FIRST_TOKEN=3.3).edges
     metrics.tokens_leave(request, 1)
-    request.edges += timeline_of(PREEMPTED=4.0, FINISHED=9.0).edges  # what comes behind its first token says nothing
+    request.edges += timeline_of(PREEMPTED=4.0, FINISHED=9.0).edges  # later phases do not count for TTFT
     metrics.finished(request, FinishReason.STOP)
     assert outcomes(metrics) == {("tight", "missed_ttft"): 1, ("tight", "stall"): 1}
 
@@ -112,10 +112,10 @@ def test_a_first_token_that_a_silent_worker_kept_back(metrics: RouterMetrics) ->
         ((0.05,) + (0.02,) * 9, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), MET),
         ((0.02,) * 8 + (0.05,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
         ((0.02,) * 8 + (0.05,) * 2, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
-        # Without the hand-over behind the first token it would have been met.
+        # Without the transfer after the first token it would have been met.
         ((0.05,) + (0.02,) * 8, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.TRANSFER)),
         ((0.05,) + (0.02,) * 8, 0.9, PhaseTimes(0.5, 0.4, None, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
-        # The worst gap counts alone.
+        # Only the worst gap counts.
         ((0.02,) * 9 + (0.3,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
         ((0.3,) + (0.02,) * 9, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.TRANSFER)),
     ],
@@ -127,7 +127,7 @@ def test_verdicts(gaps: tuple[float, ...], ttft_s: float | None, times: PhaseTim
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 57])
 def test_the_percentile_is_the_load_generators(count: int) -> None:
-    """Nearest rank, as `benchmarks.load` judges what its clients saw."""
+    """Nearest rank, as `benchmarks.load` computes it from the tokens that clients received."""
     from benchmarks.load.spread import percentile
 
     for over in range(count + 1):
@@ -192,8 +192,8 @@ def request_of(slo: SloClass, prompt: int = 7, **edges: float) -> RoutedRequest:
 
 
 def outcomes(metrics: RouterMetrics) -> dict[tuple[str, ...], float]:
-    """Those that are not zero."""
-    found = metrics.board._counts
+    """Returns the outcomes with a count above zero."""
+    found = metrics.registry._counters
     cells = {**found[f.SLO_REQUESTS], **found[f.SLO_MISSED]}
     return {labels: cell.value for labels, cell in cells.items() if cell.value}
 
@@ -208,45 +208,48 @@ def test_a_request_from_its_first_token_to_its_end(metrics: RouterMetrics, clock
     metrics.finished(request, FinishReason.STOP)
     metrics.finished(request, FinishReason.STOP)
     metrics.left(request)
-    board = metrics.board
-    assert (board.spread(f.TIME_TO_FIRST_TOKEN).count, board.spread(f.TIME_TO_FIRST_TOKEN).total) == (1, 0.8)
-    gaps = board.spread(f.INTER_TOKEN_LATENCY)
+    registry = metrics.registry
+    assert (registry.histogram(f.TIME_TO_FIRST_TOKEN).count, registry.histogram(f.TIME_TO_FIRST_TOKEN).total) == (
+        1,
+        0.8,
+    )
+    gaps = registry.histogram(f.INTER_TOKEN_LATENCY)
     assert (gaps.count, gaps.counts[0]) == (5, 3)
     assert gaps.total == pytest.approx(0.03)
-    assert board.spread(f.TIME_PER_OUTPUT_TOKEN).total == pytest.approx(0.006)
-    assert board.spread(f.E2E_REQUEST_LATENCY).total == pytest.approx(2.8)
-    assert board.spread(f.DECODE_TIME).count == 1
-    assert board.count(f.GENERATION_TOKENS).value == 6
-    assert (board.count(f.PROMPT_TOKENS).value, board.count(f.CACHED_PROMPT_TOKENS).value) == (7, 7)
-    assert board.count(f.REQUEST_SUCCESS, "stop").value == 1
+    assert registry.histogram(f.TIME_PER_OUTPUT_TOKEN).total == pytest.approx(0.006)
+    assert registry.histogram(f.E2E_REQUEST_LATENCY).total == pytest.approx(2.8)
+    assert registry.histogram(f.DECODE_TIME).count == 1
+    assert registry.counter(f.GENERATION_TOKENS).value == 6
+    assert (registry.counter(f.PROMPT_TOKENS).value, registry.counter(f.CACHED_PROMPT_TOKENS).value) == (7, 7)
+    assert registry.counter(f.REQUEST_SUCCESS, "stop").value == 1
     assert outcomes(metrics) == {("tight", "met"): 1}
 
 
 def test_ends_that_are_not_good(metrics: RouterMetrics) -> None:
     early, late, broken = (request_of(TIGHT, RECEIVED=0.0, PLACED=0.1) for _ in range(3))
     early.edges = [EdgeStamp.now(Edge.RECEIVED)]
-    metrics.left(early)  # before anything was missed
+    metrics.left(early)  # before any target was missed
     assert outcomes(metrics) == {}
-    metrics.finished(late, FinishReason.ABORT)  # half a century too late
+    metrics.finished(late, FinishReason.ABORT)  # long after every target
     assert outcomes(metrics) == {("tight", "missed_ttft"): 1, ("tight", "queue"): 1}
     metrics.failed(broken, TransferFailed("gone"))
     assert outcomes(metrics)[("tight", "failed")] == outcomes(metrics)[("tight", "prefill")] == 1
-    assert metrics.board.count(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
-    assert metrics.board.count(f.REQUEST_SUCCESS, "abort").value == 2
+    assert metrics.registry.counter(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
+    assert metrics.registry.counter(f.REQUEST_SUCCESS, "abort").value == 2
     assert metrics.goodput.per_second()["tight"] == 0
 
 
 def test_what_leaves_behind_a_failure_is_in_its_trace(metrics: RouterMetrics) -> None:
     request = request_of(TIGHT, RECEIVED=0.0, PLACED=0.1)
     metrics.failed(request, TransferFailed("gone"))
-    assert metrics.board.count(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
+    assert metrics.registry.counter(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
     metrics.tokens_leave(request, 3)
     metrics.left(request)
     metrics.left(request)
     (trace,) = metrics.traces.newest()
     assert (trace.outcome, trace.completion_tokens) == ("TRANSFER_FAILED", 3)
-    assert metrics.board.count(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
-    assert metrics.board.count(f.REQUEST_SUCCESS, "abort").value == 0
+    assert metrics.registry.counter(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
+    assert metrics.registry.counter(f.REQUEST_SUCCESS, "abort").value == 0
 
 
 def test_refusals(metrics: RouterMetrics) -> None:
@@ -260,7 +263,7 @@ def test_refusals(metrics: RouterMetrics) -> None:
         before = outcomes(metrics)
         metrics.refused("tight", error)
         metrics.refused("of the client's making", error)
-        assert metrics.board.count(f.ADMISSION_REJECTIONS, reason).value == 2
+        assert metrics.registry.counter(f.ADMISSION_REJECTIONS, reason).value == 2
         grown = {key for key, value in outcomes(metrics).items() if value > before.get(key, 0)}
         assert grown == {("tight", each) for each in missed}
 
@@ -289,8 +292,8 @@ def test_a_request_is_judged_once_by_its_worst_answer(
 
 
 def test_every_code_begins_at_zero(metrics: RouterMetrics) -> None:
-    """Those of kinds of kinds, too."""
-    text = Exposition(metrics.board).render()[0].decode()
+    """The codes of error subclasses are included."""
+    text = Exposition(metrics.registry).render()[0].decode()
     assert value_of(text, "tandem_request_failures_total", code="ROLE_CLOSED") == 0
     assert 'code="ROLE_CLOSED"' in text
 
@@ -300,13 +303,13 @@ def test_predictions_and_regret(metrics: RouterMetrics) -> None:
     record = PlacementRecord("r", "p", "d", "tight", prediction, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
     metrics.placed(record)
     metrics.placed(replace(record, itl_s=None, ttft_s=0.2))
-    board = metrics.board
-    assert board.count(f.PLACEMENTS).value == 2
-    assert board.count(f.REGRET).value == pytest.approx(0.15)
-    assert board.count(f.PREDICTED, "ttft").value == pytest.approx(0.4)
-    assert board.count(f.ACTUAL, "ttft").value == pytest.approx(0.6)
-    assert board.count(f.ACTUAL, "itl").value == pytest.approx(0.02)
-    assert board.spread(f.PREDICTION_ERROR, "itl").total == pytest.approx(0.5)
+    registry = metrics.registry
+    assert registry.counter(f.PLACEMENTS).value == 2
+    assert registry.counter(f.REGRET).value == pytest.approx(0.15)
+    assert registry.counter(f.PREDICTED, "ttft").value == pytest.approx(0.4)
+    assert registry.counter(f.ACTUAL, "ttft").value == pytest.approx(0.6)
+    assert registry.counter(f.ACTUAL, "itl").value == pytest.approx(0.02)
+    assert registry.histogram(f.PREDICTION_ERROR, "itl").total == pytest.approx(0.5)
 
 
 async def scrape(cluster: Cluster, key: str = "", path: str = "/metrics") -> httpx.Response:
@@ -321,7 +324,7 @@ def value_of(text: str, name: str, **labels: str) -> float:
 
 
 async def test_a_whole_router(cluster: Cluster) -> None:
-    """Two good answers, one that outlived its worker's failed transfer, one that the client aborts, two refused."""
+    """Two successes, one success after a failed transfer of its worker, one abort by the client, two rejections."""
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         client = Client(channel)
         await client.run(ask(max_tokens=5))
@@ -357,7 +360,7 @@ async def test_a_whole_router(cluster: Cluster) -> None:
 
 
 class TestKeys:
-    """Metrics are the operator's: a tenant's key does not open them."""
+    """Metrics are the operator's: a tenant's API key does not give access."""
 
     @pytest.fixture
     def settings(self) -> dict[str, Any]:

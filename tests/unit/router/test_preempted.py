@@ -1,4 +1,4 @@
-"""Requests that had to give way at their decode worker: their streams go on, whatever comes first."""
+"""Requests that are preempted at their decode worker: their streams continue, in whichever order events arrive."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ async def client(cluster: Cluster) -> AsyncIterator[Client]:
 async def test_the_stream_has_every_token_once(
     cluster: Cluster, client: Client, brought: int, decode_first: bool
 ) -> None:
-    """Far more often than a request may fail; the prefill worker's token may come after the word of preemption."""
+    """The request is preempted more often than it may fail; the prefill worker's token may arrive after that."""
     cluster.decode.switches.preempt_after = brought
     cluster.prefill.switches.decode_first = decode_first
     count = 12
@@ -66,7 +66,7 @@ async def test_a_client_may_leave_while_it_waits_to_go_on(cluster: Cluster, clie
 
 
 async def test_its_wait_begins_when_it_gives_way(cluster: Cluster, client: Client) -> None:
-    """However long ago it came."""
+    """The time since the request's arrival does not count."""
     cluster.decode.switches.preempt_after = 2
     cluster.decode.switches.held_at = 1
     dispatcher = cluster.router._dispatcher
@@ -101,7 +101,7 @@ def test_who_reads_already_goes_before_all_others() -> None:
 
 
 async def test_others_pass_one_that_only_a_dead_worker_could_serve(cluster: Cluster, client: Client) -> None:
-    """It reads already, so its turn comes before theirs."""
+    """The request already streams, so it is ahead of the others in the queue."""
     large = cluster.decode
     large.switches.mute_after = 3
     running = asyncio.create_task(client.run(ask(200)))
@@ -141,7 +141,7 @@ def test_who_is_set_aside_waits_on_without_a_turn() -> None:
 
 
 def test_a_worker_is_given_what_it_is_expected_to_have_room_for() -> None:
-    """64 pages of 16 tokens; an answer may have 400 tokens, and those before had 20."""
+    """The worker has 64 pages of 16 tokens; an answer may have 400 tokens, and earlier ones had 20."""
     at = TestFleet()
     prefill = at.add("p", Role.PREFILL)
     decode = at.add("d", Role.DECODE, max_batch_requests=64)

@@ -1,6 +1,4 @@
-"""Requests that have ended: remembered, exported by OTLP to a receiver of the test's own, and as long as their client
-says.
-"""
+"""Traces of ended requests: kept, exported by OTLP to a receiver in the test, and as long as the client measured."""
 
 import asyncio
 import threading
@@ -23,11 +21,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from cluster.config import ClusterConfig
 from router.observability.otlp import _PENDING_MAX, SpanMaker, check_endpoint
-from router.observability.recent_traces import Exemplars, TraceBook
-from router.requests.answer import Piece
-from router.requests.request import Ask, Options
+from router.observability.recent_traces import Exemplars, TraceStore
+from router.requests.answer import AnswerChunk
+from router.requests.request import ClientRequest, Options
 from telemetry import families as f
-from telemetry.board import EXAMPLE_CHARS, Spread
+from telemetry.registry import EXEMPLAR_CHARS, Histogram
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
@@ -43,13 +41,13 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = ("traceparent", f"00-{TRACE}-{SPAN}-01")
 SECOND = 10**9
 TRIES, TRIES_MAX = 5, 100
-"""Requests that are looked at, and at most until one of them was not held up on its way."""
+"""The number of requests that are measured, and the most until one was not delayed by other load."""
 NEAR_S = 2e-3
 PHASES = (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """A collector, on a thread of its own."""
+    """An OTLP collector on a separate thread."""
 
     def __init__(self) -> None:
         self.spans: list[trace_pb2.Span] = []
@@ -70,11 +68,11 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def roots(self) -> list[trace_pb2.Span]:
-        """Those of whole requests, in the order in which they came."""
+        """The spans of whole requests, in order of their start."""
         return sorted((s for s in self.spans if s.kind == s.SPAN_KIND_SERVER), key=lambda s: s.start_time_unix_nano)
 
     def under(self, root: trace_pb2.Span) -> list[trace_pb2.Span]:
-        """Its phases, in order."""
+        """Returns the phases of a request, in order."""
         found = [s for s in self.spans if s.parent_span_id == root.span_id and s.trace_id == root.trace_id]
         return sorted(found, key=lambda s: s.start_time_unix_nano)
 
@@ -97,7 +95,7 @@ async def flush(cluster: Cluster) -> None:
 
 
 class Heard:
-    """When workers heard of a request first, and told of it last."""
+    """The times at which workers received anything of a request, and sent anything."""
 
     def __init__(self, *workers: FakeWorker) -> None:
         self.moments: list[int] = []
@@ -115,7 +113,7 @@ class Heard:
         setattr(worker, name, noted)
 
     def check(self, root: trace_pb2.Span, asked: int) -> None:
-        """The span is what its client waited since it `asked`, but for the way there and back."""
+        """Asserts that the span covers the workers' part and lies within the client's time since `asked`."""
         assert asked <= root.start_time_unix_nano <= self.moments[0]
         assert self.moments[-1] <= root.end_time_unix_nano <= time.time_ns()
 
@@ -129,8 +127,9 @@ def seconds(span: trace_pb2.Span) -> float:
 
 
 async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: Receiver) -> None:
-    """The phases of a request are its span without a gap, and that is what its client waited, but for the way there and
-    back: that is what an empty call takes and 2 ms, of those that a busy machine held up the least.
+    """The phases of a request fill its span without a gap, and the span is the time that its client measured.
+
+    The difference is at most the duration of an empty call plus 2 ms, for the request with the least delay.
     """
     cluster.decode.switches.step_s = 2e-3
     async with channel_to(cluster.endpoints.grpc_address) as channel:
@@ -157,7 +156,7 @@ async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: 
 
 
 async def test_spans_of_a_request_whose_worker_dies_add_up(cluster: Cluster, receiver: Receiver) -> None:
-    """Each try has its own, none of them has the silence, and together they are what the client waited."""
+    """Each attempt has its own phases, without the silence; together they are the time that the client measured."""
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         client = Client(channel)
         await client.run(ask(2))
@@ -190,10 +189,10 @@ async def test_spans_of_a_request_whose_worker_dies_add_up(cluster: Cluster, rec
             heard.moments += later.moments
             heard.check(root, asked)
             await cluster.members(cluster.prefill, heir)
-        metrics = cluster.router._dispatcher.metrics.board
-        whole = sum(metrics.spread(each).total for each in PHASES)
-        assert whole == pytest.approx(metrics.spread(f.E2E_REQUEST_LATENCY).total)
-        assert metrics.spread(f.STALL_TIME).count >= TRIES
+        metrics = cluster.router._dispatcher.metrics.registry
+        whole = sum(metrics.histogram(each).total for each in PHASES)
+        assert whole == pytest.approx(metrics.histogram(f.E2E_REQUEST_LATENCY).total)
+        assert metrics.histogram(f.STALL_TIME).count >= TRIES
 
 
 async def test_a_span_says_what_conventions_ask_for(cluster: Cluster, receiver: Receiver) -> None:
@@ -249,14 +248,14 @@ async def test_http_failures_and_what_a_client_does_not_record(cluster: Cluster,
 
 
 async def test_a_failed_answer_s_trace_has_the_tokens_that_its_client_got(cluster: Cluster) -> None:
-    """Those that were on their way when the failure was noted were missing, the first one's moment, too."""
+    """Regression: tokens not yet delivered when the failure was recorded were missing, and the first one's time."""
     cluster.decode.switches.break_after = 6
-    prompt = Ask("slow", "fake", (5, 6, 7), Options(max_tokens=20), EdgeStamp.now(Edge.RECEIVED))
-    choices = cluster.router._dispatcher.submit(await cluster.router._admission.admit(prompt))
+    prompt = ClientRequest("slow", "fake", (5, 6, 7), Options(max_tokens=20), EdgeStamp.now(Edge.RECEIVED))
+    choices = cluster.router._dispatcher.submit(await cluster.router._validator.admit(prompt))
     await until(lambda: choices.answers[0].over, "it failed before its client has read anything")
     kept = cluster.router._dispatcher.metrics.traces.newest
     _, event = await choices.next()
-    assert isinstance(event, Piece)
+    assert isinstance(event, AnswerChunk)
     got = len(event.token_ids)
     with pytest.raises(Unavailable, match="went away"):
         await choices.next()
@@ -271,8 +270,8 @@ async def test_a_failed_answer_s_trace_has_the_tokens_that_its_client_got(cluste
 
 async def test_a_failed_answer_whose_client_left_unheard_has_a_trace(cluster: Cluster) -> None:
     cluster.prefill.switches.prefill_error = Internal("broken")
-    prompt = Ask("gone", "fake", (5, 6, 7), Options(max_tokens=20), EdgeStamp.now(Edge.RECEIVED))
-    choices = cluster.router._dispatcher.submit(await cluster.router._admission.admit(prompt))
+    prompt = ClientRequest("gone", "fake", (5, 6, 7), Options(max_tokens=20), EdgeStamp.now(Edge.RECEIVED))
+    choices = cluster.router._dispatcher.submit(await cluster.router._validator.admit(prompt))
     await until(lambda: choices.answers[0].over, "it failed")
     choices.close()
     (trace,) = cluster.router._dispatcher.metrics.traces.newest()
@@ -319,7 +318,7 @@ class TestByDefault:
         return {}
 
     async def test_nothing_is_exported(self, cluster: Cluster) -> None:
-        """Though requests are remembered."""
+        """No exporter is configured, but requests are kept."""
         assert cluster.router._exporter is None
         assert cluster.config.otlp_endpoint == ClusterConfig(Path("m")).otlp_endpoint == ""
         async with channel_to(cluster.endpoints.grpc_address) as channel:
@@ -343,11 +342,11 @@ class Clock:
         return self.now
 
 
-def book_of(clock: Clock, kept: int = 5) -> tuple[TraceBook, Spread]:
+def book_of(clock: Clock, kept: int = 5) -> tuple[TraceStore, Histogram]:
     bounds = (0.1, 1.0, 10.0)
-    first_tokens, whole = Spread(bounds), Spread(bounds)
+    first_tokens, whole = Histogram(bounds), Histogram(bounds)
     exemplars = [Exemplars(each, 60.0, clock) for each in (first_tokens, whole)]
-    return TraceBook(kept, exemplars[0], exemplars[1]), whole
+    return TraceStore(kept, exemplars[0], exemplars[1]), whole
 
 
 def test_slow_requests_outlive_thousands_of_fast_ones() -> None:
@@ -362,7 +361,7 @@ def test_slow_requests_outlive_thousands_of_fast_ones() -> None:
     assert book.find(f"{101:032x}") == book.find("r101~101") == [found]
     assert book.find("r100") == []
     assert book.slow()[0] is found
-    example = whole.examples[whole.place(7.0)]
+    example = whole.exemplars[whole.place(7.0)]
     assert example is not None
     assert (example.value, example.labels["request_id"]) == (7.0, "r101")
     assert [each.request_id for each in book.newest()] == [f"r{number}" for number in range(2999, 2994, -1)]
@@ -382,7 +381,7 @@ def test_the_slowest_of_a_window_stands_until_a_later_window_has_one() -> None:
     assert book.slow()[0].request_id == "r2"
     clock.now = 121.0
     book.add(trace(5, 4.0), whole=True)
-    example = whole.examples[whole.place(4.0)]
+    example = whole.exemplars[whole.place(4.0)]
     assert example is not None
     assert example.labels["request_id"] == "r5"
 
@@ -390,16 +389,16 @@ def test_the_slowest_of_a_window_stands_until_a_later_window_has_one() -> None:
 def test_an_exemplar_fits_into_openmetrics_whatever_its_client_calls_it() -> None:
     book, whole = book_of(Clock())
     book.add(trace(1, 5.0, "x" * 128), whole=True)
-    example = whole.examples[whole.place(5.0)]
+    example = whole.exemplars[whole.place(5.0)]
     assert example is not None
-    assert sum(map(len, (*example.labels, *example.labels.values()))) <= EXAMPLE_CHARS
+    assert sum(map(len, (*example.labels, *example.labels.values()))) <= EXEMPLAR_CHARS
     assert book.find(example.labels["trace_id"])
 
 
 def test_an_answer_cut_short_is_no_example_of_whole_ones() -> None:
     book, whole = book_of(Clock())
     book.add(replace(trace(1, 5.0), outcome="abort"), whole=False)
-    assert whole.examples == [None] * 4
+    assert whole.exemplars == [None] * 4
     assert book.find("r1")
 
 
@@ -413,7 +412,7 @@ def test_who_makes_spans_does_not_pile_them_up(caplog: pytest.LogCaptureFixture)
     assert maker.flush()
     roots = [span for span in made.get_finished_spans() if span.parent is None]
     assert len(roots) == _PENDING_MAX
-    assert caplog.text.count("some have none") == 1
+    assert caplog.text.count("spans of some requests are dropped") == 1
     maker.export(trace(7, 0.5))
     maker.close()
     assert len([span for span in made.get_finished_spans() if span.parent is None]) == _PENDING_MAX + 1

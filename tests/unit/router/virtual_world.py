@@ -1,7 +1,7 @@
-"""The router's policies over workers that only pass time: a discrete-event world for tests.
+"""The router's policies over workers that only let time pass: a discrete-event simulation for tests.
 
-Prefill workers compute one prompt after the other, as fast as their step costs say (times `slowness`); decode workers
-hold an answer for a fixed time.
+Prefill workers compute one prompt after the other, at the speed of their step cost (times `slowness`); decode workers
+hold a request for a fixed time.
 """
 
 import heapq
@@ -24,7 +24,7 @@ from wire.mode import Mode
 
 @dataclass
 class Request:
-    """One request of the world and what became of it."""
+    """One request of the simulation and its outcome."""
 
     queued: QueuedRequest
     asked: SloClass
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass
 class World:
-    """Two prefill workers and two decode workers, unless said otherwise."""
+    """A simulation of two prefill workers and two decode workers by default."""
 
     prefills: int = 2
     slowness: float = 1.0
@@ -58,7 +58,7 @@ class World:
         )
         self.requests: list[Request] = []
         self.longest_step_s = 0.0
-        """Of those that decode workers made, by the answers that were placed there."""
+        """The longest decode step in seconds, given the requests that were placed there."""
         self._events: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
         self._free_at = dict.fromkeys(self.by_peer, 0.0)
@@ -68,7 +68,7 @@ class World:
         heapq.heappush(self._events, (at, next(self._numbers), what))
 
     def arrive(self, at: float, tokens: int = 2048, slo: SloClass = BEST_EFFORT, **more: Any) -> Request:
-        """A request comes then."""
+        """Schedules the arrival of a request."""
         number = len(self.requests)
         queued = QueuedRequest(f"r{number}", number, at, tokens, 100, slo=slo, **more)
         request = Request(queued, slo)
@@ -78,7 +78,7 @@ class World:
         return request
 
     def run(self) -> None:
-        """Until nothing happens any more."""
+        """Runs the simulation until no event is left."""
         while self._events:
             self.at.clock.now, _, what = heapq.heappop(self._events)
             what()
@@ -119,4 +119,4 @@ class World:
 
 
 PROMPT_S = 4e-3 + (2048 - 200) * H200.token_s + 2048 * 2049 / 2 * H200.pair_s
-"""What a prompt of 2048 tokens takes: 41 ms."""
+"""The prefill time of a prompt of 2048 tokens in seconds: 41 ms."""

@@ -1,4 +1,4 @@
-"""Small clusters whose steps can be computed in one's head."""
+"""Small clusters whose steps can be computed by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ MODEL = ModelFacts("model", 1000, 8192, (), "float32")
 
 
 def cluster(mode: Mode, roles: list[Role], *, pages: int = 4096, jumps: bool = True, **settings: Any) -> VirtualCluster:
-    """A worker for each role."""
+    """A cluster with one worker for each role."""
     device = Device(COSTS, COSTS, pages, PAGE_TOKENS, 1024)
     engine = EngineConfig(Path(), max_step_tokens=2048, max_batch_requests=64)
     specs = [
@@ -40,14 +40,14 @@ def cluster(mode: Mode, roles: list[Role], *, pages: int = 4096, jumps: bool = T
 def request(
     due_s: float, tokens: int, answer: int, *, blocks: tuple[int, ...] = (), key: int = 0, slo: SloClass = BEST_EFFORT
 ) -> LoadRequest:
-    """A prompt of `tokens`, all of `key`, or of equal `blocks`."""
+    """A request with a prompt of `tokens`, all of `key`, or of equal `blocks`."""
     names = blocks or (key,)
     segments = [(block, 0, tokens // len(names)) for block in names]
     return LoadRequest(due_s, VirtualPrompt(key, tokens, page_names(segments, PAGE_TOKENS)), answer, slo)
 
 
 def moments(outcome: Any) -> list[float]:
-    """Of the tokens at the client, in milliseconds after the request was due."""
+    """Returns the tokens' times at the client in milliseconds after the due time."""
     due_s = outcome.asked.due_s
     return [round((moment - due_s) * 1e3, 6) for moment in outcome.token_s(NETWORK.event_s)]
 

@@ -1,5 +1,6 @@
-"""Loads built so that one bottleneck binds, on simulated workers whose devices have ceilings: the real metrics are scraped
-amid the load, and the diagnosis names that bottleneck.
+"""Loads with a known bottleneck on simulated workers whose devices have ceilings; the diagnosis names it.
+
+The real metrics are scraped during the load.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,10 @@ from simulation.request import LoadRequest
 from simulation.spec import Device, WorkerSpec
 from simulation.worker import VirtualWorker
 from telemetry import families as f
-from telemetry.board import Board, Facts
 from telemetry.bottlenecks import Bottleneck, Diagnosis, diagnose
 from telemetry.exposition import Exposition, merge
-from telemetry.scrape import Scrape, Stretch
+from telemetry.registry import Facts, Registry
+from telemetry.scrape import Scrape, ScrapeInterval
 from telemetry.worker_figures import figures_of
 from tests.unit.simulation.stages import MODEL, PAGE_TOKENS, request
 from wire.errors import ResourceExhausted
@@ -37,16 +38,16 @@ from worker.reporting.metrics import Utilization, WorkerMetrics
 SIZES = ModelSizes(
     weights=8_000_000_000, weight_bytes=16_000_000_000, kv_bytes_per_token=131_072, attention_flop_per_pair=524_288
 )
-"""Of an 8B model in bfloat16."""
+"""Sizes of an 8B model in bfloat16."""
 DEVICE = Ceilings(flops=6e14, bytes_per_s=4e12, launch_s=3e-4)
 PREFILL, DECODE, BOTH = "prefill-0", "decode-0", "both-0"
 FROM_S, TO_S = 0.8, 1.8
-"""The stretch that is looked at, amid the load."""
+"""Start and end of the observed interval within the load."""
 
 
 @dataclass
 class Stage:
-    """One prefill and one decode worker, or one that does both."""
+    """One prefill and one decode worker, or one of both roles."""
 
     ceilings: Ceilings = DEVICE
     pages: int = 8192
@@ -67,27 +68,27 @@ class Stage:
         config = RouterConfig("router", Path(), "model", "", mode=mode)
         return VirtualCluster(specs, config, self.network, jumps=False)
 
-    def under(self, load: list[LoadRequest]) -> Stretch:
-        """What was scraped of the real metrics."""
+    def under(self, load: list[LoadRequest]) -> ScrapeInterval:
+        """Runs the load; returns the interval between two scrapes of the real metrics."""
         cluster = self.cluster()
-        boards = [metered(each, Roofline(SIZES, self.ceilings)) for each in cluster.workers.values()]
-        router = Board({"model": "model", "role": "router", "worker": "router"})
+        registries = [metered(each, Roofline(SIZES, self.ceilings)) for each in cluster.workers.values()]
+        router = Registry({"model": "model", "role": "router", "worker": "router"})
         router.read(lambda: {f.REQUESTS_WAITING: len(cluster.router.scheduler)})
         scrapes: list[Scrape] = []
 
         def scrape() -> None:
-            text = merge(Exposition(board).render()[0].decode() for board in (router, *boards))
+            text = merge(Exposition(registry).render()[0].decode() for registry in (router, *registries))
             scrapes.append(Scrape(text, cluster.clock.now))
 
         for at_s in (FROM_S, TO_S):
             cluster.clock.at(at_s, scrape)
         cluster.run(load, until_s=TO_S + 1e-9)
         before, now = scrapes
-        return Stretch(before, now)
+        return ScrapeInterval(before, now)
 
 
-def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
-    """The metrics of a real worker, told by a simulated one."""
+def metered(worker: VirtualWorker, roofline: Roofline) -> Registry:
+    """Returns a real worker's metrics, updated by a simulated one."""
     metrics = WorkerMetrics("model", worker.peer.worker_id, Utilization(roofline))
     finish: Callable[[int, Any], None] = worker._loop._finish
     truth = StepCost(worker.spec.device.truth)
@@ -134,12 +135,12 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
             f.WORKER_READY: 1,
         }
 
-    metrics.board.read(facts)
-    return metrics.board
+    metrics.registry.read(facts)
+    return metrics.registry
 
 
 def told_of_writes(handover: Any, writing: WritingTime, clock: VirtualClock) -> Any:
-    """A simulated hand-over, which tells of its writes as a real one does."""
+    """Makes a simulated hand-over report its writes like a real one."""
     post = handover._post
     under_way = 0
 
@@ -163,7 +164,7 @@ def told_of_writes(handover: Any, writing: WritingTime, clock: VirtualClock) -> 
 
 
 def load(every_s: float, prompt: int, answer: int) -> list[LoadRequest]:
-    """Such a request every so many seconds."""
+    """Returns such a request every `every_s` seconds."""
     return [request(number * every_s, prompt, answer, key=number) for number in range(int(TO_S / every_s))]
 
 
@@ -191,47 +192,47 @@ CASES = {
 }
 
 
-def found(stretch: Stretch, worker: str) -> Diagnosis:
-    return diagnose(figures_of(stretch, worker))
+def found(interval: ScrapeInterval, worker: str) -> Diagnosis:
+    return diagnose(figures_of(interval, worker))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bottleneck_that_the_load_was_built_for(name: str) -> None:
     case = CASES[name]
-    stretch = case.stage.under(case.load)
-    assert found(stretch, case.worker).bottleneck is case.bottleneck, figures_of(stretch, case.worker)
-    names, bottlenecks = (list(map(str, column.cells)) for column in findings(stretch).columns[:2])
+    interval = case.stage.under(case.load)
+    assert found(interval, case.worker).bottleneck is case.bottleneck, figures_of(interval, case.worker)
+    names, bottlenecks = (list(map(str, column.cells)) for column in findings(interval).columns[:2])
     assert dict(zip(names, bottlenecks, strict=True))[case.worker] == case.bottleneck
 
 
 def test_its_change_moves_the_bottleneck() -> None:
-    """What the diagnosis proposes is done, and the bottleneck is gone."""
+    """After the proposed change the bottleneck is gone."""
     queue, wire = CASES["a small batch"], CASES["a slow wire"]
     assert "--max-batch-requests" in found(queue.stage.under(queue.load), DECODE).change
     assert found(replace(queue.stage, batch=256).under(queue.load), DECODE).bottleneck is not Bottleneck.QUEUE
-    assert "a faster wire" in found(wire.stage.under(wire.load), PREFILL).change
+    assert "a faster transport" in found(wire.stage.under(wire.load), PREFILL).change
     assert found(replace(wire.stage, network=Network()).under(wire.load), PREFILL).bottleneck is not Bottleneck.TRANSFER
 
 
 def test_hand_overs_that_do_not_end_hold_the_pages() -> None:
-    """Of both workers: ten prompts write all the time, and none has been handed over when it is over."""
+    """Unfinished hand-overs hold the pages of both workers: ten prompts write all the time, and none is handed over."""
     case = CASES["no hand-over ends"]
-    stretch = case.stage.under(case.load)
-    assert stretch.now.total(f.TRANSFER_SECONDS, "_count") == 0
-    prefill, decode = figures_of(stretch, PREFILL), figures_of(stretch, DECODE)
+    interval = case.stage.under(case.load)
+    assert interval.now.total(f.TRANSFER_SECONDS, "_count") == 0
+    prefill, decode = figures_of(interval, PREFILL), figures_of(interval, DECODE)
     assert prefill.transferring == decode.others_transferring == pytest.approx(10, abs=0.01)
     assert prefill.kv_used > 0.9 < decode.arriving
     assert prefill.steps == prefill.arriving == prefill.others_transferring == decode.transferring == 0
 
 
 def test_who_has_no_room_is_not_the_wire() -> None:
-    """Answers fill the worker that decodes. Prompts wait for its pages at the router, and not on the wire."""
+    """Answers fill the decode worker. Prompts wait for its pages at the router, not for the transport."""
     case = CASES["long answers, few pages"]
-    stretch = case.stage.under(case.load)
-    assert found(stretch, DECODE).bottleneck is Bottleneck.KV_CAPACITY
-    assert found(stretch, PREFILL).bottleneck is Bottleneck.NONE
-    assert figures_of(stretch, PREFILL).requests_waiting > 0
-    assert figures_of(stretch, PREFILL).transferring < 0.1
+    interval = case.stage.under(case.load)
+    assert found(interval, DECODE).bottleneck is Bottleneck.KV_CAPACITY
+    assert found(interval, PREFILL).bottleneck is Bottleneck.NONE
+    assert figures_of(interval, PREFILL).requests_waiting > 0
+    assert figures_of(interval, PREFILL).transferring < 0.1
 
 
 def test_figures_are_what_the_load_was() -> None:

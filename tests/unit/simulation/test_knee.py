@@ -1,4 +1,4 @@
-"""The search for a knee, and what a load is judged by."""
+"""The search for a knee, and the verdict on requests."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.observability.verdict import Outcome as Kind
-from router.observability.verdict import turned_away
+from router.observability.verdict import rejected
 from router.refusal import Refusal, Refused
 from router.slo import SloClass
 from simulation.arrivals import Mix
@@ -15,7 +15,7 @@ from simulation.network import Network
 from simulation.request import Outcome, Piece
 from simulation.search.judge import judge
 from simulation.search.knee import KEPT, LOADS_MAX, NEAR, LoadFigures, Trial, find_knee
-from simulation.search.network_jitter import Way
+from simulation.search.network_jitter import DeliveryDelay
 from simulation.search.strategy import Strategy, strategies
 from simulation.step_log import StepLog
 from tests.unit.simulation.stages import request
@@ -51,7 +51,7 @@ def test_a_promise_that_is_never_kept_has_no_knee() -> None:
 def answer(
     first_s: float, *gaps: float, error: str = "", placed_s: float = 0.0, refused: Refusal | None = None
 ) -> Outcome:
-    """Of a request that was due at 0."""
+    """An outcome of a request that was due at 0."""
     log, moment = StepLog(), first_s
     for gap in gaps:
         moment += gap
@@ -62,7 +62,7 @@ def answer(
         placed_s=placed_s,
         firsts_s=[first_s],
         pieces=[Piece(log, 0, len(gaps))],
-        turned_away=None if refused is None else turned_away(Refused(refused, "no")),
+        rejected=None if refused is None else rejected(Refused(refused, "no")),
     )
 
 
@@ -85,14 +85,14 @@ def test_verdicts(outcome: Outcome, kind: Kind, phase: Phase | None) -> None:
 
 
 def test_tokens_come_later_by_chance_and_in_order() -> None:
-    """The chance is that of two H200s; who is judged by gaps near a target is judged with it."""
+    """The jitter is that of two H200s; it matters for gaps near a target."""
     outcome, network = answer(0.5, *[0.001] * 2000), Network(event_s=1e-3, event_jitter_s=3e-4)
-    sent, moments = np.asarray(outcome.token_s(1e-3)), Way(network).moments(outcome)
+    sent, moments = np.asarray(outcome.token_s(1e-3)), DeliveryDelay(network).moments(outcome)
     assert (moments >= sent).all()
     assert (np.diff(moments) >= 0).all()
     assert 2e-4 < (moments - sent).mean() < 6e-4
-    assert (moments == Way(network).moments(outcome)).all(), "the same each time"
-    still = Way(replace(network, event_jitter_s=0.0)).moments(outcome)
+    assert (moments == DeliveryDelay(network).moments(outcome)).all(), "the same each time"
+    still = DeliveryDelay(replace(network, event_jitter_s=0.0)).moments(outcome)
     assert still.tolist() == outcome.token_s(1e-3)
 
 

@@ -1,4 +1,4 @@
-"""When a client of a simulated cluster has its tokens."""
+"""The times at which a client of a simulated cluster receives its tokens."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Hit rates of simulated caches on conversations, against references that know everything."""
+"""Hit rates of simulated caches on conversations, against references with complete knowledge."""
 
 import random
 
@@ -14,8 +14,9 @@ ANSWER = 40
 
 
 def conversations(turns: int, count: int, *, together: bool = False) -> list[LoadRequest]:
-    """Each turn's prompt begins with the whole of the one before; one turn at a time, in no order, or a turn of all
-    conversations shortly after each other.
+    """Conversations in which each turn's prompt begins with the whole turn before.
+
+    Turns are in random order, or with `together` all conversations' turns follow shortly after each other.
     """
     order = [number for _ in range(turns) for number in range(count)]
     if not together:
@@ -31,7 +32,7 @@ def conversations(turns: int, count: int, *, together: bool = False) -> list[Loa
 
 
 def seen_before(requests: list[LoadRequest]) -> list[int]:
-    """Tokens of full pages that anybody has had before with the same beginning, less what must be computed anyway."""
+    """Returns tokens of full pages seen before with the same prefix, less those that must be computed anyway."""
     seen: set[bytes] = set()
     hits = []
     for each in requests:
@@ -42,7 +43,7 @@ def seen_before(requests: list[LoadRequest]) -> list[int]:
 
 
 def kept_of_late(requests: list[LoadRequest], pages: int) -> list[int]:
-    """The same with room for so many pages: the path that was used longest ago goes first, from its end."""
+    """Returns the same for a cache of `pages` pages: the least recently used path is evicted first, from its end."""
     used: dict[bytes, tuple[int, int]] = {}
     hits = []
     for moment, each in enumerate(requests):
@@ -80,7 +81,7 @@ def test_a_small_cache_has_what_was_used_of_late() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.COLOCATED, Mode.ADAPTIVE])
 def test_the_router_finds_who_holds_a_conversation(mode: Mode) -> None:
-    """Four workers, and hits as if there was one cache but for what all begin with, which each has to compute once."""
+    """Four workers have as many hits as one cache, except for the common prefix, which each computes once."""
     asked = conversations(6, 8, together=True)
     outcomes = cluster(mode, [Role.BOTH] * 4).run(asked)
     assert sum(outcome.cached_tokens for outcome in outcomes) >= sum(seen_before(asked)) - 3 * BLOCK

@@ -1,4 +1,4 @@
-"""Roles change amid a load, as they do in a real cluster: nothing is lost, and closed halves get nothing new."""
+"""Role changes during a load, as in a real cluster: no request is lost, and closed halves get none."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
     stage.clock.at(BACK_S, lambda: assume(prefill, Role.DECODE))
     asked = load(1, count=120, rate=80.0)
     outcomes = stage.run(asked)
-    assert seen[0][1:] == (Role.BOTH, Role.DECODE)  # it decodes what it has
+    assert seen[0][1:] == (Role.BOTH, Role.DECODE)  # it finishes its decoding requests
     assert [each.assignment.role for each in stage.workers.values()] == [
         Role.PREFILL,
         Role.DECODE,
@@ -46,7 +46,7 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
 
 @pytest.mark.parametrize("jumps", [True, False], ids=["many steps at once", "every step"])
 def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> None:
-    """A decode worker that prefills, too, promises less: what was promised before may not be had."""
+    """A decode worker that also prefills reserves less; pages reserved before may not be available."""
     stage = cluster(Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE], jumps=jumps, pages=64)
     decode = list(stage.workers.values())[1]
     stage.clock.at(FIRST_S, lambda: decode.assignment.assume(Role.BOTH))

@@ -1,4 +1,4 @@
-"""Whole requests through simulated workers: exact moments, the same each time, and nothing lost on the way."""
+"""Whole requests through simulated workers: exact times, reproducible, and no request is lost."""
 
 import random
 from itertools import pairwise
@@ -33,8 +33,8 @@ def load(seed: int, count: int = 60, rate: float = 60.0) -> list[Any]:
     return made
 
 
-def told(outcomes: list[Outcome]) -> list[Any]:
-    """With exact moments."""
+def exact(outcomes: list[Outcome]) -> list[Any]:
+    """Returns the outcomes with exact times."""
     return [
         (o.asked.due_s, o.token_s(0.0), o.ended_s, o.prefill_worker, o.decode_worker, o.error, o.cached_tokens)
         for o in outcomes
@@ -42,8 +42,9 @@ def told(outcomes: list[Outcome]) -> list[Any]:
 
 
 def test_a_lone_request_takes_what_its_parts_take() -> None:
-    """1 ms to the queue, 1.5 ms for Reserve and Prefill, a step of 4 + 2 ms, 1 ms to the client. Then 1 ms for
-    AllotPages, 0.3 ms for all pages but one and 0.3 ms for the last, a step of 5 ms for each token.
+    """The times are 1 ms to the queue, 1.5 ms for Reserve and Prefill, a step of 4 + 2 ms, and 1 ms to the client.
+
+    Then 1 ms for AllotPages, 0.3 ms for all pages but one, 0.3 ms for the last, and a step of 5 ms for each token.
     """
     (outcome,) = cluster(*APART).run([request(10.0, 100, 4)])
     assert moments(outcome) == [9.5, 16.1, 21.1, 26.1]
@@ -55,8 +56,10 @@ def test_where_nothing_is_sent_the_next_step_has_the_answer() -> None:
 
 
 def test_an_answer_beside_a_prompt_waits_for_the_mixed_step() -> None:
-    """The second prompt is heard of in the first answer's second step, when the third is launched already: the fourth
-    computes it, in 4 + 20 + 1 ms. The fifth is launched by then, so the sixth is the first with both answers.
+    """The second prompt arrives in the first answer's second step, when the third is already launched.
+
+    The fourth computes it, in 4 + 20 + 1 ms. The fifth is launched by then, so the sixth is the first with both
+    answers.
     """
     first, second = cluster(*TOGETHER, step_policy=PolicyName.UNCHUNKED).run(
         [request(10.0, 100, 8), request(10.014, 1000, 3, key=1)]
@@ -90,11 +93,11 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
 ) -> None:
     at_once = cluster(mode, roles, **settings).run(load(2))
     one_by_one = cluster(mode, roles, jumps=False, **settings).run(load(2))
-    assert told(at_once) == told(one_by_one)
+    assert exact(at_once) == exact(one_by_one)
 
 
 def test_what_is_told_amid_steps_taken_at_once_is_as_of_now() -> None:
-    """One answer runs undisturbed, and nobody has looked at it for half of its steps."""
+    """One answer decodes undisturbed, and half of its steps are skipped."""
     seen: list[tuple[int, int, float]] = []
     for jumps in (True, False):
         stage = cluster(*TOGETHER, jumps=jumps)
@@ -111,7 +114,7 @@ def test_what_is_told_amid_steps_taken_at_once_is_as_of_now() -> None:
 
 
 def test_the_same_load_has_the_same_end() -> None:
-    runs = [told(cluster(Mode.ADAPTIVE, [Role.BOTH] * 3).run(load(seed))) for seed in (3, 3, 4)]
+    runs = [exact(cluster(Mode.ADAPTIVE, [Role.BOTH] * 3).run(load(seed))) for seed in (3, 3, 4)]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 
@@ -127,7 +130,7 @@ def test_who_cannot_be_served_in_time_is_told_so() -> None:
 
 
 def test_little_room_makes_requests_wait_and_loses_none() -> None:
-    """A pool for two of them."""
+    """The pool holds two of the requests."""
     stage = cluster(*TOGETHER, pages=1024)
     outcomes = stage.run([request(10.0, 3000, 100, key=number) for number in range(6)])
     assert [outcome.error for outcome in outcomes] == [""] * 6
@@ -135,7 +138,7 @@ def test_little_room_makes_requests_wait_and_loses_none() -> None:
 
 
 def test_steps_with_prompts_last_as_long_as_answers_tolerate_and_first_tokens_are_held() -> None:
-    """Of answers too short to have a spare gap: the first two tokens come together."""
+    """Applies to answers too short to have a spare gap: the first two tokens arrive together."""
     tolerated_s = 0.040
     slo = SloClass("short", ttft_s=5.0, itl_s=tolerated_s)
     load = [request(0.060 * number, 1700 + 83 * (number % 7), 20, key=number, slo=slo) for number in range(40)]
@@ -148,7 +151,7 @@ def test_steps_with_prompts_last_as_long_as_answers_tolerate_and_first_tokens_ar
 
 
 def test_the_router_knows_that_answers_run_to_their_limit() -> None:
-    """As of clients that ignore ends of sequences: it sends nobody to a worker that would refuse."""
+    """Clients ignore ends of sequences: the router sends no request to a worker that would refuse it."""
     stage = cluster(Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE], pages=64)
     short = [request(0.0, 16, 256, key=number) for number in range(20)]
     outcomes = stage.run([*short, *(request(60.0, 16, 500, key=20 + number) for number in range(4))])

@@ -1,4 +1,4 @@
-"""The diagnosis at its borders."""
+"""The diagnosis at its thresholds."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from telemetry.bottlenecks import (
     BACKLOG,
     BATCH_FULL,
     COMPUTING,
+    CONCURRENT_TRANSFERS,
     KV_FULL,
-    PILED_UP,
     TRANSFERRING,
     Bottleneck,
     Figures,
@@ -56,15 +56,15 @@ def test_what_takes_most_of_its_steps(compute: float, bandwidth: float, found: B
 
 def test_pages() -> None:
     assert bottleneck(kv_used=KV_FULL, requests_waiting=1) is Bottleneck.KV_CAPACITY
-    assert bottleneck(kv_used=KV_FULL - BELOW, holders=64, requests_waiting=1) is Bottleneck.NONE  # room for one more
-    assert bottleneck(kv_used=1.0) is Bottleneck.NONE  # nobody needs more
+    assert bottleneck(kv_used=KV_FULL - BELOW, holders=64, requests_waiting=1) is Bottleneck.NONE  # one more fits
+    assert bottleneck(kv_used=1.0) is Bottleneck.NONE  # no request needs more
     assert bottleneck(kv_used=0.5, preempted=1) is Bottleneck.KV_CAPACITY
-    assert bottleneck(kv_used=0.7, requests_waiting=1) is Bottleneck.KV_CAPACITY  # the third has no room
+    assert bottleneck(kv_used=0.7, requests_waiting=1) is Bottleneck.KV_CAPACITY  # the third does not fit
     assert bottleneck(kv_used=0.6, requests_waiting=1) is Bottleneck.NONE
     assert bottleneck(refused=1, requests_waiting=1) is Bottleneck.KV_CAPACITY
-    assert bottleneck(refused=1) is Bottleneck.NONE  # it has found room since
-    assert "2 times it had none" in diagnose(replace(IDLE, refused=2, requests_waiting=1)).because
-    assert "3 requests lost theirs" in diagnose(replace(IDLE, preempted=3)).because
+    assert bottleneck(refused=1) is Bottleneck.NONE  # it has been admitted since
+    assert "2 refusals for lack of pages" in diagnose(replace(IDLE, refused=2, requests_waiting=1)).because
+    assert "3 requests were preempted" in diagnose(replace(IDLE, preempted=3)).because
 
 
 def test_the_batch() -> None:
@@ -75,7 +75,7 @@ def test_the_batch() -> None:
     assert bottleneck(decoding=full, requests_waiting=1, busy=1.0, bandwidth=0.9) is Bottleneck.QUEUE
     assert (
         bottleneck(decoding=full, requests_waiting=1, busy=1.0, compute=0.9) is Bottleneck.COMPUTE
-    )  # a larger one helps nobody
+    )  # a larger batch has no effect
     assert bottleneck(decoding=0, batch_limit=0, requests_waiting=1) is Bottleneck.NONE
 
 
@@ -83,12 +83,12 @@ def test_the_wire() -> None:
     assert bottleneck(transferring=TRANSFERRING, prompts_waiting=1) is Bottleneck.TRANSFER
     assert bottleneck(transferring=TRANSFERRING, requests_waiting=1) is Bottleneck.TRANSFER
     assert bottleneck(transferring=TRANSFERRING - BELOW, requests_waiting=1) is Bottleneck.NONE
-    assert bottleneck(transferring=PILED_UP - BELOW) is Bottleneck.NONE, "they overlap, and nobody waits"
-    assert bottleneck(transferring=PILED_UP) is Bottleneck.TRANSFER
+    assert bottleneck(transferring=CONCURRENT_TRANSFERS - BELOW) is Bottleneck.NONE, "they overlap, and nobody waits"
+    assert bottleneck(transferring=CONCURRENT_TRANSFERS) is Bottleneck.TRANSFER
     assert bottleneck(transferring=0.9, busy=0.9, compute=0.8) is Bottleneck.COMPUTE
     assert (
         bottleneck(transferring=3.0, kv_used=1.0, requests_waiting=9) is Bottleneck.TRANSFER
-    )  # it is what holds the pages
+    )  # the transfers hold the pages
 
 
 def test_many_short_handovers_are_no_narrow_wire() -> None:
@@ -101,14 +101,16 @@ def test_many_short_handovers_are_no_narrow_wire() -> None:
 
 
 def test_pages_that_others_write() -> None:
-    """Of a worker that decodes, while those that compute its prompts have a narrow wire, or do not."""
-    full = replace(IDLE, kv_used=1.0, arriving=0.5, others_transferring=PILED_UP, requests_waiting=9)
+    """Incoming transfers at a decode worker whose prefill workers have a slow transport, or do not."""
+    full = replace(IDLE, kv_used=1.0, arriving=0.5, others_transferring=CONCURRENT_TRANSFERS, requests_waiting=9)
     assert diagnose(full).bottleneck is Bottleneck.TRANSFER
-    assert "50% of its KV pages wait for hand-overs to it, 9 requests wait" in diagnose(full).because
+    assert "50% of its KV pages wait for incoming hand-overs, 9 requests wait" in diagnose(full).because
     assert diagnose(replace(full, arriving=0.5 - BELOW)).bottleneck is Bottleneck.KV_CAPACITY, (
         "answers have most of them"
     )
-    assert diagnose(replace(full, others_transferring=PILED_UP - BELOW)).bottleneck is Bottleneck.KV_CAPACITY
+    assert (
+        diagnose(replace(full, others_transferring=CONCURRENT_TRANSFERS - BELOW)).bottleneck is Bottleneck.KV_CAPACITY
+    )
     assert diagnose(replace(full, preempted=1)).bottleneck is Bottleneck.KV_CAPACITY
     assert diagnose(replace(full, requests_waiting=0)).bottleneck is Bottleneck.NONE
     assert diagnose(replace(full, kv_used=0.0, arriving=0.0, refused=1)).bottleneck is Bottleneck.KV_CAPACITY

@@ -1,21 +1,21 @@
-"""The HTTP listener for scrapers: who may come in, and what Tandem's own scraper makes of what it hears."""
+"""The HTTP listener for scrapers: the accepted keys, and Tandem's own scraper on its replies."""
 
 import socket
 
 import pytest
 
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, MetricsServer, fetch, metrics_page
+from telemetry.registry import Registry
 from wire.errors import FailedPrecondition, Unavailable
 from wire.security.credentials import metrics_key_of, reading_keys, shows_key
 
 
 def pages() -> dict[str, object]:
-    board = Board({"worker": "w"})
-    board.count(f.PREEMPTIONS).add(3)
-    return {METRICS_PATH: metrics_page(Exposition(board))}
+    registry = Registry({"worker": "w"})
+    registry.counter(f.PREEMPTIONS).add(3)
+    return {METRICS_PATH: metrics_page(Exposition(registry))}
 
 
 async def test_who_shows_the_key_reads() -> None:
@@ -73,7 +73,7 @@ OF_TOKEN = metrics_key_of("token")
 def test_who_may_read(
     metrics_key: str, api_keys: tuple[str, ...], token: str, loopback: bool, opens: set[str] | None
 ) -> None:
-    """An API key never opens metrics, nor does the token, which nobody shows; None = nobody is asked."""
+    """Neither an API key nor the cluster token opens metrics; None = no key is required."""
     keys = reading_keys(metrics_key, api_keys, token, loopback=loopback)
     assert (not keys) == (opens is None)
     for key in ("key", OF_TOKEN, "token", "tenant", ""):

@@ -1,4 +1,4 @@
-"""Addresses as text, and who can reach them."""
+"""Addresses as text, and from where they can be reached."""
 
 import pytest
 

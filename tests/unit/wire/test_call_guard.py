@@ -1,4 +1,4 @@
-"""What a public gRPC server grants to calls and connections."""
+"""Limits of a public gRPC server on calls and connections."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ REGISTER = "/tandem.v1.Cluster/Register"
 
 
 class Held(cluster_pb2_grpc.ClusterServicer):
-    """Answers when it may."""
+    """A servicer that answers once the test allows it."""
 
     def __init__(self) -> None:
         self.go, self.begun = asyncio.Event(), 0
@@ -65,7 +65,7 @@ async def status_of(call: Any) -> grpc.StatusCode:
 
 
 async def test_calls_whose_message_does_not_come_are_ended() -> None:
-    """A stream of requests looks the same to the server; here nothing is ever sent in it."""
+    """The server cannot distinguish a call with a request stream on which nothing is sent."""
     async with serving(Held(), ListenerLimits(body_timeout_s=SHORT)) as port, channel_to(port) as channel:
         one = channel.stream_unary(REGISTER)()
         many = channel.stream_stream("/tandem.v1.Cluster/Watch")()
@@ -104,7 +104,7 @@ async def test_calls_in_progress_are_bounded_and_health_answers_all_the_same() -
         assert dict(await over.trailing_metadata() or ())[rpc.RETRY_AFTER] == "1"
         await health_stub.Check(health_pb2.HealthCheckRequest())
         stream.cancel()
-        for _ in range(1000):  # its place is free as soon as the server hears of it
+        for _ in range(1000):  # the call is released as soon as the server sees the cancellation
             last = cluster_pb2_grpc.ClusterStub(other).Watch(cluster_pb2.WatchRequest())
             if await last.read() is not grpc.aio.EOF:
                 break

@@ -1,4 +1,4 @@
-"""Every message that crosses a process survives the trip: proto(dataclass) → bytes → dataclass, for random values."""
+"""Every message between processes survives the round trip dataclass → proto → bytes → dataclass, for random values."""
 
 import dataclasses
 import math
@@ -217,7 +217,7 @@ def test_round_trip(name: str, data: st.DataObject) -> None:
 
 
 def test_without_a_repetition_penalty_there_is_none() -> None:
-    """As a router says it that knows of none."""
+    """A router of an earlier release does not send the field."""
     old = convert.sampling_from_proto(types_pb2.SamplingParams(max_tokens=1))
     assert (old.repetition_penalty, old.penalized, old.logprobs, old.min_tokens) == (1.0, False, None, 0)
     greedy = types_pb2.SamplingParams(max_tokens=1, logprobs=0)
@@ -225,7 +225,7 @@ def test_without_a_repetition_penalty_there_is_none() -> None:
 
 
 def test_a_load_without_costs_has_those_of_nothing_measured() -> None:
-    """As a worker sends it that knows of none."""
+    """A worker of an earlier release does not send the field."""
     assert convert.load_from_proto(worker_pb2.WorkerLoad()).cost == cost_parameters.CostParameters()
     old = convert.cost_from_proto(worker_pb2.CostParameters(base_s=1.0))
     assert (old.tile_tokens, old.wave_tokens) == (1, 1)
@@ -273,7 +273,7 @@ def test_an_event_that_cannot_be_written_is_its_request_s_failure(caplog: pytest
 
 
 def test_an_event_that_cannot_be_read_is_its_request_s_failure(caplog: pytest.LogCaptureFixture) -> None:
-    """As of a worker of a later release, which knows more edges."""
+    """Such an event comes from a worker of a later release, which has more edges."""
     message = convert.step_events_to_proto(messages.StepEvents(1, (), LOAD))
     message.events.add(request_id="b", attempt=2, edges=[types_pb2.EdgeStamp(edge=9999, unix_nanos=1)])  # type: ignore[arg-type]
     message.events.add(request_id="a", attempt=1, token_ids=[7])

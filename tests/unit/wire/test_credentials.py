@@ -1,4 +1,4 @@
-"""What may be a key, and who shows one."""
+"""The valid forms of an API key, and the key that a call presents."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_only_a_bearer_of_a_known_key_enters(header: str | bytes, enters: bool) 
 
 @pytest.mark.parametrize("header", ["Bearer right", b"bearer right", "BEARER   right", b"Bearer right  "])
 def test_the_key_that_matched_is_told_however_the_header_is_written(header: str | bytes) -> None:
-    """Tenants were told apart by the header, of which one key has many."""
+    """Regression: tenants were identified by the header, which has many spellings of one key."""
     assert matching_key([header], ("other", "right")) == "right"
     assert matching_key([header], ("other",)) is None
     assert matching_key([], ("right",)) is None

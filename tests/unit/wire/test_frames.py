@@ -1,4 +1,4 @@
-"""Frames over a socket: all of them, in order, few messages; and ends of every kind."""
+"""Frames over a socket: all of them, in order, in few messages; and all ways in which a stream can end."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ class Pair:
         return FrameStream(self.reader, self.writer, front_pb2.FrontFrames, front_pb2.RouterFrames)
 
     async def read(self) -> front_pb2.RouterFrames:
-        """One message."""
+        """Reads one message."""
         length = int.from_bytes(await self.reader.readexactly(4), "little")
         return front_pb2.RouterFrames.FromString(await self.reader.readexactly(length))
 
@@ -48,7 +48,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 async def all_of(stream: Router) -> list[front_pb2.FrontFrame]:
-    """What it brings until its end."""
+    """Returns all frames of a stream until its end."""
     async with asyncio.timeout(5):
         return [frame async for frame in stream.received()]
 
@@ -109,11 +109,11 @@ async def test_the_other_end_s_death_ends_the_stream(pair: Pair) -> None:
 async def test_garbage_ends_the_stream_in_words(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     pair.writer.write((3).to_bytes(4, "little") + b"\xff\xff\xff")
     assert await all_of(pair.router) == []
-    assert "a message that is none" in caplog.text
+    assert "invalid message on a stream" in caplog.text
 
 
 async def test_a_slow_reader_loses_nothing(pair: Pair) -> None:
-    """One client's 256 MiB ended the stream for all."""
+    """Regression: 256 MiB for one client ended the stream for all."""
     count = 300
     for _ in range(count):
         pair.router.send(1, message=bytes(1 << 20))
@@ -146,7 +146,7 @@ async def test_nobody_waits_for_a_reader_that_is_gone(pair: Pair) -> None:
 
 
 class Picky:
-    """A message that cannot be serialized where one of its frames says so."""
+    """A message that cannot be serialized if one of its frames is marked as broken."""
 
     def __init__(self, frames: Iterable[front_pb2.RouterFrame] = ()) -> None:
         self._whole = front_pb2.RouterFrames(frames=frames)
@@ -159,7 +159,7 @@ class Picky:
 
 
 async def test_a_frame_that_cannot_be_sent_fails_its_call_alone(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    """All frames of that turn of the loop were lost, and nobody heard so."""
+    """Regression: all frames of that turn of the event loop were lost without an error."""
     failed: list[int] = []
     pair.router._outgoing = Picky  # type: ignore[assignment]
     pair.router._batch = Picky()

@@ -1,4 +1,4 @@
-"""A process that has started looks for garbage only among what came since."""
+"""After the start, the garbage collector scans only objects that were created since."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Connections end when their clients keep them waiting, and there are only so many of them."""
+"""Connections are closed when their clients stall, and their number is limited."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class App:
-    """Reads the body, and answers when it may; what it saw is here."""
+    """Reads the body, and answers once the test allows it; records the requests."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -67,7 +67,7 @@ async def connect(address: tuple[str, int], sent: bytes = b"") -> tuple[asyncio.
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
-    """One that has five bytes."""
+    """Reads one response with a body of five bytes."""
     head = await reader.readuntil(b"\r\n\r\n")
     return head + await reader.readexactly(5)
 
@@ -89,7 +89,7 @@ async def until_end(reader: asyncio.StreamReader) -> bytes:
     ids=["silent", "half a line", "half a header", "half a body", "half a chunk"],
 )
 async def test_what_does_not_go_on_is_ended(setting: str, sent: bytes, said: bytes) -> None:
-    """All of them were open after 95 s."""
+    """Regression: all of these connections were still open after 95 s."""
     app = App()
     async with serving(app, replace(PATIENT, **{setting: SHORT})) as address:
         reader, writer = await connect(address, sent)
@@ -108,7 +108,7 @@ async def test_a_header_deadline_holds_from_its_first_byte_on() -> None:
     async with serving(App(), replace(PATIENT, header_timeout_s=SHORT)) as address:
         reader, writer = await connect(address, GET)
         await answer(reader)
-        await asyncio.sleep(2 * SHORT)  # between requests there is more time
+        await asyncio.sleep(2 * SHORT)  # between requests the longer idle timeout applies
         writer.write(GET + GET[:10])
         await answer(reader)
         assert b"408" in await until_end(reader)
@@ -206,11 +206,11 @@ async def test_no_connection_goes_while_it_has_a_request() -> None:
 
 
 async def test_a_body_in_single_bytes_is_refused() -> None:
-    """Each took 15 µs of the event loop: 4 MiB of them a minute."""
+    """Each chunk costs 15 µs of the event loop: 4 MiB of them a minute."""
     app = App()
     async with serving(app, PATIENT) as address:
         reader, writer = await connect(address, CHUNKED + b"1\r\na\r\n" * 5000 + b"0\r\n\r\n")
-        with contextlib.suppress(ConnectionResetError):  # what it sent was not all read
+        with contextlib.suppress(ConnectionResetError):  # the server closes with unread data
             assert b"200" not in await until_end(reader)
         await app.left.wait()
         writer.close()
@@ -221,7 +221,7 @@ async def test_a_body_in_single_bytes_is_refused() -> None:
 
 
 async def test_a_header_in_the_middle_of_another_answer_breaks_nothing() -> None:
-    """What comes behind a request waits, and is no reason to end its connection."""
+    """A pipelined request waits, and does not end its connection."""
     app = App()
     app.go.clear()
     async with serving(app, replace(PATIENT, header_timeout_s=0.2)) as address:
@@ -231,3 +231,13 @@ async def test_a_header_in_the_middle_of_another_answer_breaks_nothing() -> None
         for _ in range(2):
             assert b"200" in await answer(reader)
         writer.close()
+
+
+async def test_a_request_of_two_lengths_is_refused_and_its_connection_ends() -> None:
+    app = App()
+    async with serving(app, PATIENT) as address:
+        head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+        reader, writer = await connect(address, head + b"0\r\n\r\n" + GET)
+        assert (await until_end(reader)).startswith(b"HTTP/1.1 400")
+        writer.close()
+    assert not app.begun

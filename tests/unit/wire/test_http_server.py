@@ -1,4 +1,4 @@
-"""Where HTTP servers listen."""
+"""Listening sockets of HTTP servers."""
 
 import asyncio
 import socket
@@ -10,7 +10,7 @@ from wire.http.server import Listener
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_what_is_accepted_sends_each_event_at_once(host: str) -> None:
-    """And not when the client has acknowledged the one before."""
+    """Accepted connections have TCP_NODELAY: no event waits for the acknowledgement of the one before."""
     delays: asyncio.Queue[int] = asyncio.Queue()
 
     def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""A log that is full goes on in another file: no line is lost or cut, whoever writes it."""
+"""A full log is rotated to another file: no line is lost or cut, even with several writers."""
 
 import os
 import subprocess
@@ -66,7 +66,7 @@ def test_a_full_log_goes_on_in_another_file(tmp_path: Path) -> None:
 
 
 def test_no_line_of_several_processes_is_lost_or_cut(tmp_path: Path) -> None:
-    """The limit is such that all is kept."""
+    """The size limit is large enough to keep everything."""
     log = tmp_path / "run" / "router.log"
     limit = 2 * 2 * LINES * 40 // 3
     writers = [start(log, limit, LINES, name) for name in "ab"]

@@ -1,4 +1,4 @@
-"""Every process of the cluster writes into its file, native output too."""
+"""Every process of the cluster writes to its own log file, native output included."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Parts of one cluster prove to each other that they know its token, and show it to nobody."""
+"""Processes of one cluster prove to each other that they know its token without revealing it."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -38,7 +38,7 @@ async def members() -> AsyncIterator[tuple[Members, str]]:
 
 
 async def ask(channel: grpc.aio.Channel) -> errors.TandemError | None:
-    """Why a call failed; None = it did not."""
+    """Returns the error of a call, None if it succeeded."""
     async with channel:
         try:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
@@ -57,7 +57,7 @@ async def test_a_part_is_let_in_and_sends_no_token(members: tuple[Members, str])
 
 
 async def test_each_process_has_a_certificate_of_its_own_that_the_others_accept(members: tuple[Members, str]) -> None:
-    """What is cached here is another process's there: made anew, it fits as well."""
+    """Two processes create separate certificates from one token, and each accepts the other's."""
     _, address = members
     another = credentials_of.__wrapped__(TOKEN)
     options = [("grpc.ssl_target_name_override", mutual_tls.PART_NAME)]

@@ -1,4 +1,4 @@
-"""An error that comes again and again is said once with its traceback, and then now and then with how often it came."""
+"""A recurring error is logged once with its traceback, and then from time to time with its count."""
 
 import logging
 import subprocess
@@ -25,7 +25,7 @@ log.info("over")
 
 
 class Said:
-    """What is written of the records of a logger, by the second."""
+    """A logger's records as they are written under a manual clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ class Said:
             self.lines.append(line)
 
     def told(self) -> list[tuple[str, bool]]:
-        """Each new line, and whether it has a traceback."""
+        """Returns each new line, and True if it has a traceback."""
         new, self.lines = self.lines, []
         return [(line.getMessage(), line.exc_info is not None) for line in new]
 

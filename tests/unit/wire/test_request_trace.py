@@ -1,4 +1,4 @@
-"""A client's traceparent, as W3C wants it read."""
+"""The traceparent header of a client, parsed as W3C specifies."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Errors become status codes in one place, and only callers with a key get in."""
+"""Errors become status codes in one place, and only callers with a key are accepted."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,7 +11,7 @@ from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 
 
 class Broken(cluster_pb2_grpc.ClusterServicer):
-    """Raises what it was given, from a unary and from a streaming handler."""
+    """Raises the given error from a unary and from a streaming handler."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -25,7 +25,7 @@ class Broken(cluster_pb2_grpc.ClusterServicer):
 
 
 class Serving:
-    """A server with one servicer on an ephemeral port, and a stub to it."""
+    """A server with one servicer on an ephemeral port, and a stub for it."""
 
     def __init__(self, error: Exception, keys: frozenset[str] = frozenset(), key: str = "") -> None:
         self.error, self.keys, self.key = error, keys, key

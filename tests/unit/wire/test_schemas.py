@@ -1,4 +1,4 @@
-"""The schemas are the contract: nothing in them goes without a word of explanation."""
+"""The schemas are the contract: every message, field and method in them has a comment."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from wire.generate import PROTO
 
 NAMED = re.compile(r"\s*(?:message|enum|service|rpc) \w+|\s+(?:optional |repeated )?(?:map<[^>]+>|[\w.]+) \w+ = \d+;")
 OF_A_METHOD = re.compile(r"message \w+(Request|Response) ")
-"""Its method's comment says what the message is."""
+"""Request and response messages, which the comment of their method describes."""
 
 
 @pytest.mark.parametrize("schema", sorted(PROTO.rglob("*.proto")), ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""Spans of a timeline: they follow each other, add up, and stand clocks that do not agree, tries and preemptions."""
+"""Spans of a timeline: contiguous, additive, and robust to skewed clocks, retries and preemptions."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.tracing.spans import Span, last_try, seconds_by_phase, spans_of
+from wire.tracing.spans import Span, last_attempt, seconds_by_phase, spans_of
 from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 MS = 10**6
@@ -56,14 +56,14 @@ def test_a_try_that_failed_and_a_preemption() -> None:
         ("decode", 65, 100, 1), ("queue", 100, 110, 1), ("queue", 110, 160, 2), ("prefill", 160, 200, 2),
         ("transfer", 200, 215, 2), ("decode", 215, 350, 2),
     ]  # fmt: skip
-    # Nothing was heard of the first one's workers.
+    # The workers of the first attempt sent nothing.
     dead = timeline_of(*WHOLE[:5], ("SILENT", 9), ("REQUEUED", 130), *again)
     assert drawn(dead)[:3] == [("queue", 0, 9, 1), ("stall", 9, 130, 1), ("queue", 130, 160, 2)]
     assert [span.worker for span in spans_of(dead)][-1] == "decode-0"
 
 
 def test_a_death_amid_an_answer() -> None:
-    """Each try has what its workers did; the silence is a phase of its own, whatever a dead worker's clock said."""
+    """Each attempt has its workers' phases; the silence is a separate one, whatever a dead worker's clock said."""
     again = [(name, at + 2000) for name, at in WHOLE if name not in ("RECEIVED", "TOKENIZED", "FIRST_TOKEN")]
     for ahead in (0, 100, 90_000, -90_000):
         first = [(name, at + ahead * (name in DECODE)) for name, at in WHOLE[:-1]]
@@ -79,18 +79,18 @@ def test_a_death_amid_an_answer() -> None:
         assert took["prefill"] == pytest.approx(0.08)
         assert took["stall"] == pytest.approx(1.84)
         assert seconds_by_phase(spans_of(timeline), 52 * MS)["queue"] == pytest.approx(0.01)
-        assert last_try(timeline).at(Edge.PREFILL_STARTED) == 2010 * MS
+        assert last_attempt(timeline).at(Edge.PREFILL_STARTED) == 2010 * MS
 
 
 def test_a_first_token_that_leaves_late_bends_no_later_try() -> None:
-    """It was on its way to the client when its worker died: it says nothing of the next try's prompt."""
+    """A token that was not yet delivered when its worker died is no event of the next attempt's prefill."""
     again = [(name, at + 150) for name, at in WHOLE if name not in ("RECEIVED", "TOKENIZED", "FIRST_TOKEN")]
     late = timeline_of(*WHOLE[:8], ("REQUEUED", 60), ("FIRST_TOKEN", 61), *again)
     assert ("prefill", 160, 200, 2) in drawn(late)
 
 
 def test_clocks_that_do_not_agree() -> None:
-    """Whatever a host's clock says, durations on it stay as they are where they fit between what the router saw."""
+    """Durations on a host with a skewed clock are kept where they fit between the router's own events."""
     for prefill, decode in ((90_000, -90_000), (-90_000, 90_000), (-4, 3)):
         shifts = dict.fromkeys(PREFILL, prefill) | dict.fromkeys(DECODE, decode)
         found = drawn(timeline_of(*[(name, at + shifts.get(name, 0)) for name, at in WHOLE]))

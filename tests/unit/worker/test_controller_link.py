@@ -112,12 +112,12 @@ class Scene:
             lambda: replace(info(ME), transport=self.transport),
             2.0,
             on_peer_joined=self.joined.append,
-            on_peer_gone=self._bury,
+            on_peer_gone=self._mark_dead,
             on_superseded=self.superseded.append,
         )
         await self.link.register()
 
-    def _bury(self, peer: PeerRef) -> None:
+    def _mark_dead(self, peer: PeerRef) -> None:
         if self.defects:
             self.defects -= 1
             raise KeyError("a defect")

@@ -528,7 +528,7 @@ async def test_leases_end_after_a_defect_in_the_timer(
         monkeypatch.setattr(admission, "expire", fragile)
         pair.reserve("q", PROMPT, TEN)
         await pair.empty()
-        assert "in spite of an error" in caplog.text
+        assert "continues after an error" in caplog.text
 
 
 # ---- failures ----

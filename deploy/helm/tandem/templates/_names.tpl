@@ -11,7 +11,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{/* What selects this release's pods. KubeRay writes app.kubernetes.io labels of its own, hence these. */}}
+{{/* The selector of this release's pods. KubeRay sets app.kubernetes.io labels of its own, so these differ. */}}
 {{- define "tandem.selector" -}}
 tandem/release: {{ .Release.Name }}
 {{- end -}}
@@ -32,40 +32,40 @@ tandem/release: {{ .Release.Name }}
 {{ .Values.auth.rayToken.existingSecret | default (printf "%s-ray-token" (include "tandem.name" .)) }}
 {{- end -}}
 
-{{/* How many workers of a role there are: replicas × places over all groups. */}}
+{{/* The number of workers of a role: replicas × places over all groups. */}}
 {{- define "tandem.places" -}}
 {{- $role := .role -}}{{- $count := 0 -}}
 {{- range .root.Values.groups }}{{ $count = add $count (mul .replicas (get .places $role)) }}{{ end -}}
 {{ $count }}
 {{- end -}}
 
-{{/* Most pods of a group. */}}
+{{/* The maximum number of pods of a group. */}}
 {{- define "tandem.maxReplicas" -}}
 {{- if kindIs "invalid" .maxReplicas }}{{ .replicas | int }}{{ else }}{{ .maxReplicas | int }}{{ end -}}
 {{- end -}}
 
-{{/* Whether some group may grow: "true" or nothing. */}}
+{{/* "true" if some group may grow, else empty. */}}
 {{- define "tandem.grows" -}}
 {{- $grows := false -}}
 {{- range .Values.groups }}{{ if gt (int (include "tandem.maxReplicas" .)) (int .replicas) }}{{ $grows = true }}{{ end }}{{ end -}}
 {{- if $grows }}true{{ end -}}
 {{- end -}}
 
-{{/* Whether KV pages may go from one pod's workers to another's: "true" or nothing. */}}
+{{/* "true" if KV pages may be transferred between pods, else empty. */}}
 {{- define "tandem.handsOverBetweenPods" -}}
 {{- $pods := 0 -}}
 {{- range .Values.groups }}{{ $pods = add $pods (include "tandem.maxReplicas" . | int) }}{{ end -}}
 {{- if and (gt (int $pods) 1) (ne .Values.serving.mode "colocated") }}true{{ end -}}
 {{- end -}}
 
-{{/* How many workers that do both fit: of each pod, the smaller number of places. */}}
+{{/* The number of workers of both roles that fit: the smaller number of places in each pod. */}}
 {{- define "tandem.bothPlaces" -}}
 {{- $count := 0 -}}
 {{- range .Values.groups }}{{ $count = add $count (mul .replicas (min .places.prefill .places.decode)) }}{{ end -}}
 {{ $count }}
 {{- end -}}
 
-{{/* What the schema cannot say, because it takes two values. */}}
+{{/* Checks that depend on two values, which the schema cannot express. */}}
 {{- define "tandem.check" -}}
 {{- if eq .Values.serving.mode "disaggregated" -}}
 {{- range $role := list "prefill" "decode" -}}
@@ -96,7 +96,7 @@ tandem/release: {{ .Release.Name }}
 {{- fail "rdma.hostNetwork needs networkPolicy.nodes, the hosts of workers: to a NetworkPolicy, pods on their hosts' network are these hosts" -}}
 {{- end -}}
 {{- if and (gt (int .Values.router.replicas) 1) (not .Values.router.workersOutliveSeconds) -}}
-{{- fail (printf "router.replicas %d needs router.workersOutliveSeconds above 0: else each router would want workers of its own" (int .Values.router.replicas)) -}}
+{{- fail (printf "router.replicas %d needs router.workersOutliveSeconds above 0: else each router would start workers of its own" (int .Values.router.replicas)) -}}
 {{- end -}}
 {{- if and (gt (int .Values.router.replicas) 1) .Values.monitoring.serviceMonitor.enabled (eq .Values.monitoring.serviceMonitor.scrape "processes") -}}
 {{- fail "monitoring.serviceMonitor.scrape processes knows one router: with router.replicas above 1 scrape the cluster" -}}
@@ -128,7 +128,7 @@ tandem/release: {{ .Release.Name }}
 {{- end }}{{ end -}}
 {{- end -}}
 {{- if not (or .Values.auth.apiKeys.existingSecret .Values.auth.insecure) -}}
-{{- fail "auth.apiKeys.existingSecret is needed: without keys, whoever reaches the router is served, which takes auth.insecure=true" -}}
+{{- fail "auth.apiKeys.existingSecret is needed: without keys, every client that reaches the router is served, which takes auth.insecure=true" -}}
 {{- end -}}
 {{- if and .Values.monitoring.serviceMonitor.enabled (not .Values.auth.metricsKey.existingSecret) -}}
 {{- fail "monitoring.serviceMonitor needs auth.metricsKey.existingSecret: without a key, metrics are closed" -}}

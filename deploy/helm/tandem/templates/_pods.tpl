@@ -17,7 +17,7 @@ capabilities:
   {{- end }}
 {{- end -}}
 
-{{/* Of every container with Tandem in it. The cache folder holds logs and compiled kernels. */}}
+{{/* Environment of every container that runs Tandem. The cache folder holds logs and compiled kernels. */}}
 {{- define "tandem.env" -}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_worker_niceness, value: "0"}
@@ -48,7 +48,7 @@ capabilities:
 {{- end }}
 {{- end -}}
 
-{{/* Of a NetworkPolicy: every TCP port but those where UCX listens. */}}
+{{/* Ports of a NetworkPolicy: every TCP port except for those where UCX listens. */}}
 {{- define "tandem.allButKvPorts" -}}
 - {port: 1, endPort: {{ sub (int .Values.networkPolicy.kvPorts.first) 1 }}}
 - {port: {{ add (int .Values.networkPolicy.kvPorts.last) 1 }}, endPort: 65535}
@@ -60,7 +60,7 @@ capabilities:
 - {name: cache, mountPath: /var/cache/tandem}
 {{- end -}}
 
-{{/* The cluster's token, for `tandem up` and the commands that call the controller; Ray's processes hear it from those. */}}
+{{/* The cluster's token, for `tandem up` and the commands that call the controller, which pass it to Ray's processes. */}}
 {{- define "tandem.tokenEnv" -}}
 - {name: TANDEM_CLUSTER_TOKEN_FILE, value: /etc/tandem/token/cluster-token}
 {{- end -}}
@@ -77,7 +77,7 @@ capabilities:
     items: [{key: {{ .Values.auth.clusterToken.key }}, path: cluster-token}]
 {{- end -}}
 
-{{/* Whether there are keys of clients or of metrics: "true" or nothing. */}}
+{{/* "true" if there are API keys or a metrics key, else empty. */}}
 {{- define "tandem.hasKeys" -}}
 {{- if or .Values.auth.apiKeys.existingSecret .Values.auth.metricsKey.existingSecret }}true{{ end -}}
 {{- end -}}
@@ -145,7 +145,7 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* Prints the logs of the pod's processes, whose output goes to files, for `kubectl logs` and whoever collects it. */}}
+{{/* Prints the logs of the pod's processes, which are files, for `kubectl logs` and log collectors. */}}
 {{- define "tandem.logs" -}}
 - name: logs
   image: {{ include "tandem.image" . }}
@@ -160,14 +160,14 @@ initContainers:
     - {name: cache, mountPath: /var/cache/tandem, readOnly: true}
 {{- end -}}
 
-{{/* A port of Ray's own: whether this node still belongs to the cluster. dict root, port */}}
+{{/* Probes of one of Ray's ports: they fail once this node has left the cluster. dict root, port */}}
 {{- define "tandem.rayProbes" -}}
 startupProbe: {{- merge (dict "tcpSocket" (dict "port" .port)) .root.Values.probes.startup | toYaml | nindent 2 }}
 livenessProbe: {{- merge (dict "tcpSocket" (dict "port" .port)) .root.Values.probes.liveness | toYaml | nindent 2 }}
 readinessProbe: {{- merge (dict "tcpSocket" (dict "port" .port)) .root.Values.probes.readiness | toYaml | nindent 2 }}
 {{- end -}}
 
-{{/* What every pod's spec begins with. dict root, part (values of head, router or a group) */}}
+{{/* The common beginning of every pod's spec. dict root, part (values of head, router or a group) */}}
 {{- define "tandem.podCommon" -}}
 serviceAccountName: {{ include "tandem.serviceAccount" .root }}
 automountServiceAccountToken: false
@@ -200,7 +200,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* Where workers go, for their KV's sake. dict root, name */}}
+{{/* Scheduling constraints that keep workers on one fabric. dict root, name */}}
 {{- define "tandem.fabric" -}}
 {{- $fabric := .root.Values.fabric }}
 {{- if eq $fabric.policy "together" }}

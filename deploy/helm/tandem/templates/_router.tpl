@@ -70,7 +70,7 @@ affinity:
               tandem/part: router
 {{- end }}
 terminationGracePeriodSeconds: {{ add .Values.drain.routerSeconds 60 }}
-# `tandem up` is a driver of the Ray node beside it, which knows its drivers by their process ids.
+# `tandem up` is a driver of the Ray node in the other container, which identifies drivers by process id.
 shareProcessNamespace: true
 {{- include "tandem.modelInit" . }}
 containers:
@@ -81,8 +81,8 @@ containers:
     resources: {{- toYaml .Values.router.resources | nindent 6 }}
     securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
     {{- include "tandem.rayProbes" (dict "root" . "port" 6380) | nindent 4 }}
-    # The router lives here: this container stays until `tandem up` beside it has let what runs end, and shut the
-    # controller's listener.
+    # The router runs in this Ray node: the container stays until `tandem up` in the other one has drained the requests
+    # and closed the controller's listener.
     lifecycle:
       preStop:
         exec:
@@ -112,8 +112,8 @@ containers:
       - {name: http, containerPort: 8000}
       - {name: metrics, containerPort: 9464}
       - {name: controller, containerPort: 50052}
-    # The listeners open before workers do; ready means that a request would be answered now. None of the probes asks for a
-    # key. /live says only that the router's event loop answers, so that lost workers never restart a router.
+    # The listeners open before the workers are ready; ready means that a request would be served now. The probes need no
+    # key. /live checks the router's event loop only, so that lost workers never restart a router.
     startupProbe: {{- merge (dict "httpGet" (dict "path" "/ready" "port" "http")) .Values.probes.startup | toYaml | nindent 6 }}
     livenessProbe: {{- merge (dict "httpGet" (dict "path" "/live" "port" "http")) .Values.probes.liveness | toYaml | nindent 6 }}
     readinessProbe: {{- merge (dict "grpc" (dict "port" 50051 "service" "tandem.v1.Inference")) .Values.probes.readiness | toYaml | nindent 6 }}

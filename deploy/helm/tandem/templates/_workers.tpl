@@ -1,4 +1,4 @@
-{{/* Ray's custom resources of a pod, as a word of a shell: of each role, how many workers fit. */}}
+{{/* Ray's custom resources of a pod, as one shell argument: the number of workers of each role that fit. */}}
 {{- define "tandem.offer" -}}
 {{- $offer := dict -}}
 {{- range $role, $count := . }}{{ if gt (int $count) 0 }}{{ $_ := set $offer $role (int $count) }}{{ end }}{{ end -}}
@@ -46,12 +46,12 @@ containers:
       {{- end }}
     resources: {{- include "tandem.workerResources" . | nindent 6 }}
     securityContext: {{- include "tandem.containerSecurity" (dict "root" $root "worker" true) | nindent 6 }}
-    # Alive as long as the Ray node is. Ready as long as a worker here serves, or nobody is on the way: while one loads
-    # in a pod that has just come, the budget lets no other pod go.
+    # Live while the Ray node is. Ready while a worker here serves, or none is starting: while a worker loads in a new
+    # pod, the disruption budget evicts no other pod.
     startupProbe: {{- merge (dict "tcpSocket" (dict "port" 6380)) $root.Values.probes.startup | toYaml | nindent 6 }}
     livenessProbe: {{- merge (dict "tcpSocket" (dict "port" 6380)) $root.Values.probes.liveness | toYaml | nindent 6 }}
     readinessProbe: {{- merge (dict "exec" (dict "command" (list "/bin/sh" "-c" "exec tandem ready --node \"$POD_IP\""))) $root.Values.probes.workersReadiness | toYaml | nindent 6 }}
-    # Without a controller there is nobody to drain from: the pod ends all the same.
+    # Without a controller a drain is impossible, and the pod ends anyway.
     lifecycle:
       preStop:
         exec:

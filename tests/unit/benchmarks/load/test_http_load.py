@@ -1,4 +1,4 @@
-"""The open-loop client over HTTP, against a server that streams what the test says."""
+"""The open-loop HTTP client against a server that streams what the test sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wire.errors import InvalidArgument
 
 
 class Server(BaseHTTPRequestHandler):
-    """Streams as many tokens as are asked for, refuses answers of 7, cuts those of 9 short, speaks no JSON for 11."""
+    """Streams as many tokens as requested; refuses answers of 7, truncates those of 9, sends invalid JSON for 11."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
 
@@ -40,7 +40,7 @@ class Server(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture

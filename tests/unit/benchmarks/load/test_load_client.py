@@ -1,4 +1,4 @@
-"""A client of the load: requests leave when they are due."""
+"""A client process sends its requests when they are due."""
 
 import asyncio
 
@@ -7,12 +7,12 @@ import pytest
 from benchmarks.load.client import until
 
 LATE_S = 0.013
-"""What a host adds to a sleep that lets the processor rest."""
+"""Extra seconds that a host adds to a sleep long enough for the processor to idle."""
 RESTS_AFTER_S = 0.02
 
 
 class Host:
-    """A clock that sleeps move on, long ones too far."""
+    """A clock that sleeps advance, long ones too far."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""The command around a load: settings by name, one JSON object, pictures from it."""
+"""The command around a load: settings by name, one JSON object, and pictures from it."""
 
 import json
 from multiprocessing import Pipe
@@ -22,7 +22,7 @@ EXCERPT = Path(__file__).parents[1] / "traces" / "mooncake_excerpt.jsonl"
 
 
 def load(rate: float) -> LoadReport:
-    """Every token 15 ms after the one before, the first 500 ms after its request was due."""
+    """A load whose first tokens arrive 500 ms after the due time, and each further token 15 ms later."""
     workload = Synthetic(Lengths(8), Lengths(4)).at(rate, 10, 0)
     records = []
     for index, arrival in enumerate(workload.arrivals):

@@ -1,4 +1,4 @@
-"""Figures of a load against cases worked out by hand."""
+"""Figures of a load against cases computed by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ BOUND_S = 0.01
 
 
 def record(index: int = 0, due_s: float = 0.0, tokens: Sequence[float] = (), **others: object) -> RequestRecord:
-    """A whole answer whose tokens came at `tokens`."""
+    """A complete answer whose tokens arrived at the times `tokens`."""
     made = RequestRecord(
         index, due_s, due_s, tokens[-1] if tokens else due_s, tuple(tokens), len(tokens), len(tokens), "LENGTH"
     )
@@ -88,7 +88,7 @@ def test_a_cell_judges_a_request(one: RequestRecord, outcome: Outcome) -> None:
 
 
 def test_a_cell_forgives_the_gaps_beyond_its_percentile() -> None:
-    """A hundred gaps, two of them too long: the 98th percentile meets, the 99th does not."""
+    """Two of a hundred gaps are too long: the 98th percentile meets, the 99th does not."""
     moments = [0.0]
     for number in range(100):
         moments.append(moments[-1] + (0.5 if number in (20, 60) else 0.01))
@@ -131,7 +131,7 @@ def test_records_may_come_in_any_order() -> None:
 
 @pytest.mark.parametrize(("late", "valid"), [(1, True), (2, False)])
 def test_a_run_whose_clients_were_late_is_invalid(late: int, valid: bool) -> None:
-    """One request in a hundred may be later than the bound, no more."""
+    """One request in a hundred may be later than the bound."""
     records = [
         record(i, float(i), [i + 0.5], sent_s=i + (2 * BOUND_S if i < late else BOUND_S / 2)) for i in range(100)
     ]
@@ -158,7 +158,7 @@ def test_a_cell_that_makes_no_sense_is_refused(text: str) -> None:
 
 
 class Cluster:
-    """Meets the cell in full up to `capacity` requests a second, and for half of them above."""
+    """Meets the cell for all requests up to `capacity` requests per second, and for half of them above."""
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
@@ -180,7 +180,7 @@ def test_a_sweep_ends_behind_the_knee() -> None:
 
 
 def test_a_sweep_goes_on_while_one_cell_is_kept() -> None:
-    """One cell is never met, the other up to 5 a second."""
+    """One cell is never met, the other up to 5 requests per second."""
     cells = (SloCell("never", 1e-9, 1.0), CELL)
     cluster = Cluster(capacity=5.0)
     reports = sweep(lambda rate, number: report(cluster(rate, number).records, cells=cells), 4.0)

@@ -1,4 +1,4 @@
-"""Where load comes from: traces and draws, prefixes, lengths, and what is refused."""
+"""Sources of load: traces and random draws, prefixes, lengths, and rejected arguments."""
 
 import itertools
 import json
@@ -67,7 +67,7 @@ def test_scaling_shortens_blocks_prompts_and_answers_alike(trace: Trace) -> None
 
 
 def test_a_trace_at_a_rate_keeps_its_bursts(trace: Trace) -> None:
-    """36 of the 37 requests, which came within 462 s, in 18 s."""
+    """Takes 36 of the 37 requests, which arrived within 462 s, in 18 s."""
     workload = trace.at(rate=2, seconds=18, seed=3)
     assert len(workload.arrivals) == 36
     assert workload.seed == 3

@@ -1,4 +1,4 @@
-"""The strategy table: its rows, and how a run that was cut short goes on."""
+"""The strategy table's rows, and the continuation of an interrupted run."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def arguments(tmp_path: Path, *more: str) -> Run:
 
 
 def measured_order(run: Run, most: int, share: float = 1.0) -> list[tuple[float, str, str]]:
-    """What a run measures, in its order, when every load has this share of goodput; it ends after `most` loads."""
+    """Returns what a run measures, in order, if every load has this share of goodput; it ends after `most` loads."""
     order: list[tuple[float, str, str]] = []
     for turn in run.missing():
         if len(order) == most:
@@ -73,7 +73,7 @@ def measured_order(run: Run, most: int, share: float = 1.0) -> list[tuple[float,
 def test_every_row_is_measured_at_a_rate_before_any_at_the_next(tmp_path: Path) -> None:
     run = arguments(tmp_path, "--rates", "3,1.5", "--only", "shared,adaptive")
     first = measured_order(run, 3)
-    # Cut short, and started again.
+    # Interrupted, and started again.
     rest = measured_order(arguments(tmp_path, "--rates", "3,1.5", "--only", "shared,adaptive"), 99)
     assert [*first, *rest] == [
         (rate, offer, row)
@@ -95,7 +95,7 @@ def test_a_sweep_goes_through_the_rows_at_each_rate_too(tmp_path: Path) -> None:
 
 
 def test_a_sweep_ends_with_its_trace(tmp_path: Path) -> None:
-    """As in the simulation; else every start ended with an error there, and the table was never shown."""
+    """The sweep ends at the trace's end like the simulation; it once failed there, so the table was never printed."""
     trace = tmp_path / "short.jsonl"
     lines = [f'{{"timestamp": {1000 * n}, "input_length": 9, "output_length": 9, "hash_ids": [1]}}' for n in range(40)]
     trace.write_text("\n".join(lines))
@@ -216,7 +216,7 @@ def test_rows_without_a_common_rate_lose_nobody_the_other_tables(
 
 
 def test_a_folder_has_loads_of_one_run(tmp_path: Path) -> None:
-    """A toy run's loads stood in the table of the run after it, under that one's model and hardware."""
+    """Loads of different runs are not mixed; a toy run's loads were once in the next run's table."""
     folder = tmp_path / "parts"
     toy: dict[str, object] = {"model": "small", "seconds": 5.0, "set": []}
     claim(folder, toy)

@@ -1,28 +1,28 @@
-"""How a load's steps went, from the metrics of its workers."""
+"""Statistics of a load's steps, from its workers' metrics."""
 
 import pytest
 
 from benchmarks.strategies.part import joined
 from benchmarks.strategies.steps import steps_of
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import Exposition
-from telemetry.scrape import Scrape, Stretch
+from telemetry.registry import Registry
+from telemetry.scrape import Scrape, ScrapeInterval
 
 
 def test_steps_of_a_load_are_those_since_it_began() -> None:
-    board = Board({"worker": "w"})
-    seconds, over = (board.spread(family, "mixed") for family in (f.STEP_SECONDS, f.STEP_OVER_PREDICTED))
+    registry = Registry({"worker": "w"})
+    seconds, over = (registry.histogram(family, "mixed") for family in (f.STEP_SECONDS, f.STEP_OVER_PREDICTED))
     seconds.observe(1.0)
     over.observe(3.0)
-    before = Scrape(Exposition(board).render()[0].decode(), 0.0)
+    before = Scrape(Exposition(registry).render()[0].decode(), 0.0)
     for _ in range(98):
         seconds.observe(0.0045)
         over.observe(0.97)
     for _ in range(2):
         seconds.observe(0.18)
         over.observe(1.39)
-    found = steps_of(Stretch(before, Scrape(Exposition(board).render()[0].decode(), 1.0)))
+    found = steps_of(ScrapeInterval(before, Scrape(Exposition(registry).render()[0].decode(), 1.0)))
     assert list(found) == ["mixed"]
     steps = found["mixed"]
     assert steps["count"] == 100

@@ -1,4 +1,4 @@
-"""What the strategy table makes of measurements, and what can be compared in it."""
+"""The strategy table's figures, and the rows that can be compared in it."""
 
 import json
 from pathlib import Path
@@ -57,9 +57,7 @@ def test_the_best_split_stands_in_the_table_and_the_relations_are_ratios() -> No
 
 
 def test_rows_that_were_not_swept_alike_are_not_compared() -> None:
-    """The table of a run that was cut short said that adaptive had 0.95 of the best goodput, at a rate below that of
-    the best.
-    """
+    """An interrupted run's table once gave adaptive 0.95 of the best goodput, at a lower rate than the best row."""
     rows = {row.name: row for row in strategies(2)}
     lost = load(2.25, 0.1, 0.1)
     table = make_rows(

@@ -1,4 +1,4 @@
-"""Numbers of controllers: each is given to one alone, later ones are greater, and none comes again."""
+"""Numbers of controllers: each is given out once, and later ones are greater."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.ray_processes.controllers import next_number
 
 
 class Table:
-    """What Ray's head remembers, as far as it is needed; `rivals` take numbers between a look and a claim."""
+    """The part of Ray's key-value store that is needed; `rivals` take numbers between a read and a claim."""
 
     def __init__(self, rivals: int = 0) -> None:
         self.kept: set[tuple[str, str]] = set()
@@ -38,7 +38,7 @@ def reach(table: Table, monkeypatch: pytest.MonkeyPatch, namespace: str) -> None
 
 
 def test_numbers_rise_and_never_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether those that had them live or not: nobody looks at that."""
+    """Numbers are not reused, whether or not their controllers still live."""
     table = Table()
     reach(table, monkeypatch, "tandem-a")
     assert [next_number() for _ in range(12)] == list(range(1, 13))
@@ -52,6 +52,6 @@ def test_a_number_that_another_was_faster_to_take_is_its_own(monkeypatch: pytest
 
 
 def test_a_number_may_have_to_be_above_what_somebody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all later ones are above it, whoever asks for them."""
+    """All later numbers are above it as well, for every caller."""
     reach(Table(), monkeypatch, "tandem-a")
     assert [next_number(), next_number(40), next_number(7), next_number()] == [1, 41, 42, 43]

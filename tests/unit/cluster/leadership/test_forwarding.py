@@ -1,4 +1,4 @@
-"""A controller whose workers another one keeps says what that one says, and passes on what it is asked."""
+"""A controller that does not lead mirrors the leader's membership and forwards calls to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wire.rpc import listen, open_server
 
 
 class Nobody(Asked):
-    """Must not be asked."""
+    """An operator that must not be called."""
 
     def __getattribute__(self, name: str) -> Any:
         raise AssertionError(name)

@@ -1,4 +1,4 @@
-"""Which workers a controller begins with: those that live, and those that are missing."""
+"""The initial workers of a controller: those that live, and those that are missing."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def of(living: dict[str, Role], handover: Handover | None = None, **settings: An
     return inherit(config, plan(config, 0), living, handover)
 
 
-def names(estate: HandoverState) -> list[str]:
-    return [slot.worker_id for slot in estate.slots]
+def names(state: HandoverState) -> list[str]:
+    return [slot.worker_id for slot in state.slots]
 
 
 def test_where_nobody_lives_it_is_what_the_config_says() -> None:
-    estate = of({}, prefill=1, decode=2)
-    assert names(estate) == ["prefill-0", "decode-0", "decode-1"]
-    assert estate.roles == {"prefill-0": P, "decode-0": D, "decode-1": D}
-    assert (estate.sharing.prefill, estate.surplus) == (1, False)
+    state = of({}, prefill=1, decode=2)
+    assert names(state) == ["prefill-0", "decode-0", "decode-1"]
+    assert state.roles == {"prefill-0": P, "decode-0": D, "decode-1": D}
+    assert (state.topology.prefill, state.surplus) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -47,30 +47,30 @@ def test_where_nobody_lives_it_is_what_the_config_says() -> None:
 def test_who_lives_stays_and_the_rest_is_filled(
     living: dict[str, Role], settings: dict[str, Any], expected: list[str], surplus: bool
 ) -> None:
-    estate = of(living, **settings)
-    assert names(estate) == expected
-    assert estate.surplus is surplus
+    state = of(living, **settings)
+    assert names(state) == expected
+    assert state.surplus is surplus
 
 
 def test_what_they_do_now_counts_and_a_part_is_left_for_each() -> None:
-    estate = of({"prefill-0": D, "decode-0": P})
-    assert estate.roles == {"prefill-0": D, "decode-0": P}
-    assert of({"prefill-0": P, "decode-0": D, "decode-1": D}, prefill=5).sharing.prefill == 5
-    assert of({"prefill-0": P}, Handover(("decode-0",)), prefill=1).sharing.prefill == 1
+    state = of({"prefill-0": D, "decode-0": P})
+    assert state.roles == {"prefill-0": D, "decode-0": P}
+    assert of({"prefill-0": P, "decode-0": D, "decode-1": D}, prefill=5).topology.prefill == 5
+    assert of({"prefill-0": P}, Handover(("decode-0",)), prefill=1).topology.prefill == 1
 
 
 def test_who_is_away_stays_away_and_counts() -> None:
-    estate = of({"prefill-0": P}, Handover(("decode-0",), (("decode-1", "10.0.0.1"),)), decode=2)
-    assert names(estate) == ["prefill-0", "decode-0", "decode-1"]
-    assert estate.away == ("decode-0", "decode-1")
-    assert of({"prefill-0": P, "decode-0": D}, Handover(("decode-0",))).away == ()
+    state = of({"prefill-0": P}, Handover(("decode-0",), (("decode-1", "10.0.0.1"),)), decode=2)
+    assert names(state) == ["prefill-0", "decode-0", "decode-1"]
+    assert state.drained == ("decode-0", "decode-1")
+    assert of({"prefill-0": P, "decode-0": D}, Handover(("decode-0",))).drained == ()
 
 
 def test_the_planner_keeps_its_number_and_split() -> None:
     living = {"prefill-0": P, "prefill-1": P, "decode-0": P, "decode-1": D}
     planner = PlannerConfig(PlannerMode.ON, limits=Limits(workers=Range(2, 8)))
-    estate = of(living, prefill=1, decode=1, planner=planner)
-    assert (names(estate), estate.sharing.prefill, estate.surplus) == (list(living), 3, False)
+    state = of(living, prefill=1, decode=1, planner=planner)
+    assert (names(state), state.topology.prefill, state.surplus) == (list(living), 3, False)
     fewest = PlannerConfig(PlannerMode.ON, limits=Limits(workers=Range(5, 8)))
     assert len(of(living, prefill=1, decode=9, planner=fewest).slots) == 5
     most = PlannerConfig(PlannerMode.ON, limits=Limits(workers=Range(2, 3)))

@@ -1,4 +1,4 @@
-"""Numbers of processes are in the order of their births, and no clock has a part in it."""
+"""Incarnation numbers follow the order of starts, independent of any clock."""
 
 import time
 
@@ -9,7 +9,7 @@ from kv_transfer.departed import Departed
 from wire.messages import PeerRef
 
 OF_AN_EARLIER_RELEASE = 1_790_000_000_000_000_000
-"""Which numbered its workers by a clock, in nanoseconds."""
+"""A number of an earlier release, which numbered its workers by a clock, in nanoseconds."""
 
 
 def test_each_is_above_all_before_it_also_where_a_clock_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which of several controllers keeps the workers, with controllers that come and go as the test says."""
+"""Leader election, with controllers that come and go as the test says."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from wire.errors import Unavailable
 
 
 class SupervisedWorkers:
-    """Remembers what was done to it."""
+    """Records the calls of the election."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.did: list[str] = []
-        self.handover = Handover((f"away-{number}",))
+        self.handover = Handover((f"drained-{number}",))
         self.got: list[Handover] = []
         self.failures = 0
         self.may_take_over = asyncio.Event()
@@ -97,9 +97,9 @@ class One:
         self.over.set()
 
     async def perish(self, starts: dict[int, asyncio.Future[One]]) -> None:
-        """Whatever it was doing."""
+        """Kills the controller, whatever its state."""
         self.die()
-        for task in filter(None, (starts[self.number], self.election._heeding)):
+        for task in filter(None, (starts[self.number], self.election._leader_task)):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -143,7 +143,7 @@ async def test_a_younger_one_takes_over_when_the_olders_start_is_over() -> None:
     first.election.started()
     await taking
     assert keepers(group) == [2]
-    assert second.workers.got == [Handover(("away-1",))]
+    assert second.workers.got == [Handover(("drained-1",))]
     await until(lambda: first.workers.follows == "listener-2")
     assert await first.election.decided() == "listener-2"
     assert first.election.successor == "listener-2"
@@ -167,10 +167,10 @@ async def test_who_follows_from_the_beginning_is_no_obstacle_between_two_others(
     oldest, young = await One(group, 1).start(), One(group, 5)
     between = One(group, 3)
     starting = asyncio.ensure_future(between.start())
-    await until(lambda: between.election._heeding)
+    await until(lambda: between.election._leader_task)
     await young.start()
     assert oldest.workers.did == ["take over", "let go"]
-    assert young.workers.got == [Handover(("away-1",))]
+    assert young.workers.got == [Handover(("drained-1",))]
     await starting
     assert between.workers.follows == "listener-5"
     assert keepers(group) == [5]
@@ -189,7 +189,7 @@ async def test_who_follows_one_that_follows_says_what_the_last_one_says() -> Non
 
 
 async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper() -> None:
-    """A third one begins between the look and what comes of it."""
+    """A third controller begins between the look and the action that follows from it."""
     group: list[One] = []
     first = await One(group, 1).start()
     second = await One(group, 2).start()
@@ -215,21 +215,21 @@ async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper()
 
 
 async def test_who_follows_from_the_beginning_takes_over_from_its_elders() -> None:
-    """The younger one has died before it asked them."""
+    """The younger controller died before it asked them."""
     group: list[One] = []
     await One(group, 1).start()
     young, between = One(group, 5), One(group, 3)
     starting = asyncio.ensure_future(between.start())
-    await until(lambda: between.election._heeding)
+    await until(lambda: between.election._leader_task)
     young.die()
     await starting
     assert keepers(group) == [3]
-    assert between.workers.got == [Handover(("away-1",))]
+    assert between.workers.got == [Handover(("drained-1",))]
 
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are given out before controllers can be found, and what a look has seen is old when it is told."""
+    """Numbers are given out before controllers can be found, and a look may be outdated when it returns."""
     monkeypatch.setattr(election, "AGAIN_S", 0.0)
     chance = random.Random(seed)
     group: list[One] = []
@@ -278,7 +278,7 @@ async def test_who_let_go_takes_over_again_when_nobody_younger_lives() -> None:
     assert (first.workers.follows, first.election.successor) == ("", "")
     third = await One(group, 3).start()
     assert keepers(group) == [3]
-    assert third.workers.got == [Handover(("away-1",))]
+    assert third.workers.got == [Handover(("drained-1",))]
 
 
 async def test_who_let_go_follows_the_youngest_when_one_between_them_ends() -> None:

@@ -1,4 +1,4 @@
-"""Workers that were left are ended by command, and only while nobody serves with them."""
+"""Orphaned workers are ended on command, and only while no controller serves with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker.reporting.description import WorkerDescription
 
 
 class Other(OtherController):
-    """One that says where it is, or why not."""
+    """A controller that reports its listener, or an error."""
 
     def __init__(self, listener: Callable[[], str] | None) -> None:
         super().__init__(1)

@@ -1,4 +1,4 @@
-"""Ray that does not come up: started once more, then said in words. Its logs rotate as the cluster's do."""
+"""A private Ray that fails to start is started once more, then reported. Its logs rotate as the cluster's do."""
 
 import os
 from collections.abc import Iterator
@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import ray
 
+from cluster.ray_processes import ray_node
 from cluster.ray_processes.ray_node import RayNode
 from cluster.ray_processes.temp_folder import ROOT_LENGTH_MAX, temp_root
 from wire.errors import Unavailable
 
 SOCKET_PATH_MAX = 107
-"""Of Linux, in bytes."""
+"""Maximum length of socket paths on Linux, in bytes."""
 SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
 
 
@@ -23,8 +24,15 @@ def node() -> Iterator[RayNode]:
     node.stop()
 
 
+@pytest.fixture(autouse=True)
+def no_real_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Protects another test's cluster, whose Ray may run in this process and would end with it."""
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_node, "remove_abandoned", list)
+
+
 def starts(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> list[str]:
-    """`ray.init` fails with these, one after the other; the folders that it was given."""
+    """Makes `ray.init` fail with these errors, one after the other; returns the folders that it was given."""
     folders: list[str] = []
 
     def init(*, _temp_dir: str, **_: object) -> None:

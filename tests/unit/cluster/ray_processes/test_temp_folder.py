@@ -1,10 +1,13 @@
-"""A dead cluster's folder is removed by the next one; a living one's is not."""
+"""A dead cluster's folder is removed by the next one; a live cluster's is not."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from cluster.ray_processes.temp_folder import LOCK, YOUNG_S, TempFolder, remove_abandoned
 
@@ -44,7 +47,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 
 
 def start(name: str, log: Path) -> subprocess.Popen[bytes]:
-    """A sleeping process called `name` that keeps `log` open."""
+    """Starts a sleeping process called `name` that keeps `log` open."""
     script = "import sys, time; log = open(sys.argv[1], 'w'); print(flush=True); time.sleep(60)"
     command = [name, "-c", script, os.path.relpath(log, log.parent)]
     process = subprocess.Popen(command, executable=sys.executable, stdout=subprocess.PIPE, cwd=log.parent)
@@ -71,3 +74,20 @@ def test_agents_of_a_killed_cluster_end_with_its_folder(tmp_path: Path) -> None:
         for process in (agent, pager, elsewhere):
             process.kill()
             process.communicate()
+
+
+def test_a_folder_is_deleted_again_while_an_ending_process_makes_files_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rmtree, late = TempFolder(tmp_path), shutil.rmtree, iter(range(3))
+
+    def delete(path: Path, **options: bool) -> None:
+        rmtree(path, **options)
+        for number in late:
+            (path / str(number)).mkdir(parents=True)
+            break
+
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+    assert list(late) == []

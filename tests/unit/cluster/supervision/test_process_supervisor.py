@@ -1,4 +1,4 @@
-"""A keeper with processes that live as long as the test says."""
+"""A supervisor with processes that live as long as the test says."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from cluster.supervision.process_supervisor import Process, ProcessSupervisor
 
 
 class FakeProcess(Process):
-    """Starts and dies on command."""
+    """A process that starts and dies on command."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -51,7 +51,7 @@ class FakeProcess(Process):
 
 
 class Stage:
-    """A keeper, its processes and the incarnations whose death it told of."""
+    """A supervisor, its processes, and the incarnations whose death it reported."""
 
     def __init__(self, adopted: tuple[int, FakeProcess] | None = None, hang_deadline_s: float = 0.0) -> None:
         self.processes: list[FakeProcess] = []
@@ -111,7 +111,7 @@ async def test_one_whose_death_cannot_be_told_is_kept_all_the_same(caplog: pytes
     first.death.set_result("the process died")
     second = await stage.until(2, Phase.STARTING)
     assert first.ends == 1
-    assert "w could not be kept as it should be" in caplog.text
+    assert "supervising w failed" in caplog.text
     second.may_start.set()
     await stage.until(2, Phase.SERVING)
     stage.keeper.stop()
@@ -271,7 +271,7 @@ async def test_one_that_does_not_serve_when_it_is_let_go_is_ended(dies: bool) ->
 
 
 async def test_one_that_was_adopted_and_does_not_follow_yet_lives_on_when_it_is_let_go() -> None:
-    """It serves others: a start that is given up while it takes over ends nothing."""
+    """An interrupted takeover ends no process, because the worker serves other routers."""
     adopted = FakeProcess(0)
     stage = Stage((7, adopted))
     await asyncio.sleep(0.01)
@@ -282,7 +282,7 @@ async def test_one_that_was_adopted_and_does_not_follow_yet_lives_on_when_it_is_
 
 
 OFTEN_S = 0.006
-"""A deadline that passes at once; what answers does so between any two questions."""
+"""A deadline that passes at once; a responsive process replies between any two questions."""
 
 
 async def serving(stage: Stage) -> FakeProcess:
@@ -323,7 +323,7 @@ async def test_one_that_answers_is_left_alone_and_one_question_waits_at_a_time()
 
 
 async def test_a_start_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It loads, registers memory and captures graphs: only one that is silent for far longer hangs."""
+    """A starting process loads, registers memory and captures graphs: only a far longer silence is a hang."""
     stage = Stage(hang_deadline_s=OFTEN_S)
     first = await stage.until(1, Phase.STARTING)
     first.hangs = True
@@ -343,7 +343,7 @@ async def test_a_start_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_an_error_is_a_sign_of_life() -> None:
-    """As of a worker of an earlier release, which does not know the question."""
+    """For instance of a worker of an earlier release, which does not know the question."""
     stage = Stage(hang_deadline_s=OFTEN_S)
     process = await serving(stage)
     process.knows_the_question = False

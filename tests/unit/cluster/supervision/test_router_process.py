@@ -1,4 +1,4 @@
-"""The router is told what the cluster's settings say."""
+"""The router's config follows the cluster's settings."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the controller asks of workers goes to nobody else."""
+"""The controller's calls reach only the workers that they are for."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A slot that is taken out is nobody's until what it held is given back."""
+"""A removed slot is not reused until its resources are released."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ async def test_a_place_that_cannot_be_given_back_is_told_and_holds_nobody_up(cap
     await fleet.remove("decode-0")
     assert not fleet.keepers
     assert not fleet.health()
-    assert "decode-0 is taken out" in caplog.text
+    assert "decode-0 is removed" in caplog.text
     assert "Ray is away" in caplog.text

@@ -1,4 +1,4 @@
-"""Workers go from one controller to another, and nothing that serves ends on the way."""
+"""Workers pass from one controller to another without ending any that serves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive
 
 
 class Running:
-    """A worker's process, whoever keeps it."""
+    """A worker's process, under any supervisor."""
 
     def __init__(self, world: World, peer: PeerRef, role: Role) -> None:
         self.world = world
@@ -117,7 +117,7 @@ class Left(OrphanedWorker):
 
 
 class World(OrphanedWorkers):
-    """Processes of workers, and the supervisor that keeps them now."""
+    """The workers' processes, and their current supervisor."""
 
     def __init__(self, config: ClusterConfig = CONFIG) -> None:
         self.running: list[Running] = []
@@ -129,7 +129,7 @@ class World(OrphanedWorkers):
         self.move_in(config)
 
     def move_in(self, config: ClusterConfig = CONFIG) -> WorkerSupervisor:
-        """Another supervisor, of a controller of its own."""
+        """Starts another supervisor, of a controller of its own."""
         self.registry = Registry()
         self.supervisor = WorkerSupervisor(ControllerConfig(config, plan(config, 0), 0, "t"), self.registry, self)
         metrics = ClusterMetrics("m", "t", frozenset(), list, dict)
@@ -137,7 +137,7 @@ class World(OrphanedWorkers):
         self.metrics = metrics
         self.supervisor._workers.spawn = self._spawn  # type: ignore[method-assign]
         self.supervisor.fleet._release = self._release
-        self.supervisor._assignments._tell = self._tell
+        self.supervisor._assignments._send = self._tell
         self.supervisor.operator._draining._workers = self
         return self.supervisor
 
@@ -147,7 +147,7 @@ class World(OrphanedWorkers):
         )
 
     async def drain(self, info: WorkerInfo, _grace_s: float) -> None:
-        """A worker that has drained leaves, and ends by itself."""
+        """Drains a worker, which leaves and ends by itself."""
         self.registry.unregister(info.peer)
         self.of(info.peer.worker_id).ended.set()
 
@@ -180,7 +180,7 @@ class World(OrphanedWorkers):
 
     @property
     def serving(self) -> dict[str, int]:
-        """By incarnation."""
+        """The incarnations that serve, by worker."""
         return {info.peer.worker_id: info.peer.incarnation for info in self.registry.membership().workers}
 
 
@@ -221,7 +221,7 @@ async def test_who_is_let_go_lives_on_with_the_next() -> None:
 async def test_peers_accept_who_is_started_after_a_takeover_on_a_host_whose_clock_is_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that lives knows of a prefill worker that died while nobody kept it, which nobody else remembers."""
+    """A live worker knows of a prefill worker that died without a controller, which no other process remembers."""
     world = World()
     await world.supervisor.take_over(Handover())
     await until(lambda: len(world.serving) == 2)
@@ -268,7 +268,7 @@ async def test_who_cannot_be_taken_over_is_ended_and_replaced(caplog: pytest.Log
         ],
         key=str,
     )
-    for words in ("prefill-0 cannot be taken over, it serves with another model, dtype", "not serve", "not answer"):
+    for words in ("prefill-0 cannot be taken over, it serves with another model, dtype", "not serve", "not respond"):
         assert words in caplog.text
     await until(lambda: sorted(world.serving) == ["decode-2", "prefill-0"])
     await world.supervisor.stop(end_workers=True)
@@ -278,12 +278,12 @@ async def test_who_is_away_stays_away_until_it_is_wanted() -> None:
     world = World(replace(CONFIG, decode=2))
     world.add("prefill-0", Role.PREFILL)
     world.add("decode-0", Role.DECODE)
-    await world.supervisor.take_over(Handover(away=("decode-1",)))
+    await world.supervisor.take_over(Handover(drained=("decode-1",)))
     keeper = world.supervisor.fleet.keepers["decode-1"]
     await until(lambda: keeper.phase is Phase.DRAINED)
-    assert (await world.supervisor.let_go()).away == ("decode-1",)
+    assert (await world.supervisor.let_go()).drained == ("decode-1",)
     supervisor = world.move_in(replace(CONFIG, decode=2))
-    await supervisor.take_over(Handover(away=("decode-1",)))
+    await supervisor.take_over(Handover(drained=("decode-1",)))
     await until(lambda: supervisor.fleet.keepers["decode-1"].phase is Phase.DRAINED)
     await supervisor.operator.drain_worker("decode-1", 0.0, restart=True, force=False)
     assert len(world.serving) == 3
@@ -306,7 +306,7 @@ async def test_once_the_cluster_serves_sizes_and_settings_are_as_asked(caplog: p
     assert sorted(world.serving) == ["decode-0", "prefill-0"]
     assert world.released == ["decode-1"]
     assert world.serving["prefill-0"] == 7
-    assert "was started with another max_batch_requests, and is started again" in caplog.text
+    assert "was started with another max_batch_requests; restarting it" in caplog.text
     await world.supervisor.stop(end_workers=True)
 
 
@@ -348,7 +348,7 @@ async def test_workers_are_told_their_assignments_although_that_failed_once(
     monkeypatch.setattr(assignments, "run", fail_once)
     await world.supervisor.take_over(Handover())
     await until(lambda: len(began) == 2)
-    assert "telling workers their assignments has failed, and goes on" in caplog.text
+    assert "sending workers their assignments failed; restarting it" in caplog.text
     await world.supervisor.stop(end_workers=True)
     assert len(began) == 2
 
@@ -363,7 +363,7 @@ async def test_who_moves_comes_back_although_nobody_lives(monkeypatch: pytest.Mo
     monkeypatch.setattr(supervisor, "node_is_up", node_is_up)
     monkeypatch.setattr(operator, "NODE_LOOK_S", 0.001)
     world = World()
-    await world.supervisor.take_over(Handover(moving=(("prefill-0", "10.0.0.9"), ("decode-0", "10.0.0.9"))))
+    await world.supervisor.take_over(Handover(rescheduling=(("prefill-0", "10.0.0.9"), ("decode-0", "10.0.0.9"))))
     await asyncio.sleep(0.02)
     assert not world.running
     left.set()

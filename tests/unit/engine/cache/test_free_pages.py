@@ -1,4 +1,4 @@
-"""Extents of free pages: against a plain set, and what they are for."""
+"""Extents of free pages: against a plain set, and their effects on fragmentation."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def test_it_is_a_set_with_the_right_extents(total: int, moves: list[tuple[bool, 
 
 
 def _extents(pages: set[int]) -> list[int]:
-    """The length of each run of neighbours."""
+    """Returns the length of each run of adjacent pages."""
     starts = [page for page in pages if page - 1 not in pages]
     return [next(n for n in range(1, len(pages) + 1) if start + n not in pages) for start in starts]
 

@@ -1,4 +1,4 @@
-"""Page states, promises and the words of `check_integrity()`."""
+"""Page states, promises and the messages of `check_integrity()`."""
 
 import threading
 
@@ -122,7 +122,7 @@ def test_shared_pages_are_cached_after_their_last_reader() -> None:
 
 
 def cached(pool: PagePool, count: int) -> list[int]:
-    """So many cached pages, in the order in which they are to be taken."""
+    """Returns so many cached pages, in the order of eviction."""
     pages = pool.allocate(BOB, count)
     pool.share(BOB, pages)
     pool.release(pages)
@@ -132,7 +132,7 @@ def cached(pool: PagePool, count: int) -> list[int]:
 def test_cached_pages_are_room_and_are_taken_in_the_order_they_were_left() -> None:
     pool = PagePool(4)
     taken: list[int] = []
-    pool.tell_of_taken(taken.append)
+    pool.on_eviction(taken.append)
     first, second, third = cached(pool, 3)
     pool.retain([first])
     pool.release([first])

@@ -22,11 +22,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.state: dict[int, object] = dict.fromkeys(range(TOTAL), "free")
         self.readers: dict[int, int] = {}
         self.unread: list[int] = []
-        """The cached pages, the one that was read longest ago first."""
+        """The cached pages, least recently read first."""
         self.promised = 0
         self.asked = 0
-        """Pages, in the newest call that takes some."""
-        self.pool.tell_of_taken(self.taken)
+        """Pages requested by the newest allocating call."""
+        self.pool.on_eviction(self.taken)
 
     def held(self, state: object) -> list[int]:
         return [page for page, each in self.state.items() if each == state]

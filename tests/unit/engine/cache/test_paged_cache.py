@@ -1,4 +1,4 @@
-"""The cache's memory: there, or refused in a sentence."""
+"""The cache's memory: allocated, or refused with one sentence."""
 
 import mmap
 from pathlib import Path

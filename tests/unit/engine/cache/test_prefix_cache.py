@@ -1,4 +1,4 @@
-"""The prefix cache: whose pages are read by whom, what is let go first, and what it costs."""
+"""The prefix cache: readers of pages, the order of eviction, and the cost of look-ups."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ class Desk:
         self.open: dict[str, tuple[Prefix, list[int]]] = {}
 
     def begin(self, name: str, prompt: Sequence[int] = PROMPT, salt: str = "") -> int:
-        """Returns how many tokens need not be computed."""
+        """Returns the number of tokens that need not be computed."""
         prefix = self.cache.prefix(prompt, salt)
         pages = self.cache.allocate(ref(name), prefix, -(-len(prompt) // PAGE), len(prompt))
         self.open[name] = prefix, pages
@@ -234,7 +234,7 @@ def test_a_page_that_came_and_went_is_told_as_gone() -> None:
 
 
 def test_a_lookup_touches_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much is cached: costs are counted, not timed."""
+    """The cost does not depend on the number of cached pages; it is counted, not timed."""
     desk = Desk(1024)
     for first in range(60):
         desk.run(f"q{first}", [first, *range(20)])

@@ -1,6 +1,4 @@
-"""The prefix cache against a reference that knows everything: prefixes are tuples of tokens, and what is to be taken
-next is found by looking at all of them.
-"""
+"""The prefix cache against a brute-force reference: prefixes are tuples of tokens, and eviction scans all of them."""
 
 from dataclasses import dataclass, field
 
@@ -16,12 +14,12 @@ from wire.messages import RequestRef
 
 TOTAL, PAGE = 12, 2
 Path = tuple[object, ...]
-"""A salt, and the tokens of full pages behind it."""
+"""A salt, and the tokens of full pages after it."""
 
 
 @dataclass
 class Reference:
-    """What is known, who reads it, and when each path was let go."""
+    """The indexed paths, their readers, and the time at which each path was released."""
 
     readers: dict[Path, int] = field(default_factory=dict)
     left: dict[Path, tuple[int, int]] = field(default_factory=dict)
@@ -34,7 +32,7 @@ class Reference:
         return TOTAL - self.owned - sum(count > 0 for count in self.readers.values()) - self.promised
 
     def read(self, paths: list[Path]) -> list[Path]:
-        """One more reader of the first of these, as far as they are known and there is room."""
+        """Adds one reader to the first of these, as far as they are indexed and pages are free."""
         read: list[Path] = []
         for path in paths:
             if path not in self.readers or (not self.readers[path] and not self.room):
@@ -50,7 +48,7 @@ class Reference:
             self.left[path] = (self.clock, -len(path))
 
     def take(self, pages: int) -> None:
-        """Make room by forgetting unread ends of paths, those first that were let go longest ago."""
+        """Frees pages by evicting unread ends of paths, least recently released first."""
         self.owned += pages
         while self.owned + len(self.readers) > TOTAL:
             ends = [

@@ -1,4 +1,4 @@
-"""Which decode steps get a CUDA graph, and which graph a step takes. Nothing is captured here."""
+"""The choice of decode steps with a CUDA graph, and of a step's graph. Nothing is captured here."""
 
 from itertools import pairwise
 from typing import Any, cast
@@ -30,7 +30,7 @@ def test_padding_stays_small() -> None:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
-    """Of 1, 4 and 8 rows, in the order in which `capture` leaves them."""
+    """Graphs of 1, 4 and 8 rows, in the order in which `capture` leaves them."""
     nothing = cast(Any, None)
     made = DecodeGraphs(nothing, nothing, nothing, nothing, (0, 0))
 

@@ -1,4 +1,4 @@
-"""A start on a GPU: what is compiled ahead, and what it refuses. Nothing is launched here."""
+"""A start on a GPU: the kernels compiled ahead, and refusals. Nothing is launched here."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ PAGE = 16
 def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     context: int, step: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 100 tokens as well, where the pages of one row have room for 112."""
+    """A context of 100 tokens is included, for which the pages of one row hold 112."""
     shape = replace(shape_config("qwen3-0.6b"), max_context=context, layers=1)
     config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
     told: list[str] = []
@@ -52,7 +52,7 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     assert told == ["trials are over"]
     assert sizes[0].tokens == tokens
     beside = [each.rows - 1 for each in sizes[1:]]
-    assert beside == [16, 32, min(step - 2, config.max_batch_requests)], "answers beside a prompt of two tokens"
+    assert beside == [16, 32, min(step - 2, config.max_batch_requests)], "decode rows with a prompt of two tokens"
     assert [each.tokens for each in sizes[1:]] == [answers + 2 for answers in beside]
 
 

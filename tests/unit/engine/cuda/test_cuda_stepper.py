@@ -1,4 +1,4 @@
-"""What the GPU's stepper counts. Nothing is launched here."""
+"""The counters of the GPU's stepper. Nothing is launched here."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ GRAPH = SimpleNamespace(
 
 
 def stepper_with(graph: object, monkeypatch: pytest.MonkeyPatch) -> CudaStepper:
-    """One on the CPU whose steps of prompts all take `graph`."""
+    """Returns a stepper on the CPU whose prefill steps all take `graph`."""
     monkeypatch.setattr(cuda_stepper, "_pinned", partial(torch.empty, dtype=torch.int64))
     monkeypatch.setattr(cuda_stepper, "_HostMemory", partial(cuda_stepper._HostMemory, done=cast(Any, None)))
     draws, none = SimpleNamespace(make_memory=lambda: None), SimpleNamespace(fitting=lambda *_: None)

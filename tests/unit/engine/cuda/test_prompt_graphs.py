@@ -1,4 +1,4 @@
-"""Which steps of prompts get a graph, and which of them takes a step."""
+"""The choice of prefill and mixed steps with a CUDA graph, and of a step's graph."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -40,7 +40,7 @@ def answer(start: int = 40) -> StepRow:
 
 
 def size_of(graphs: PromptGraphs, *rows: StepRow) -> tuple[int | None, int] | None:
-    """Answers and prompt tokens of the graph that takes these rows."""
+    """Returns decode rows and prompt tokens of the graph that takes these rows."""
     batch = StepBatch(rows)
     graph = graphs.fitting(batch, StepPacker(LIMITS).sizes(batch))
     return None if graph is None else (graph.chunks_at, graph.sizes.tokens - graph.sizes.rows + 8)
@@ -107,7 +107,7 @@ def test_wide_layers_are_worth_graphs_of_fewer_tokens(name: str, most: int) -> N
 
 
 def test_a_step_with_answers_fills_tiles() -> None:
-    """As costs count on it: what they take for the end of a tile fills a graph."""
+    """The cost model relies on it: the chunk that it fits to the end of a tile fills a graph."""
     sizes = prompt_graph_sizes(shape_config("llama-3-8b"), max_step_tokens=16384, max_answers=256)
     for answers, asked in ((3, 200), (16, 300), (17, 500), (100, 300), (3, 900), (40, 1270), (100, 1700), (7, 2032)):
         tokens = unpadded_prompts(asked, answers, TILE_TOKENS)

@@ -1,4 +1,4 @@
-"""A step with nothing in it, as graphs are captured over one: it reads and writes nothing."""
+"""An empty step, as graphs are captured over one: it reads and writes nothing."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Model folders: sharded or not, read straight into place; broken ones refused in words."""
+"""Model folders: sharded or not, read directly into their tensors; broken ones refused with a message."""
 
 import json
 from collections.abc import Callable

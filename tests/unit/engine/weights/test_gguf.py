@@ -1,4 +1,4 @@
-"""GGUF files: the real SmolLM2 against transformers' own loading, made-up ones for the rest."""
+"""GGUF files: the real SmolLM2 against transformers' own loading, synthetic ones for the rest."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Tensors read in pieces by several threads: every byte in its place, and files that end early are named."""
+"""Tensors read in pieces by several threads: every byte is at its position, and truncated files are named."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SHAPES = {"vector": (7,), "matrix": (33, 19), "long": (1001, 3), "single": (1,)}
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pieces, more threads than cores."""
+    """Uses many pieces and more threads than cores."""
     monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 56)
     monkeypatch.setattr(tensor_reader, "MAX_THREADS", 8)
     monkeypatch.setattr(tensor_reader.os, "sched_getaffinity", lambda _: range(8))

@@ -1,4 +1,4 @@
-"""Streams of answers over HTTP before their first token: headers at once, and signs of life while they wait."""
+"""HTTP streams before their first token: headers are sent at once, and keep-alive comments while the request waits."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A large request holds nobody up: it is measured first, read in a thread, and what cannot fit is not tokenized."""
+"""A large request delays no other: it is measured first, parsed in a thread, and never tokenized if it cannot fit."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 def read_in(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """The threads in which requests were decoded from protobuf."""
+    """The threads in which requests were parsed from protobuf."""
     threads: list[threading.Thread] = []
     decoded = request_reader._decoded
 
@@ -62,7 +62,7 @@ async def refused(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.a
 async def test_two_million_empty_messages_are_never_made(
     cluster: Cluster, channel: grpc.aio.Channel, read_in: list[threading.Thread]
 ) -> None:
-    """They held the event loop for seconds, and leases live five."""
+    """Parsing the messages would block the event loop for seconds, as long as a lease lives."""
     error = await refused(channel, "Chat", EMPTY_MESSAGE * (2 * MIB - 100))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not read_in
@@ -99,7 +99,7 @@ async def test_what_is_no_message_is_the_client_s_fault(cluster: Cluster, channe
 async def test_a_body_of_many_parts_is_refused_before_it_is_read(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
-    monkeypatch.setattr(json, "loads", None)  # whoever reads it fails
+    monkeypatch.setattr(json, "loads", None)  # parsing it would fail
     answer = await http.post("/v1/chat/completions", content=body[: 4 * MIB])
     monkeypatch.undo()
     assert answer.status_code == 400
@@ -112,7 +112,7 @@ async def test_the_loop_turns_while_a_body_is_read(http: httpx.AsyncClient, monk
 
     def slow(body: Any) -> Any:
         loop.call_soon_threadsafe(turned.set)
-        assert turned.wait(60)  # a loop that waits for this never gets there
+        assert turned.wait(60)  # fails if parsing blocks the event loop
         return loops(body)
 
     monkeypatch.setattr(json, "loads", slow)
@@ -124,7 +124,7 @@ async def test_the_loop_turns_while_a_body_is_read(http: httpx.AsyncClient, monk
 async def test_a_prompt_that_no_context_holds_is_not_tokenized(
     cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second of a thread each MiB."""
+    """Tokenizing it would take a second of a thread per MiB."""
     monkeypatch.setattr(Tokenizer, "encode", None)
     monkeypatch.setattr(Tokenizer, "encode_rendered", None)
     long = "the quick brown fox " * 50_000
@@ -150,7 +150,7 @@ def test_no_text_has_fewer_tokens_than_its_bound(tokenizer: Tokenizer, text: str
 async def test_a_client_that_leaves_takes_its_prompt_out_of_the_queue(
     cluster: Cluster, http: httpx.AsyncClient, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    go, pool = threading.Event(), cluster.router._admission._pool
+    go, pool = threading.Event(), cluster.router._validator._pool
     encode = Tokenizer.encode
 
     def held(self: Tokenizer, text: str) -> list[int]:
@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_takes_its_prompt_out_of_the_queue(
 
 
 async def test_the_prefill_workers_pages_limit_a_prompt(cluster: Cluster, channel: grpc.aio.Channel) -> None:
-    """Two pages of 16 tokens here, 512 at the decode worker."""
+    """The prefill worker has two pages of 16 tokens here, the decode worker 512."""
     small = await FakeWorker("prefill-1", Role.PREFILL, pages_total=2, token="secret").start()
     await cluster.members(small, cluster.decode)
     client = Client(channel)

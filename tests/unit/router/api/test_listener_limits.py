@@ -1,4 +1,4 @@
-"""Both listeners grant so many calls at once, and none to clients that are gone without a word."""
+"""Both listeners limit concurrent calls, and end the calls of clients that vanished without closing the connection."""
 
 import asyncio
 from typing import Any
@@ -25,12 +25,12 @@ def settings() -> dict[str, Any]:
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Of HTTP/2."""
+    """Returns an HTTP/2 frame."""
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
 def headers(pairs: dict[str, str]) -> bytes:
-    """HPACK, every header literal and none remembered."""
+    """Returns an HPACK header block with every header literal and not indexed."""
     texts = [[name.encode(), value.encode()] for name, value in pairs.items()]
     return b"".join(b"\0" + b"".join(bytes([len(text)]) + text for text in pair) for pair in texts)
 
@@ -64,7 +64,7 @@ async def test_grpc_calls_are_bounded(cluster: Cluster) -> None:
 
 
 async def test_the_answer_of_a_client_that_is_gone_without_a_word_is_aborted(cluster: Cluster) -> None:
-    """It answers no pings, as one whose host has failed; its connection stays open for the kernel."""
+    """The client answers no pings, as if its host had failed, although the kernel keeps its connection open."""
     cluster.decode.switches.held_at = 2
     host, port = cluster.endpoints.grpc_address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -20,7 +20,7 @@ PROMPT = [5, 6, 7, 8]
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello there"}]
 TEXT = "Ωmega 你好 😀 the quick brown fox 🏳️‍🌈!"
 MANY = 60
-"""Tokens of an answer among which some hold parts of characters."""
+"""The length of an answer with some tokens that are parts of characters."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def run(cluster: Cluster, **options: Any) -> tuple[str, list[int], list[pb.TokenScore]]:
-    """Text, token ids and log probabilities of one answer at the gRPC listener."""
+    """Returns text, token ids and log probabilities of one answer at the gRPC listener."""
     text, ids, scores = "", [], []
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(**options))
     async with channel_to(cluster.endpoints.grpc_address) as channel:
@@ -45,7 +45,7 @@ async def run(cluster: Cluster, **options: Any) -> tuple[str, list[int], list[pb
 
 
 def said(ids: list[int], top: int) -> list[TokenLogprobs]:
-    """What the fakes say of these tokens."""
+    """Returns the log probabilities that the fake workers report for these tokens."""
     return [answer_logprobs(token_id, top)[0] for token_id in ids]
 
 
@@ -135,7 +135,7 @@ async def test_completion(cluster: Cluster, client: openai.AsyncOpenAI, tokenize
     assert [value for each in found for value in each.token_logprobs or ()] == [one.chosen for one in said(ids, 1)]
     tokens = [token for each in found for token in each.tokens or ()]
     tops = [top for each in found for top in each.top_logprobs or ()]
-    # The fakes' most likely token is never the chosen one, which stands beside it.
+    # The fakes' most likely token is never the chosen one, which is listed in addition.
     assert all(token in top and len(top) == 2 for token, top in zip(tokens, tops, strict=True))
     offsets = [offset for each in found for offset in each.text_offset or ()]
     assert (offsets[0], offsets) == (0, sorted(offsets))

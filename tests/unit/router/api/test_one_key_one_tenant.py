@@ -1,4 +1,4 @@
-"""A call shows one key, once, and its tenant is that key's; what clients send comes back in errors cut short."""
+"""A call has exactly one API key, which determines its tenant; text from clients is truncated in errors."""
 
 import asyncio
 from typing import Any
@@ -35,7 +35,7 @@ async def post(cluster: Cluster, *headers: tuple[str, str]) -> httpx.Response:
 
 
 async def test_two_authorization_headers_are_refused_over_http(cluster: Cluster) -> None:
-    """The check took the last one and the tenant the first, whatever it was: a new tenant with each request."""
+    """Regression: the key check used the last header and the tenant the first, so clients could choose any tenant."""
     for first in ("Bearer one", "Bearer made-up", "Basic x"):
         refused = await post(cluster, ("authorization", first), ("authorization", "Bearer two"))
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "authorization")
@@ -77,7 +77,7 @@ async def test_two_traceparents_count_as_none(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("field", ["model", "slo_class", "request_id"])
 async def test_a_long_text_in_an_error_leaves_its_grpc_status(cluster: Cluster, field: str) -> None:
-    """20 kB of a model's name made the error too large for a header: RESOURCE_EXHAUSTED."""
+    """Regression: a model name of 20 kB made the error too large for a header, and the status RESOURCE_EXHAUSTED."""
     request = ask(4)
     setattr(request.options if field == "slo_class" else request, field, LONG)
     async with grpc.aio.insecure_channel(cluster.endpoints.grpc_address) as channel:

@@ -1,4 +1,4 @@
-"""The HTTP listener over fake workers, through the official client and by hand."""
+"""The HTTP listener over fake workers, through the official client and raw requests."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def answer_text(cluster: Cluster, tokenizer: Tokenizer, count: int) -> str:
-    """The text the fakes give to the last prompt."""
+    """Returns the text that the fakes generate for the last prompt."""
     prompt = cluster.prefill.prefills[-1].prompt_token_ids
     return tokenizer.decode([answer_token(prompt, index) for index in range(count)])
 

@@ -1,4 +1,4 @@
-"""Fields that clients send beside OpenAI's: refused by name, accepted in silence, or ignored; through the HTTP listener."""
+"""Request fields outside the OpenAI API: rejected by name, silently accepted, or ignored, at the HTTP listener."""
 
 import json
 import logging
@@ -114,12 +114,12 @@ def test_true_is_not_one_and_zero_is_not_false() -> None:
 
 
 def test_neutral_values_of_anything_are_accepted_where_requests_are_strict() -> None:
-    plain, plain_text = parse_chat(chat(), NOW).ask.options, parse_completion(completion(), NOW).ask.options
+    plain, plain_text = parse_chat(chat(), NOW).request.options, parse_completion(completion(), NOW).request.options
     for name, value in NEUTRAL.items():
         for parse, body, without in ((parse_chat, chat, plain), (parse_completion, completion, plain_text)):
             call = parse(body(**{name: value}), NOW, strict=True)
             assert call.ignored == ()
-            found = call.ask.options
+            found = call.request.options
             assert (found.top_k or 0, found.seed, found.stop) == (without.top_k or 0, without.seed, without.stop)
     assert parse_chat(chat(add_special_tokens=False), NOW, strict=True).ignored == ()
     assert parse_completion(completion(add_special_tokens=True), NOW, strict=True).ignored == ()
@@ -195,7 +195,7 @@ def test_an_assistant_may_have_said_nothing() -> None:
         {"role": "assistant", "tool_calls": []},
     ):
         call = parse_chat(chat(messages=[USER, message, USER]), NOW, strict=True)
-        assert call.ask.prompt.turns[1].content == ""  # type: ignore[union-attr]
+        assert call.request.prompt.turns[1].content == ""  # type: ignore[union-attr]
     with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_calls: is not supported"):
         parse_chat(chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [TOOL]}]), NOW)
     with pytest.raises(InvalidArgument, match=r"messages\[0\].content"):
@@ -251,7 +251,7 @@ async def test_variables_of_the_template_and_least_lengths(cluster: Cluster, htt
     assert reply.status_code == 200, reply.text
     assert "x-tandem-ignored" not in reply.headers
     assert cluster.prefill.prefills[-1].sampling.min_tokens == 3
-    parsed = parse_chat(chat(**fields), NOW).ask.prompt
+    parsed = parse_chat(chat(**fields), NOW).request.prompt
     assert parsed.variables == {"reasoning_effort": "low", "enable_thinking": False}  # type: ignore[union-attr]
     for bad, field in (
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),

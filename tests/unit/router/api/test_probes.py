@@ -1,4 +1,4 @@
-"""`/health`, `/ready` and gRPC's health service promise that a request is answered now; `/live` promises nothing."""
+"""`/health`, `/ready` and gRPC's health service promise that a request is served now; `/live` promises nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,14 +30,14 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def serving(cluster: Cluster) -> bool:
-    """What gRPC's health service says, without a key."""
+    """Returns True if gRPC's health service reports SERVING, without an API key."""
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def not_ready(cluster: Cluster, http: httpx.AsyncClient) -> str:
-    """The reason that both paths give, asked with GET and HEAD, while `/live` is 200 all the same."""
+    """Returns the reason that both paths give, for GET and HEAD, while `/live` is still 200."""
     reasons = set()
     for path in ("/health", "/ready"):
         reply, head = await http.get(path), await http.head(path)
@@ -79,7 +79,7 @@ async def test_a_router_that_leaves_is_not_ready(cluster: Cluster, http: httpx.A
 
 
 async def test_workers_that_the_mode_leaves_out_do_not_count(cluster: Cluster, http: httpx.AsyncClient) -> None:
-    """Where prompts are computed elsewhere, a worker that may do both does not serve alone beside another."""
+    """In disaggregated mode, a worker of role both does not make the cluster ready without a ready prefill worker."""
     placement = cluster.router._dispatcher._policy
     ill = cluster.prefill
     ill.not_ready = "its pages are in quarantine"
@@ -91,7 +91,7 @@ async def test_workers_that_the_mode_leaves_out_do_not_count(cluster: Cluster, h
 
 
 async def test_whoever_waits_for_health_is_answered_at_once(cluster: Cluster, http: httpx.AsyncClient) -> None:
-    """As load generators do: poll, then send many requests together, while workers come one after another."""
+    """Load generators poll health and then send many requests at once, while workers still start one after another."""
     prefill, decode = cluster.workers
 
     async def start() -> None:

@@ -1,4 +1,4 @@
-"""A router comes back to addresses of workers and controllers that are gone: who listens there now learns nothing."""
+"""A router that reconnects to former addresses of workers and controllers reveals nothing to a new listener there."""
 
 from tests.stranger import Stranger
 from tests.unit.router.conftest import Cluster

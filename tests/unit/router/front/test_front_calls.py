@@ -1,6 +1,4 @@
-"""Calls between a front process and its router, without processes: how far requests and answers run ahead of their
-readers, and how calls end.
-"""
+"""Calls between a front process and its router, without processes: flow control, and the end of calls."""
 
 import asyncio
 import contextlib
@@ -16,7 +14,7 @@ from router.front.grpc_calls import CallContext, GrpcCall, methods_of
 from router.front.http_calls import HttpCall
 from router.front.link import MESSAGES_BYTES_MAX, Call, RouterLink
 from router.front.relay import _feed, _send
-from router.front.window import AHEAD_BYTES_MAX, AHEAD_MAX, PART_BYTES_MAX, TOLD_EVERY
+from router.front.window import ACK_EVERY, AHEAD_BYTES_MAX, AHEAD_MAX, PART_BYTES_MAX
 from tests.unit.router.fake_cluster import until
 from wire.errors import Cancelled, Internal, ResourceExhausted
 from wire.generated.tandem.v1 import front_pb2, inference_pb2
@@ -30,7 +28,7 @@ class Source:
 
     made = 0
     read = 0
-    """Bytes of the request."""
+    """The number of bytes of the request that were read."""
 
     Chat = GetModelInfo = GetServerInfo = GetLoads = None
 
@@ -46,7 +44,7 @@ class Source:
             yield inference_pb2.GenerateResponse()
 
     async def app(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        left = asyncio.create_task(receive())  # type: ignore[arg-type,var-annotated]  # a coroutine in truth
+        left = asyncio.create_task(receive())  # type: ignore[arg-type,var-annotated]  # really a coroutine
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while self.made < MESSAGES and not left.done():
             self.made += 1
@@ -57,12 +55,12 @@ class Source:
 
 
 class Wire:
-    """A front process's call, and what the router sends it, without a socket."""
+    """A call of a front process, with its router side, without a socket."""
 
     def __init__(self, kind: str) -> None:
         self.source = Source()
         self.parts: list[front_pb2.FrontFrame] = []
-        """That the router was sent."""
+        """The frames that were sent to the router."""
         self.front = Call(1, self, lambda _: None)  # type: ignore[arg-type]
         self.router: GrpcCall | HttpCall
         if kind == "grpc":
@@ -78,7 +76,7 @@ class Wire:
         self.send(number, **what)
 
     def send(self, _number: int, **what: Any) -> None:
-        """To the router."""
+        """Sends a frame to the router."""
         frame = front_pb2.FrontFrame(call=1, **what)
         self.parts.append(frame)
         if frame.HasField("grpc"):
@@ -86,21 +84,21 @@ class Wire:
         elif frame.HasField("gone"):
             self.router.leave()
         else:
-            self.router.hear(frame)
+            self.router.on_frame(frame)
 
 
 @pytest.mark.parametrize("kind", ["grpc", "http"])
 async def test_what_a_client_does_not_take_waits_at_its_source(kind: str) -> None:
-    """All of it was in the front process, message by message."""
+    """Regression: all messages were buffered in the front process."""
     wire = Wire(kind)
     answering = asyncio.create_task(wire.router.run())
     await until(lambda: wire.source.made >= AHEAD_MAX - 1, "it answers")
-    for taken in (0, 2 * TOLD_EVERY, 5 * TOLD_EVERY):
+    for taken in (0, 2 * ACK_EVERY, 5 * ACK_EVERY):
         for _ in range(taken):
             await wire.front.next()
         await asyncio.sleep(0.01)
-        assert len(wire.front._frames) <= AHEAD_MAX + TOLD_EVERY
-    count = 7 * TOLD_EVERY
+        assert len(wire.front._frames) <= AHEAD_MAX + ACK_EVERY
+    count = 7 * ACK_EVERY
     async with asyncio.timeout(10):
         while not answering.done() or wire.front._frames:
             await wire.front.next()
@@ -123,7 +121,7 @@ async def test_a_client_that_takes_nothing_and_leaves_ends_its_call(kind: str) -
 
 @pytest.mark.parametrize("part", [1, 1000, LARGE])
 async def test_a_body_comes_as_fast_as_its_handler_reads(part: int) -> None:
-    """It waited in the router instead, however large."""
+    """Regression: the whole body was buffered in the router, whatever its size."""
     wire = Wire("http")
     count = LARGE // part if part > 1 else 1000
     left = iter(range(count))
@@ -137,7 +135,7 @@ async def test_a_body_comes_as_fast_as_its_handler_reads(part: int) -> None:
     feeding = asyncio.create_task(_feed(wire.front, receive))
     await asyncio.sleep(0.05)
     assert isinstance(wire.router, HttpCall)
-    assert wire.router._heard.qsize() <= AHEAD_MAX
+    assert wire.router._messages.qsize() <= AHEAD_MAX
     assert sum(len(frame.body.data) for frame in wire.parts) <= AHEAD_BYTES_MAX + PART_BYTES_MAX
     size, more = 0, True
     async with asyncio.timeout(10):
@@ -149,7 +147,7 @@ async def test_a_body_comes_as_fast_as_its_handler_reads(part: int) -> None:
 
 
 async def test_a_body_that_nobody_reads_keeps_nobody_waiting() -> None:
-    """The application refuses without a look at it."""
+    """The application rejects the request without reading its body."""
     wire = Wire("http")
     sending = asyncio.create_task(wire.front.send_body(bytes(LARGE), more=False))
     await asyncio.sleep(0.01)
@@ -160,7 +158,7 @@ async def test_a_body_that_nobody_reads_keeps_nobody_waiting() -> None:
 
 
 async def test_a_large_answer_comes_as_fast_as_its_client_reads() -> None:
-    """It was one frame, however large."""
+    """Regression: an answer was sent as one frame, whatever its size."""
     wire = Wire("http")
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
@@ -206,7 +204,7 @@ async def test_a_client_that_leaves_within_its_message_ends_its_call() -> None:
 
 
 def link() -> tuple[RouterLink, Any]:
-    """One of a front process, over a stream that goes nowhere."""
+    """The link of a front process, over a stream that discards everything."""
     stream: Any = Wire("http")
     return RouterLink(stream), stream
 
@@ -236,7 +234,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone() -> None:
 
 
 async def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
-    """Its client waited for ever."""
+    """Regression: its client waited forever."""
     sent: list[tuple[int, Any]] = []
 
     class Stream:
@@ -262,7 +260,7 @@ async def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
 
 @pytest.mark.parametrize("defect", ["method", "callback"])
 async def test_a_defect_ends_its_call_in_words(defect: str, caplog: pytest.LogCaptureFixture) -> None:
-    """No end was sent: the client waited for ever."""
+    """Regression: the call was never ended, so its client waited forever."""
 
     async def broken(_message: bytes, context: CallContext, _pass_on: Any) -> None:
         if defect == "method":

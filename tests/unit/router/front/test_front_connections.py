@@ -1,4 +1,4 @@
-"""Connections are counted by their port, and counting leaves nothing open."""
+"""Connections are counted by their port, and counting leaves no descriptor open."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""One client sends front processes far more than the router reads: others' answers go on, and every process lives."""
+"""One client sends far more than the router reads: other streams continue, and no process dies."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ from wire.rpc import RETRY_AFTER
 
 LARGE = (4 << 20) - 1000
 MESSAGES = 100
-"""Of 4 MiB: more than a link held before it was cut."""
+"""Messages of 4 MiB, more than a link buffered before it was cut."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow this machine is, no process counts as one that hangs."""
+    """No process counts as hanging, however slow this machine is."""
     for looks in ("SILENT_LOOKS", "STARTING_LOOKS"):
         monkeypatch.setattr(f"router.front.pulse.{looks}", 10**9)
 
@@ -40,14 +40,14 @@ def listeners(cluster: Cluster) -> FrontListeners:
 
 
 def router_reads(cluster: Cluster, reads: bool) -> None:
-    """Whether the router reads what front processes send it."""
+    """Pauses or resumes the router's reading from its front processes."""
     for front in listeners(cluster)._fronts:
         transport: Any = front._stream._writer.transport
         transport.resume_reading() if reads else transport.pause_reading()
 
 
 async def test_messages_of_one_client_that_the_router_does_not_read_end_nothing(cluster: Cluster) -> None:
-    """At 256 MiB the router's link to the process was cut, with everybody's answers."""
+    """Regression: at 256 MiB the router's link to the process was cut, and with it all streams."""
     cluster.decode.switches.held_at = 20
     outcomes: Counter[grpc.StatusCode] = Counter()
     hints: set[str] = set()
@@ -93,7 +93,7 @@ async def test_bodies_of_one_client_that_the_router_does_not_read_end_nothing(cl
         router_reads(cluster, False)
         body = b'{"model": "another", "prompt": "' + b"x" * LARGE + b'"}'
         sending = [asyncio.create_task(hostile.post("/v1/completions", content=body)) for _ in range(MESSAGES)]
-        await asyncio.sleep(1.0)  # they send as much as they may
+        await asyncio.sleep(1.0)  # the front processes send as much as flow control allows
         router_reads(cluster, True)
         cluster.decode.go.set()
         assert (await answering)[1] == expected(40)

@@ -1,4 +1,4 @@
-"""Listeners in processes of their own: the same answers, errors and cancellations, and what happens when one dies."""
+"""Listeners in separate processes: same answers, errors and cancellations, and dead processes are replaced."""
 
 import asyncio
 import signal
@@ -37,7 +37,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def often_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none counts as one that hangs, however slow this machine is."""
+    """Checks front processes often, but none counts as hanging, however slow this machine is."""
     monkeypatch.setattr("router.front.pulse.LOOK_S", 0.05)
     for looks in ("SILENT_LOOKS", "STARTING_LOOKS"):
         monkeypatch.setattr(f"router.front.pulse.{looks}", NEVER)
@@ -63,7 +63,7 @@ def listeners(cluster: Cluster) -> FrontListeners:
 
 
 def alive(cluster: Cluster) -> set[asyncio.subprocess.Process]:
-    """Those that have opened their listeners and not ended."""
+    """Returns the processes that have opened their listeners and not exited."""
     return {process for front, process in listeners(cluster)._fronts.items() if front.opened}
 
 
@@ -147,7 +147,7 @@ async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster:
         except grpc.aio.AioRpcError as error:
             outcomes.append(error.code())
 
-    running = [asyncio.create_task(one()) for _ in range(16)]  # each a connection of its own
+    running = [asyncio.create_task(one()) for _ in range(16)]  # each on its own connection
     dispatcher = cluster.router._dispatcher
     await until(lambda: dispatcher.running == 16, "all of them run")
     await until(lambda: len(cluster.decode.tasks) == 16, "all of them decode")
@@ -170,7 +170,7 @@ async def test_when_the_router_is_gone_clients_hear_so(cluster: Cluster, client:
     await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
     before = alive(cluster)
     for front in listeners(cluster)._fronts:
-        front._stream.close()  # as at the end of the router's process
+        front._stream.close()  # as when the router's process exits
     error = await answering
     assert (error.code(), error.details()) == (
         grpc.StatusCode.UNAVAILABLE,
@@ -204,7 +204,7 @@ async def test_a_taken_port_is_told_in_words(cluster: Cluster, monkeypatch: pyte
 
 
 async def test_clients_that_left_keep_no_stop_waiting(cluster: Cluster) -> None:
-    """Nobody woke what carried their answers to them: it waited for ever, and each stop for all of its grace."""
+    """Regression: the tasks that forward answers were never woken, so each stop waited for its whole grace period."""
     cluster.decode.switches.step_s = 0.01
     host, port = cluster.endpoints.http_address.split(":")
     body = b'{"model": "fake", "prompt": [5, 6], "max_tokens": 1000, "stream": true}'
@@ -223,7 +223,7 @@ async def test_clients_that_left_keep_no_stop_waiting(cluster: Cluster) -> None:
 
 
 async def test_a_stop_waits_for_no_process_that_starts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody told it to leave: it let clients of a router in that leaves, and was killed behind the grace."""
+    """Regression: a starting process was not asked to stop, accepted clients, and was killed after the grace period."""
     monkeypatch.setattr("router.front.processes._AGAIN_S", 0.0)
     await until(lambda: len(alive(cluster)) == 2, "both have opened their listeners")
     fronts = listeners(cluster)._fronts
@@ -239,17 +239,17 @@ async def test_a_stop_waits_for_no_process_that_starts(cluster: Cluster, monkeyp
 
 
 async def test_one_that_hangs_is_replaced(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was left as it was, and every second connection came to nothing."""
+    """Regression: it was never replaced, and every second connection failed."""
     monkeypatch.setattr("router.front.processes._END_S", 0.2)
     front, process = next(iter(listeners(cluster)._fronts.items()))
     process.send_signal(signal.SIGSTOP)
-    front._stream._writer.transport.abort()  # as behind too much that it does not read
+    front._stream._writer.transport.abort()  # as after too much unread data
     await until(lambda: process.returncode == -signal.SIGKILL, "it ended")
     await until(lambda: len(alive(cluster) - {process}) == 2, "another takes its place")
 
 
 async def test_one_that_stands_still_is_replaced(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stream was open, so nobody looked, and its share of the connections came to nothing for ever."""
+    """Regression: its stream stayed open, so it was never replaced, and its share of the connections failed."""
     await until(lambda: len(alive(cluster)) == 2, "both have opened their listeners")
     victim = next(iter(alive(cluster)))
     victim.send_signal(signal.SIGSTOP)
@@ -267,7 +267,7 @@ async def test_operators_see_what_each_of_them_carries(
     idle = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
     before = await figures(http)
     await client.run(ask(40))
-    # These four, that of this client's metrics and that of its answers.
+    # The four idle ones, one for the metrics and one for the answers.
     await until(lambda: sum(each.connections for each in listeners(cluster)._figures) == 6, "6 connections")
     now = await figures(http)
     assert set(now["tandem_front_connections"]) == {"0", "1"}
@@ -292,7 +292,7 @@ async def test_operators_see_what_each_of_them_carries(
 
 
 async def figures(http: httpx.AsyncClient) -> dict[str, dict[str, float]]:
-    """Of front processes, by metric and number."""
+    """Returns the metrics of front processes, by metric and process number."""
     found: dict[str, dict[str, float]] = {}
     page = await http.get("/metrics", headers={"authorization": f"Bearer {metrics_key_of('secret')}"})
     for family in text_string_to_metric_families(page.text):
@@ -324,7 +324,7 @@ async def test_one_that_cannot_be_started_now_is_started_later(
 async def test_they_are_found_wherever_the_router_was_started(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder of the same name in the working folder was taken for the router."""
+    """Regression: a folder of the same name in the working directory was imported as the router."""
     for name in ("router", "wire", "json"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('another')")

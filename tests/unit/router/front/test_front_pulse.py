@@ -1,4 +1,4 @@
-"""When a front process counts as one that hangs, under looks that take no time."""
+"""A front process hangs after a number of unanswered checks; here the checks take no time."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def asked_until_it_hangs(answers: Callable[[int], bool]) -> int:
-    """How often somebody is asked who answers the asks of these numbers, from 1 on, before the next."""
+    """Returns the number of checks until a process that answers only where `answers` is true counts as hanging."""
     count = 0
 
     def ask() -> None:
@@ -30,7 +30,7 @@ async def asked_until_it_hangs(answers: Callable[[int], bool]) -> int:
 
 
 async def test_who_answers_now_and_then_is_busy() -> None:
-    """One answer in as many looks as would be too many without one."""
+    """One answer in SILENT_LOOKS checks is enough."""
     assert await asked_until_it_hangs(lambda ask: ask % SILENT_LOOKS == 1 and ask < 1000) == 997 + SILENT_LOOKS
 
 

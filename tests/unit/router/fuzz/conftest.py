@@ -1,4 +1,4 @@
-"""The router that is fuzzed, and how many cases there are."""
+"""The router that is fuzzed, and the number of cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
 
 CASES = int(os.environ.get("TANDEM_FUZZ_CASES", "0"))
-"""Of all properties together; 0 = the same 2,000 each time."""
+"""The number of cases of all properties together; 0 = the same 2,000 in each run."""
 _DEFAULT_CASES = 2000
 _QUIET_WITHIN_S = 60.0
 AUTHORIZATION, HOSTILE_AUTHORIZATION = (f"Bearer {key}" for key in KEYS)
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def cases(share: float) -> settings:
-    """Settings of a property that has this share of all cases, half of them with each kind of `router`."""
+    """Returns the settings of a property with this share of all cases, half of them for each kind of `router`."""
     return settings(
         max_examples=max(1, round(share * (CASES or _DEFAULT_CASES) / 2)),
         derandomize=not CASES,
@@ -64,13 +64,13 @@ class FuzzedRouter:
         return json.loads(self._process.stdout.readline())
 
     def state(self) -> RouterState:
-        """What it holds now."""
+        """Returns the router's current state."""
         return RouterState(**self._ask("state"))
 
     def send(
         self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """One whole HTTP request over a connection that stays → status, headers, body."""
+        """Sends one whole HTTP request over a persistent connection; returns status, headers and body."""
         try:
             self._http.putrequest(method, path, skip_accept_encoding=True)
             for name, value in [*headers, ("Content-Length", str(len(body)))]:
@@ -83,7 +83,7 @@ class FuzzedRouter:
             raise
 
     def assert_next_one_works(self, every: int = 1) -> None:
-        """A request over HTTP and one over gRPC are answered; looked at each `every`th time."""
+        """Asserts that one request over HTTP and one over gRPC succeed; checked only every `every`th time."""
         self._asked += 1
         if self._asked % every:
             return
@@ -95,7 +95,7 @@ class FuzzedRouter:
         assert last.complete.completion_tokens == 2
 
     def assert_quiet(self) -> RouterState:
-        """In the end neither router nor workers hold anything, and nothing was logged as an error → its last state."""
+        """Waits until router and workers are idle, asserts that no error was logged, and returns the final state."""
         give_up = time.monotonic() + _QUIET_WITHIN_S
         lag_s = turn_cpu_s = 0.0
         while True:
@@ -108,7 +108,7 @@ class FuzzedRouter:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         self._http.close()
         self.channel.close()
         self._process.communicate(timeout=60)
@@ -116,7 +116,7 @@ class FuzzedRouter:
 
 @pytest.fixture(scope="package")
 def start_router(model: Path) -> Iterator[Callable[[int], FuzzedRouter]]:
-    """Routers by their number of front processes; each is started once."""
+    """Returns a router for a number of front processes; each is started once."""
     routers: dict[int, FuzzedRouter] = {}
 
     def start(front_processes: int) -> FuzzedRouter:
@@ -131,7 +131,7 @@ def start_router(model: Path) -> Iterator[Callable[[int], FuzzedRouter]]:
 
 @pytest.fixture(params=[0, 1], ids=["own-listeners", "front-process"])
 def router(request: pytest.FixtureRequest, start_router: Callable[[int], FuzzedRouter]) -> Iterator[FuzzedRouter]:
-    """With its listeners in its own process, and in a front process; at the end it must work and hold nothing."""
+    """A router with listeners in its own process, or in a front process; at the end it must serve and be idle."""
     router = start_router(request.param)
     yield router
     router.assert_next_one_works()

@@ -1,4 +1,4 @@
-"""Bodies of the two OpenAI calls: good ones, good ones with a few odd fields, and text that is hardly JSON."""
+"""Bodies of the two OpenAI calls: valid ones, valid ones with a few odd fields, and text that is hardly JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _PROMPTS = st.one_of(st.just([5, 6, 7, 8]), TEXTS, st.lists(NUMBERS, max_size=6)
 
 @st.composite
 def bodies(draw: st.DrawFn, *, chat: bool) -> dict[str, Any]:
-    """A body whose limit is mostly small, and where no field or some have values of any kind."""
+    """Returns a body with a mostly small token limit, in which none or some fields have arbitrary values."""
     body: dict[str, Any] = {"max_tokens": 2}
     body |= {"messages": draw(_MESSAGES)} if chat else {"prompt": draw(_PROMPTS)}
     for name in draw(st.lists(st.sampled_from(sorted(_USUAL)), max_size=3, unique=True)):
@@ -101,7 +101,7 @@ _NOT_QUITE_JSON = st.one_of(
 
 @st.composite
 def encoded(draw: st.DrawFn, *, chat: bool) -> bytes:
-    """Bytes of such a body, in UTF-8 most of the time, sometimes damaged."""
+    """Returns the bytes of such a body, in UTF-8 most of the time, sometimes damaged."""
     if draw(st.integers(0, 5)) == 0:
         return draw(_NOT_QUITE_JSON)
     text = json.dumps(draw(bodies(chat=chat)))

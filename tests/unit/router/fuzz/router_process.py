@@ -1,8 +1,8 @@
-"""A router over fake workers in a process of its own, so that its event loop has nothing to do but what clients ask.
+"""A router over fake workers in its own process, so that its event loop runs only what clients ask for.
 
 The first line on stdin is a model folder and a number of front processes, as a JSON array; the first line on stdout
-says where the router listens. Each further line on stdin, whatever it is, is answered with a `RouterState`. The process
-ends when stdin closes.
+is the router's addresses. Each further line on stdin, whatever it is, is answered with a `RouterState`. The process
+exits when stdin closes.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RouterState:
-    """What the router holds, and what went wrong since it was asked last."""
+    """The router's requests, and its errors and delays since the last query."""
 
     requests: int
-    """Running and waiting ones."""
+    """The number of running and waiting requests."""
     worker_requests: int
-    """Requests and leases that the fake workers know."""
+    """The number of requests and leases of the fake workers."""
     errors: tuple[str, ...]
     """Log records of level ERROR and above."""
     lag_s: float
-    """The longest time that the event loop was late for a timer."""
+    """The longest delay in seconds of a timer on the event loop."""
     turn_cpu_s: float
-    """The most CPU time that the event loop's thread took between two ticks of that timer: what other processes and
-    threads take does not count.
+    """The most CPU time in seconds of the event loop's thread between two ticks of that timer.
+
+    The time of other processes and threads does not count.
     """
 
 
@@ -55,7 +56,7 @@ class _Errors(logging.Handler):
 
 
 class _Pulse:
-    """Ticks on the event loop and keeps the worst of what it sees."""
+    """A timer on the event loop that records the longest delay and the most CPU time."""
 
     def __init__(self) -> None:
         self.lag_s = self.cpu_s = 0.0
@@ -69,7 +70,7 @@ class _Pulse:
             self.cpu_s = max(self.cpu_s, time.thread_time() - cpu)
 
     def take(self) -> tuple[float, float]:
-        """Both maxima since the last call."""
+        """Returns both maxima since the last call."""
         worst = self.lag_s, self.cpu_s
         self.lag_s = self.cpu_s = 0.0
         return worst

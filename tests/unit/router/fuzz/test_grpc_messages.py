@@ -41,7 +41,7 @@ _OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def options(draw: st.DrawFn) -> pb.GenerationOptions:
-    """At most four of them, of any value."""
+    """Returns at most four options with arbitrary values."""
     names = draw(st.lists(st.sampled_from(sorted(_OPTIONS)), max_size=4, unique=True))
     return pb.GenerationOptions(**{"max_tokens": 2, **{name: draw(_OPTIONS[name]) for name in names}})
 
@@ -62,7 +62,7 @@ CHAT = st.builds(
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A method, and a message of it, of another one, or of none."""
+    """Returns a method with a message of its own type, of another type, or of none."""
     method = draw(st.sampled_from(_STREAMED + _UNARY))
     kind = draw(st.integers(0, 5))
     if kind == 0:
@@ -75,7 +75,7 @@ def calls(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 def status_of(router: FuzzedRouter, method: str, message: bytes, metadata: Any, *, leave: bool) -> grpc.StatusCode:
-    """How a call ends; `leave` = its client goes away at its first answer."""
+    """Returns the status of a call; with `leave`, its client disconnects at the first answer."""
     options = {"metadata": metadata, "timeout": 60}
     try:
         if method in _UNARY:

@@ -1,4 +1,4 @@
-"""Clients that do their worst, all at once: the event loop goes on, and so do others' requests."""
+"""Hostile clients, alone and all at once: the event loop keeps running, and so do other clients' requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from tests.unit.router.fuzz.test_http_connections import replies, whole
 from wire.generated.tandem.v1 import inference_pb2 as pb
 
 LIMIT_S = float(os.environ.get("TANDEM_FUZZ_TURN_S", "0.1"))
-"""Most CPU time of one turn of the event loop under one hostile client: what others take of the machine is not in it.
-A quarter of it was measured.
+"""The most CPU time in seconds of one turn of the event loop under one hostile client, without other processes' time.
+
+The measured maximum is a quarter of it.
 """
 TOGETHER_LIMIT_S = 3 * LIMIT_S
-"""Under all of them at once, whose calls may fall into one turn. What is measured is printed."""
+"""The limit under all of them at once, whose calls may fall into one turn; the measured value is printed."""
 _NEARLY_4_MIB = 4_000_000
 _KEY = (("authorization", HOSTILE_AUTHORIZATION),)
 _EMPTY_MESSAGE = pb.ChatRequest(messages=[pb.ChatMessage()]).SerializeToString()
@@ -46,6 +47,21 @@ def generate_of_stops(router: FuzzedRouter) -> None:
     assert_refused(router, "Generate", message, grpc.StatusCode.INVALID_ARGUMENT)
 
 
+_TEMPLATE_KWARGS = {
+    "integers": b"[" + b"1," * (_NEARLY_4_MIB // 2) + b"1]",
+    "objects": b"[" + b"{}," * (_NEARLY_4_MIB // 3) + b"{}]",
+    "floats": b"[" + b"0.123456789012345," * 200_000 + b"1]",
+    "long integers": b"[" + (b"7" * 4200 + b",") * 900 + b"1]",
+}
+
+
+def chat_of_template_kwargs(router: FuzzedRouter) -> None:
+    for value in _TEMPLATE_KWARGS.values():
+        kwargs = f'{{"x": {value.decode()}}}'
+        message = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")], chat_template_kwargs=kwargs)
+        assert_refused(router, "Chat", message.SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT)
+
+
 def over_the_limit(router: FuzzedRouter) -> None:
     message = pb.GenerateRequest(text="a" * (15 << 20)).SerializeToString()
     assert_refused(router, "Generate", message, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -64,6 +80,13 @@ _BODIES = {
     "messages": b'{"messages": [' + b"{}," * (_NEARLY_4_MIB // 3) + b"{}]}",
     "stops": b'{"prompt": "x", "stop": [' + b'"",' * (_NEARLY_4_MIB // 3) + b'""]}',
     "biases": b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % each for each in range(300_000)) + b"}}",
+    "long integers": b'{"prompt": [' + (b"7" * 4200 + b",") * 900 + b"1]}",
+    **{
+        f"template kwargs: {name}": b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": '
+        + value
+        + b"}}"
+        for name, value in _TEMPLATE_KWARGS.items()
+    },
     "text": json.dumps({"prompt": "word " * (_NEARLY_4_MIB // 5)}).encode(),
     "one word": json.dumps({"prompt": "a" * _NEARLY_4_MIB}).encode(),
     "digits": b'{"prompt": "x", "max_tokens": ' + b"1" * _NEARLY_4_MIB + b"}",
@@ -73,7 +96,7 @@ _BODIES = {
 
 
 def post(router: FuzzedRouter, body: bytes) -> int:
-    """The status of a body that is posted over a connection of its own."""
+    """Posts a body over a new connection and returns the status."""
     connection = http.client.HTTPConnection(*router.http_listener, timeout=60)
     with contextlib.closing(connection):
         path = "/v1/chat/completions" if b"messages" in body[:20] else "/v1/completions"
@@ -105,6 +128,7 @@ HOSTILE: list[Callable[[FuzzedRouter], None]] = [
     chat_of_empty_messages,
     generate_of_token_ids,
     generate_of_stops,
+    chat_of_template_kwargs,
     over_the_limit,
     pipelined,
     resets,
@@ -114,7 +138,7 @@ HOSTILE: list[Callable[[FuzzedRouter], None]] = [
 
 @contextlib.contextmanager
 def silent_connections(router: FuzzedRouter) -> Iterator[None]:
-    """Many that send half a header or half a body and then nothing, over gRPC and HTTP."""
+    """Many connections that send half a header or half a body and then nothing, over gRPC and HTTP."""
     host, port = router.grpc_address.split(":")
     halves = [
         (router.http_listener, b"POST /v1/completions HTTP/1.1\r\nHost:"),
@@ -150,7 +174,7 @@ def test_others_are_served_meanwhile(router: FuzzedRouter, tell: Callable[[str],
 
 @pytest.mark.parametrize("body", _BODIES)
 def test_each_large_body(router: FuzzedRouter, body: str, tell: Callable[[str], None]) -> None:
-    """So that what holds the loop up has a name."""
+    """Each body alone, so that a slow one is named."""
     router.assert_quiet()
     assert 400 <= post(router, _BODIES[body]) < 500
     state = router.assert_quiet()
@@ -160,7 +184,7 @@ def test_each_large_body(router: FuzzedRouter, body: str, tell: Callable[[str], 
 
 @pytest.mark.parametrize("act", HOSTILE[:-1], ids=lambda act: act.__name__)
 def test_each_alone(router: FuzzedRouter, act: Callable[[FuzzedRouter], None], tell: Callable[[str], None]) -> None:
-    """So that what holds the loop up has a name."""
+    """Each client alone, so that a slow one is named."""
     router.assert_quiet()
     act(router)
     state = router.assert_quiet()

@@ -1,4 +1,4 @@
-"""Whatever bytes a connection brings, and however it ends, the router answers no 5xx and goes on serving others."""
+"""Whatever bytes a connection sends, and however it ends, the router never answers 5xx and keeps serving others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REPLY_S = 30.0
 
 
 def whole(body: bytes, authorization: str = AUTHORIZATION) -> bytes:
-    """A request as most clients send it."""
+    """Returns a request as most clients send it."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {authorization}\r\nContent-Length: {len(body)}"
     return head.encode() + b"\r\n\r\n" + body
 
@@ -70,7 +70,10 @@ _ENDS = st.sampled_from(["reset", "close", "half"])
 
 
 def replies(listener: tuple[str, int], pieces: Sequence[bytes], end: str) -> bytes:
-    """What comes back until the connection is over. `end`: leave with a reset, leave, or send no more and read on."""
+    """Sends `pieces` and ends the connection; returns the reply if `end` is `half`, b"" otherwise.
+
+    `end`: `reset` the connection, close it, or close its sending half and read until the router closes it.
+    """
     with socket.create_connection(listener, timeout=_REPLY_S) as connection:
         try:
             for piece in pieces:
@@ -81,7 +84,7 @@ def replies(listener: tuple[str, int], pieces: Sequence[bytes], end: str) -> byt
                 return b""
             connection.shutdown(socket.SHUT_WR)
             return b"".join(iter(lambda: connection.recv(1 << 16), b""))
-        except OSError:  # the router hung up first
+        except OSError:  # the router closed the connection first
             return b""
 
 

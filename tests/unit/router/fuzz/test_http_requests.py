@@ -1,4 +1,4 @@
-"""Whole HTTP requests with any body, any headers and any method get an answer that is never the server's fault."""
+"""Whole HTTP requests with any body, headers and method get an answer that is never the server's fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SENT = st.tuples(_METHODS, _PATHS, _HEADERS, st.binary(max_size=40))
 
 
 def assert_answered(status: int, body: bytes, *, streamed: bool) -> None:
-    """A success, or an error of the client's that says in words what is wrong; not 503 either, as workers are there."""
+    """Asserts a success or a 4xx error with a clear message; 503 is wrong, too, as workers are ready."""
     assert 200 <= status < 500, (status, body)
     if status >= 400:
         assert json.loads(body)["error"]["message"]

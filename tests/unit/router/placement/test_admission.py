@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from costs.step_cost import StepCost
-from router.observability.verdict import Outcome, Verdict, turned_away
+from router.observability.verdict import Outcome, Verdict, rejected
 from router.placement.queued_request import QueuedRequest
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload, SloClass
@@ -128,7 +128,7 @@ def test_who_has_missed_goes_behind_those_who_can_still_meet() -> None:
 
 
 def test_best_effort_waits_for_its_turn_and_not_for_ever() -> None:
-    world = World(settings={"patience_s": 3.0})
+    world = World(settings={"max_deferral_s": 3.0})
     patient = world.arrive(1000.0)
     for number in range(2):
         world.arrive(999.99 + number * 0.001, tokens=8192)
@@ -202,7 +202,7 @@ def test_an_answer_too_many_is_told_so(ttft_s: float) -> None:
     assert "class 'gap' is kept up to 5 ms" in refused[0].message
     assert 0.1 <= refused[0].retry_after_s < 0.5, "of an answer's second, as far as it is too many"
     assert refused[0].reason is Refusal.SLO_ITL
-    assert turned_away(refused[0]) == Verdict(Outcome.SHED, Phase.DECODE)
+    assert rejected(refused[0]) == Verdict(Outcome.SHED, Phase.DECODE)
 
 
 def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:

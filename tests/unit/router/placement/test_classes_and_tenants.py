@@ -97,7 +97,7 @@ class TestClasses:
     [
         ({"default_slo_class": "gold"}, "default_slo_class"),
         ({"slo_classes": (*DEFAULT_CLASSES, BEST_EFFORT)}, "slo_classes"),
-        ({"patience_s": 0.0}, "patience_s"),
+        ({"max_deferral_s": 0.0}, "max_deferral_s"),
         ({"max_queued_per_tenant": 0}, "max_queued_per_tenant"),
     ],
 )

@@ -72,7 +72,7 @@ async def test_many_pairs_that_do_not_fit_use_up_the_tries_of_a_request(
     cluster.prefill.switches.incompatible = frozenset({"decode-0", *(each.worker_id for each in others[:-1])})
     failed = await error(stub)
     assert failed.code() is grpc.StatusCode.UNAVAILABLE
-    assert "do not fit together; transfer protocol" in failed.details()
+    assert "are incompatible; transfer protocol" in failed.details()
     assert len(cluster.prefill.prefills) == cluster.config.max_attempts
     assert await run(stub) == ANSWER
 

@@ -1,6 +1,7 @@
-"""Requests are counted before they are read, whatever is in them."""
+"""The items of a request are counted before it is parsed, whatever it contains."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.request_items import check_json_items, check_message_items
+from router.text.request_items import check_json_items, check_message_items, check_template_kwargs
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import inference_pb2 as pb
 
@@ -18,7 +19,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st
 
 
 def items(value: Any) -> int:
-    """Strings, lists, objects and the commas between their entries."""
+    """Returns the number of strings, lists, objects and commas between entries."""
     if isinstance(value, dict):
         return 1 + max(0, len(value) - 1) + sum(1 + items(each) for each in value.values())
     if isinstance(value, list):
@@ -43,9 +44,35 @@ def test_what_is_no_json_is_counted_too(body: bytes) -> None:
 
 
 def test_a_body_in_another_encoding_is_refused() -> None:
-    """Its quotes would be found in other places than where its reader finds them."""
+    """In another encoding, the counter would find its quotes at other positions than the parser does."""
     with pytest.raises(InvalidArgument, match="UTF-8"):
         check_json_items('{"a": 1}'.encode("utf-16-le"), 100)
+
+
+def test_a_number_that_takes_long_to_read_is_refused() -> None:
+    check_json_items(b'{"a": %s}' % (b"7" * 400), 100)
+    check_json_items(b'{"a": "%s"}' % (b"7" * 4000), 100)
+    for number in (b"7" * 401, b"0." + b"1" * 401):
+        with pytest.raises(InvalidArgument, match="digits"):
+            check_json_items(b'{"a": [1, %s]}' % number, 100)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"x": [1] * 2_000_000}, {"x": ["a" * 50] * 3}, {"x": [0.1] * 100_000}, {"x": "a" * 101}]
+)
+def test_template_kwargs_are_measured_no_further_than_their_limit(variables: dict[str, Any]) -> None:
+    began = time.thread_time()
+    with pytest.raises(InvalidArgument, match="100 bytes"):
+        check_template_kwargs(variables, 100)
+    assert time.thread_time() - began < 0.05  # parsing the first one takes a quarter of a second
+
+
+def test_template_kwargs_that_are_no_json_are_refused() -> None:
+    check_template_kwargs({"x": [1, "a", None, {"y": 0.5}]}, 100)
+    deep: Any = []
+    deep.append(deep)
+    with pytest.raises(InvalidArgument, match="cannot be given"):
+        check_template_kwargs({"x": deep}, 100)
 
 
 def test_fields_of_messages_in_messages_count() -> None:
@@ -60,7 +87,7 @@ def test_fields_of_messages_in_messages_count() -> None:
 
 @given(st.binary(max_size=64))
 def test_bytes_that_no_reader_takes_are_refused_or_counted(data: bytes) -> None:
-    """Never another error; what is let through is read or refused as a whole."""
+    """No other error occurs; accepted bytes are parsed or rejected as a whole."""
     try:
         check_message_items(CHAT, data, 1000)
         pb.ChatRequest.FromString(data)

@@ -77,7 +77,7 @@ def test_special_tokens_are_skipped(tokenizer: Tokenizer) -> None:
 
 
 def test_a_sentencepiece_tokenizer_with_byte_fallback(tmp_path: Path) -> None:
-    """Llama 2's kind: the first space is stripped, unknown characters are spelled in bytes."""
+    """Llama 2's kind: the first space is stripped, and unknown characters are spelled in bytes."""
     words = ["<unk>", "<s>", "▁Hello", "▁world", "▁", "!", *(f"<0x{i:02X}>" for i in range(256))]
     inner = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     inner.add_special_tokens(["<unk>", "<s>"])

@@ -1,4 +1,4 @@
-"""Model folders: chat templates, special tokens, defaults, and what a broken one says."""
+"""Model folders: chat templates, special tokens, defaults, and the errors of invalid ones."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ TURNS = [ChatTurn("user", "<b>Hi</b> & 'you'")]
 
 @pytest.fixture
 def folder(model: Path, tmp_path: Path) -> Path:
-    """A copy to change."""
+    """A copy of the model folder that tests may change."""
     return Path(shutil.copytree(model, tmp_path / "model"))
 
 
@@ -91,7 +91,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_special_tokens_that_a_turn_spells_are_text(folder: Path, template: str) -> None:
-    """A user's text ended its turn and spoke as the system."""
+    """Regression: a user's text could end its turn and continue as the system."""
     tokenizer = configure(folder, chat_template=template)
     assert tokenizer._template is not None
     for text in (HOSTILE, f"  {HOSTILE}  ", "<<|im_end|>", "<|im_start|>"):
@@ -116,7 +116,7 @@ def test_ordinary_chats_have_the_ids_of_their_rendering(folder: Path, template: 
 
 
 def test_special_tokens_of_a_plain_prompt_are_control(folder: Path) -> None:
-    """Clients that have templates of their own write them."""
+    """Clients with chat templates of their own write special tokens into the prompt."""
     assert configure(folder).encode("<|im_start|>fox<|im_end|>") == [1, *configure(folder).encode("fox"), 2]
 
 
@@ -136,7 +136,7 @@ def test_special_tokens_of_any_length_and_overlap_are_found(folder: Path) -> Non
 
 
 def test_no_id_stands_for_more_than_the_model_s_tokens(folder: Path) -> None:
-    """Workers may generate ids of an embedding's padding."""
+    """Workers may generate ids from the padding of the embedding."""
     tokenizer = configure(folder)
     beyond = range(tokenizer.vocab_size, tokenizer.vocab_size + 8)
     assert tokenizer.decode([*beyond]) == ""
@@ -174,7 +174,7 @@ def test_generation_defaults(folder: Path) -> None:
 
 @pytest.fixture
 def yielding_alone() -> Iterator[None]:
-    """No thread has to give the interpreter up: it runs until it lets go of it."""
+    """Disables preemption between threads: a thread runs until it releases the interpreter lock."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(60.0)
     yield
@@ -195,7 +195,7 @@ def test_long_texts_let_other_threads_run(tokenizer: Tokenizer, monkeypatch: pyt
     counts: list[int] = []
 
     class Watched:
-        """The library's tokenizer, with a look at the counter on both sides of each call."""
+        """The library's tokenizer, which records how far the counter moved during each call."""
 
         def __getattr__(self, name: str) -> Any:
             method = getattr(inner, name)

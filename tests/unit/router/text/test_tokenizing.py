@@ -1,4 +1,4 @@
-"""The tokenizer's threads: tenants in turn, a bounded queue, and nobody's work who has left."""
+"""The tokenizer's threads: round robin over tenants, a bounded queue, and no work for clients that left."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ KIB = 1 << 10
 
 
 class Work:
-    """Jobs of one thread that say in which order they ran; the first waits until it may go on."""
+    """Jobs of one thread that record the order in which they ran; the first waits until it may continue."""
 
     def __init__(self) -> None:
         self.pool = TokenizerPool(1, 64 * KIB, 2.5)
@@ -48,7 +48,7 @@ async def work() -> AsyncIterator[Work]:
 
 
 async def test_tenants_take_turns(work: Work) -> None:
-    """One that sends much waited in front of everybody."""
+    """Regression: a tenant that sent much was served before all others."""
     for number in range(4):
         await work.add("many", f"many-{number}", 4 * KIB)
     await work.add("one", "one-0", 4 * KIB)

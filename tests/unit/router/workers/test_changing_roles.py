@@ -1,4 +1,4 @@
-"""Workers change their roles under requests, and the cluster its mode: the router loses none and doubles none."""
+"""Workers change their roles under load, and the cluster its mode: the router loses and duplicates no request."""
 
 import asyncio
 from functools import partial
@@ -25,7 +25,7 @@ async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
 async def test_refusals_by_the_old_role_are_no_failures(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
-    """More of them than a request has tries, from either half."""
+    """More rejections than a request has attempts, from either role."""
     most = cluster.config.max_attempts
     for worker, half in ((cluster.prefill, Role.PREFILL), (cluster.decode, Role.DECODE)):
         worker.switches.closed = frozenset({half})
@@ -45,8 +45,9 @@ async def test_refusals_by_the_old_role_are_no_failures(
 async def test_what_a_closing_half_gives_up_goes_on_elsewhere(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
-    """Each attempt comes two tokens further, and none of them counts as a failure. One whose first token, which comes
-    from another worker, is overtaken by its end comes to nothing, and begins again where it was.
+    """Each attempt adds two tokens, and none of them counts as a failure.
+
+    An attempt whose end overtakes its first token, which another worker sends, adds none, and is repeated.
     """
     cluster.decode.switches.give_up_after = 2
     assert await run(stub) == RIGHT
@@ -68,7 +69,7 @@ async def test_a_closing_half_gets_nothing_new(cluster: Cluster, stub: inference
     assert not old.reservations
     assert len(new.reservations) == 3
     assert await running == RIGHT
-    # Its prefill half is open by now, and the others are closed.
+    # Its prefill role is open by now, and the others are closed.
     cluster.prefill.closing = new.closing = Role.PREFILL
     await cluster.members(cluster.prefill, old, new)
     assert await run(stub) == RIGHT
@@ -90,7 +91,7 @@ async def test_without_an_open_half_nobody_is_ready(cluster: Cluster, stub: infe
 async def test_a_worker_that_drains_is_none_to_wait_for(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
-    """Disaggregated, and one worker is left that takes work: it does both."""
+    """The mode is disaggregated, and the only worker left that accepts requests has both roles."""
     cluster.controller.mode = Mode.DISAGGREGATED.value
     left, leaving = await FakeWorker("both-0", Role.BOTH, token="secret").start(), cluster.decode
     leaving.switches.held_at = 1
@@ -135,7 +136,7 @@ async def test_the_mode_is_the_controllers(cluster: Cluster, stub: inference_pb2
 async def test_what_the_mode_leaves_no_worker_for_is_in_nobodys_way(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
-    """At the queue's head it kept all others waiting, until it had waited too long itself."""
+    """Regression: at the queue's head it blocked all others until it had exceeded the queue timeout."""
     small = await FakeWorker("both-0", Role.BOTH, pages_total=4, token="secret").start()
     await cluster.members(cluster.prefill, cluster.decode, small)
     cluster.decode.switches.refuse_reserve = 10**9

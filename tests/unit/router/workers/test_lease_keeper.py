@@ -1,4 +1,4 @@
-"""Heartbeats go on, whatever one of them meets."""
+"""Heartbeats continue, whatever error one of them meets."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ def test_one_heartbeat_names_all_leases_of_a_worker(loop: VirtualLoop) -> None:
 
 
 def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: VirtualLoop) -> None:
-    """It gets a third of the lease, and the next one leaves at once."""
+    """A heartbeat gets a third of the lease's lifetime, and the next one is sent at once."""
     clock, began = loop.time, loop.time()
     sent: list[float] = []
     given_up: list[float] = []
@@ -90,7 +90,7 @@ def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: VirtualL
 
 
 def test_a_lease_is_lost_when_three_heartbeats_in_a_row_say_so(loop: VirtualLoop) -> None:
-    """A lease whose request was admitted a moment ago is unknown too; a heartbeat without an answer says nothing."""
+    """A lease may be unknown just after its request was admitted; a heartbeat without a reply says nothing."""
     other = Lease("other", 1, 2)
     unknown = frozenset({LEASE})
     answers: list[frozenset[Lease] | DeadlineExceeded] = [
@@ -124,7 +124,7 @@ def test_a_lease_is_lost_when_three_heartbeats_in_a_row_say_so(loop: VirtualLoop
 
 
 def test_only_the_newest_lease_of_a_request_can_be_lost(loop: VirtualLoop) -> None:
-    """The answer to a heartbeat may name one that was replaced while it was on its way."""
+    """The reply to a heartbeat may name a lease that was replaced while the call was in flight."""
     newer = Lease(LEASE.request_id, 2, 2)
     lost: list[Lease] = []
 

@@ -1,4 +1,4 @@
-"""Workers that say they are not ready get nothing new, and the router says why nothing goes on."""
+"""Workers that report not ready get no new requests, and the router reports why requests wait."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
 
 
 async def say(cluster: Cluster, worker: FakeWorker, not_ready: str) -> None:
-    """`worker` registers again, as it does when its facts have changed."""
+    """Registers `worker` again with this reason, as it does when its facts have changed."""
     worker.not_ready = not_ready
     await cluster.controller.set(*cluster.workers)
     link = cluster.router._dispatcher.pool.link(worker.info.peer)
@@ -79,7 +79,7 @@ async def test_the_router_shows_it(cluster: Cluster, stub: inference_pb2_grpc.In
 
 
 async def test_a_drain_ends_what_waits_as_well(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
-    """A request in the queue is at no worker yet; its client would hear nothing until the process ends."""
+    """A queued request is at no worker yet; without this its client would wait until the process exits."""
     cluster.decode.switches.refuse_reserve = 10**9
     waiting = asyncio.create_task(run(stub))
     dispatcher = cluster.router._dispatcher

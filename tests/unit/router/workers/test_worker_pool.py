@@ -1,4 +1,4 @@
-"""The pool follows the controller, whatever one message meets."""
+"""The pool follows the controller, whatever error one message causes."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from wire.messages import Lease, Role, StepEvents
 
 
 class Observer:
-    """Hears of changes and forgets them; the first `trouble` calls raise."""
+    """An observer whose first `trouble` calls of `on_change` raise."""
 
     def __init__(self, trouble: int = 0) -> None:
         self.trouble = trouble

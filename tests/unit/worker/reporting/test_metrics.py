@@ -12,10 +12,10 @@ from costs.roofline import Ceilings, ModelSizes, Roofline
 from costs.step_cost import StepCost, StepWork, chunk_pairs
 from engine.graph_use import GraphUse
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.bottlenecks import Bottleneck, diagnose
 from telemetry.exposition import Exposition, merge
-from telemetry.scrape import Scrape, Stretch
+from telemetry.registry import Registry
+from telemetry.scrape import Scrape, ScrapeInterval
 from telemetry.worker_figures import figures_of
 from tests.worker_pair import WorkerPair, until
 from wire.cost_parameters import UNMEASURED
@@ -50,17 +50,17 @@ def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
     meter = StepMeter(UNMEASURED, lambda: next(now), metrics.step)
     for work in (DECODE, PROMPT, StepWork(3, 6.0, 4, 90)):
         meter.learn(work, meter.end(meter.begin()))
-    board = metrics.board
-    totals = {phase: board.spread(f.STEP_SECONDS, phase).total for phase in ("decode", "prefill", "mixed")}
+    registry = metrics.registry
+    totals = {phase: registry.histogram(f.STEP_SECONDS, phase).total for phase in ("decode", "prefill", "mixed")}
     assert totals == {"decode": 0.5, "prefill": 2.0, "mixed": 0.25}
-    assert (board.spread(f.STEP_DECODE_ROWS).count, board.spread(f.STEP_DECODE_ROWS).total) == (2, 6)
-    assert (board.spread(f.STEP_PREFILL_TOKENS).count, board.spread(f.STEP_PREFILL_TOKENS).total) == (2, 11)
-    assert board.count(f.STEP_TOKENS, "decode").value == 6
-    assert board.count(f.STEP_TOKENS, "prefill").value == 11
+    assert (registry.histogram(f.STEP_DECODE_ROWS).count, registry.histogram(f.STEP_DECODE_ROWS).total) == (2, 6)
+    assert (registry.histogram(f.STEP_PREFILL_TOKENS).count, registry.histogram(f.STEP_PREFILL_TOKENS).total) == (2, 11)
+    assert registry.counter(f.STEP_TOKENS, "decode").value == 6
+    assert registry.counter(f.STEP_TOKENS, "prefill").value == 11
     assert metrics.utilization.busy_s == 2.75
-    over = board.spread(f.STEP_OVER_PREDICTED, "decode")
+    over = registry.histogram(f.STEP_OVER_PREDICTED, "decode")
     assert over.total == pytest.approx(0.5 / StepCost(UNMEASURED).seconds(DECODE))
-    assert [board.spread(f.STEP_OVER_PREDICTED, phase).count for phase in ("prefill", "mixed")] == [1, 1]
+    assert [registry.histogram(f.STEP_OVER_PREDICTED, phase).count for phase in ("prefill", "mixed")] == [1, 1]
 
 
 def test_utilization_is_of_the_newest_steps() -> None:
@@ -103,12 +103,12 @@ def test_how_hand_overs_end(metrics: WorkerMetrics) -> None:
         RequestEvent(ref, finish_reason=FinishReason.LENGTH),
     ):
         emit(RoutedEvent("router", event))
-    board = metrics.board
+    registry = metrics.registry
     assert len(heard) == 4
-    assert (board.spread(f.TRANSFER_SECONDS).count, board.spread(f.TRANSFER_SECONDS).total) == (2, 0.002)
-    assert (board.spread(f.TRANSFER_BANDWIDTH).count, board.spread(f.TRANSFER_BANDWIDTH).total) == (1, 2e9)
-    assert board.count(f.TRANSFER_BYTES).value == 4_000_000
-    assert board.count(f.TRANSFER_FAILURES).value == 1
+    assert (registry.histogram(f.TRANSFER_SECONDS).count, registry.histogram(f.TRANSFER_SECONDS).total) == (2, 0.002)
+    assert (registry.histogram(f.TRANSFER_BANDWIDTH).count, registry.histogram(f.TRANSFER_BANDWIDTH).total) == (1, 2e9)
+    assert registry.counter(f.TRANSFER_BYTES).value == 4_000_000
+    assert registry.counter(f.TRANSFER_FAILURES).value == 1
 
 
 async def test_a_running_pair() -> None:
@@ -129,13 +129,13 @@ async def test_a_running_pair() -> None:
             assert facts[f.KV_USAGE] == facts[f.REQUESTS_RUNNING] == facts[f.OPEN_LEASES] == 0
             assert facts[f.WORKER_READY]
             assert facts[f.POOL_SOUND]
-        board = pair.prefill.worker.metrics.board
-        assert board.spread(f.TRANSFER_SECONDS).count == 1
-        prefilled = board.count(f.STEP_TOKENS, "prefill")
-        decoded = pair.decode.worker.metrics.board.count(f.STEP_TOKENS, "decode")
+        registry = pair.prefill.worker.metrics.registry
+        assert registry.histogram(f.TRANSFER_SECONDS).count == 1
+        prefilled = registry.counter(f.STEP_TOKENS, "prefill")
+        decoded = pair.decode.worker.metrics.registry.counter(f.STEP_TOKENS, "decode")
         # A step is counted behind its news.
         await until(lambda: (prefilled.value, decoded.value) == (40, 3))
-        assert board.labels == {"model": "fake", "worker": "prefill-0"}
+        assert registry.labels == {"model": "fake", "worker": "prefill-0"}
 
 
 async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
@@ -144,10 +144,10 @@ async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
     """
     sampling = SamplingParams(max_tokens=4)
     async with WorkerPair(pages=16) as pair:
-        boards = [end.worker.metrics.board for end in pair.ends]
-        for end, board in zip(pair.ends, boards, strict=True):
-            board.read(partial(worker_facts, end.worker.report, end.worker.transport))
-        router = Board({"model": "fake", "role": "router", "worker": "router"})
+        boards = [end.worker.metrics.registry for end in pair.ends]
+        for end, registry in zip(pair.ends, boards, strict=True):
+            registry.read(partial(worker_facts, end.worker.report, end.worker.transport))
+        router = Registry({"model": "fake", "role": "router", "worker": "router"})
         router.read(lambda: {f.REQUESTS_WAITING: 5})
 
         def scrape() -> Scrape:
@@ -161,9 +161,9 @@ async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
             pair.reserve("d", prompt_of(3), sampling)
         before = scrape()
         await asyncio.sleep(0.3)
-        stretch = Stretch(before, scrape())
-        assert stretch.now.total(f.TRANSFER_SECONDS, "_count") == 0
-        prefill, decode = (figures_of(stretch, end.me.worker_id) for end in pair.ends)
+        interval = ScrapeInterval(before, scrape())
+        assert interval.now.total(f.TRANSFER_SECONDS, "_count") == 0
+        prefill, decode = (figures_of(interval, end.me.worker_id) for end in pair.ends)
         assert prefill.transferring == decode.others_transferring == pytest.approx(3, rel=0.1)
         assert (prefill.kv_used, decode.arriving, decode.kv_used) == (12 / 16, 12 / 16, 15 / 16)
         assert diagnose(prefill).bottleneck is diagnose(decode).bottleneck is Bottleneck.TRANSFER
@@ -172,7 +172,7 @@ async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
         await pair.empty()
         written = scrape().total(f.TRANSFER_WRITING, worker="prefill-0")
         await asyncio.sleep(0.01)
-        assert scrape().total(f.TRANSFER_WRITING, worker="prefill-0") == written > stretch.grown(f.TRANSFER_WRITING)
+        assert scrape().total(f.TRANSFER_WRITING, worker="prefill-0") == written > interval.grown(f.TRANSFER_WRITING)
 
 
 def prompt_of(number: int) -> list[int]:
@@ -184,11 +184,11 @@ async def test_a_change_of_role_is_a_change_of_one_series() -> None:
     async with WorkerPair() as pair:
         worker = pair.prefill.worker
         engine: Any = SimpleNamespace(device_name="cpu", facts=worker.facts, graph_use=GraphUse())
-        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
+        worker.metrics.registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
         seen = []
         for role in (Role.PREFILL, Role.BOTH):
             worker.assignment.assume(Assignment(role), grace_s=0)
-            text = Exposition(worker.metrics.board).render()[0].decode()
+            text = Exposition(worker.metrics.registry).render()[0].decode()
             series = {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
             seen.append(series)
         left, came = seen[0] - seen[1], seen[1] - seen[0]
@@ -209,7 +209,7 @@ async def test_transfers_that_fail_change_or_lose_pages() -> None:
     """The causes of three alerts, as what they go by counts them."""
     prompt, sampling = list(range(3, 43)), SamplingParams(max_tokens=4)
     async with WorkerPair() as pair:
-        sent = pair.prefill.worker.metrics.board.count(f.TRANSFER_FAILURES)
+        sent = pair.prefill.worker.metrics.registry.counter(f.TRANSFER_FAILURES)
         pair.fabric.fail_next()
         failed = pair.send("a", prompt, sampling)
         await until(lambda: failed.finish is not None)
@@ -236,11 +236,11 @@ async def test_transfers_that_fail_change_or_lose_pages() -> None:
 async def test_a_request_that_finds_no_pages() -> None:
     async with WorkerPair(pages=8) as pair:
         lease = pair.reserve("a", list(range(3, 23)), SamplingParams(max_tokens=8, ignore_eos=True))
-        board = pair.decode.worker.metrics.board
-        assert board.count(f.KV_REFUSALS).value == 0
+        registry = pair.decode.worker.metrics.registry
+        assert registry.counter(f.KV_REFUSALS).value == 0
         with pytest.raises(ResourceExhausted):
             pair.reserve("b", list(range(3, 23)), SamplingParams(max_tokens=8, ignore_eos=True))
-        assert board.count(f.KV_REFUSALS).value == 1
+        assert registry.counter(f.KV_REFUSALS).value == 1
         facts = worker_facts(pair.decode.worker.report, pair.decode.worker.transport)
         assert isinstance(facts[f.KV_USAGE], float)
         assert facts[f.KV_USAGE] > 0.5

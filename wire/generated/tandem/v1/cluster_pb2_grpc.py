@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """The controller's listener: workers register, routers watch, operators change what workers do.
+    """gRPC service of the controller: workers register, routers watch the membership, operators change mode and roles.
     """
 
     def __init__(self, channel):
@@ -73,54 +73,55 @@ class ClusterStub:
 
 
 class ClusterServicer:
-    """The controller's listener: workers register, routers watch, operators change what workers do.
+    """gRPC service of the controller: workers register, routers watch the membership, operators change mode and roles.
     """
 
     def Register(self, request, context):
-        """Worker: announce yourself. A later incarnation of the same id replaces the earlier one.
+        """Called by a worker: registers it. A later incarnation of the same id replaces the earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unregister(self, request, context):
-        """Worker: leave; the id stays known to the controller.
+        """Called by a worker: removes it from the membership; the id stays known to the controller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Router, worker: the whole membership now and again after each change.
+        """Called by routers and workers: streams the whole membership, at once and after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetMode(self, request, context):
-        """Operator: let the workers share the work otherwise, while they serve. Answers when all of them do.
+        """Called by operators: change mode and roles while the workers serve. Returns when all workers have changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Operator: let a worker finish what it has and end. Answers when it has ended. It stays away unless `restart`.
+        """Called by operators: lets a worker finish its requests and end. Returns when it has ended. It is not started again
+        unless `restart`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resize(self, request, context):
-        """Operator: let there be more or fewer workers, while they serve. Answers when those who leave have left and those who
-        come serve.
+        """Called by operators: changes the number of workers while they serve. Returns when removed workers have ended and
+        new ones serve.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAbsent(self, request, context):
-        """Operator: who was asked for and does not serve now, and why.
+        """Called by operators: lists the requested workers that do not serve now, with the reasons.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +174,7 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """The controller's listener: workers register, routers watch, operators change what workers do.
+    """gRPC service of the controller: workers register, routers watch the membership, operators change mode and roles.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """The client's listener: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
-    cancelling the call cancels the request everywhere.
+    """gRPC service of the router for clients: text or token ids in, a stream of text and token ids out. Errors are gRPC
+    status codes; cancelling the call cancels the request in the whole cluster.
     """
 
     def __init__(self, channel):
@@ -69,47 +69,47 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """The client's listener: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
-    cancelling the call cancels the request everywhere.
+    """gRPC service of the router for clients: text or token ids in, a stream of text and token ids out. Errors are gRPC
+    status codes; cancelling the call cancels the request in the whole cluster.
     """
 
     def Generate(self, request, context):
-        """Continue a prompt.
+        """Continues a prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answer a conversation through the model's chat template.
+        """Answers a conversation through the model's chat template.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Cancel a request by the id its client chose.
+        """Cancels a request by its client's id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What model is served.
+        """Returns facts about the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Version and limits of this router, and the workers it sees.
+        """Returns this router's version and mode, and the workers it sees.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Current load, for balancers in front of routers.
+        """Returns the current load, for load balancers in front of routers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,8 +157,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """The client's listener: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
-    cancelling the call cancels the request everywhere.
+    """gRPC service of the router for clients: text or token ids in, a stream of text and token ids out. Errors are gRPC
+    status codes; cancelling the call cancels the request in the whole cluster.
     """
 
     @staticmethod

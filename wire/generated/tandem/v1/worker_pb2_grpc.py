@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """A worker's listener, for routers and for other workers; never for clients. Workers speak token ids only.
+    """gRPC service of a worker, for routers, the controller and other workers, not for clients. Workers process token ids
+    only.
     """
 
     def __init__(self, channel):
@@ -108,104 +109,106 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """A worker's listener, for routers and for other workers; never for clients. Workers speak token ids only.
+    """gRPC service of a worker, for routers, the controller and other workers, not for clients. Workers process token ids
+    only.
     """
 
     def Attach(self, request, context):
-        """Router: one stream a router, carrying one message a step with the events of all its requests, from both
-        halves. When it ends, the worker cancels every request of that router.
+        """Called by a router: one stream per router, with one message per step for all its requests in both halves. When the
+        stream ends, the worker cancels every request of that router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Router to decode: promise pages to a request that is going to be prefilled elsewhere.
+        """Router to decode worker: promise pages to a request that will be prefilled on another worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """Router to prefill: build the KV cache of a prompt, sample its first token and hand both over.
+        """Router to prefill worker: compute the KV of a prompt, sample its first token and transfer both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Router: forget these requests; unknown ids are ignored.
+        """Called by a router: abort these requests; unknown ids are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Router to decode: keep these leases alive.
+        """Router to decode worker: renew these leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Take nothing new, finish what runs, leave the cluster; then the process ends.
+        """Accept no new requests, finish the running ones and leave the cluster; then the process ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetAssignment(self, request, context):
-        """Controller: take this kind of work from now on. Answers at once: halves that open are open, those that close finish
-        what they have, and the role that the worker registers with follows.
+        """Called by the controller: change role and step policy. Returns at once: opening halves are open, closing halves
+        finish their requests, and the worker registers its new role afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Inspect(self, request, context):
-        """Page states and load, and what the page pool's own checks found whenever the worker was idle. Cheap.
+        """Returns page states, load, and the result of the page pool's integrity checks. Cheap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixes(self, request, context):
-        """Router: the names of all pages whose KV this worker could use again, to begin with or after a gap in StepEvents.
+        """Called by a router: returns the digests of all pages in the prefix cache, initially and after a gap in StepEvents.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConnectPeer(self, request, context):
-        """Prefill to decode: introduce yourselves before any transfer.
+        """Prefill to decode worker: the handshake before any transfer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AllotPages(self, request, context):
-        """Prefill to decode: turn a lease's promise into pages to write to.
+        """Prefill to decode worker: allocate the pages promised by a lease, to write to them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewPermissions(self, request, context):
-        """Prefill to decode: the writer is at work under these leases, and asks to go on. One message for all of them.
+        """Prefill to decode worker: extend the permission to write under these leases, one message for all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLease(self, request, context):
-        """Prefill to decode: no write under this lease is in flight and none will follow.
+        """Prefill to decode worker: no write under this lease is in flight and none will follow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def NameDeliveries(self, request, context):
-        """Prefill to decode: the notices of these leases left a while ago. Those still open here were lost on the way.
+        """Prefill to decode worker: the notices of these leases were sent a while ago. A notice is lost if its lease is still
+        open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -293,7 +296,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """A worker's listener, for routers and for other workers; never for clients. Workers speak token ids only.
+    """gRPC service of a worker, for routers, the controller and other workers, not for clients. Workers process token ids
+    only.
     """
 
     @staticmethod

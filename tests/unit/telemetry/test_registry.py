@@ -1,4 +1,4 @@
-"""Numbers of one process: every family is what it says, and Prometheus' own parser reads all of them."""
+"""The metrics of one process: every family matches its description, and Prometheus' parser reads all of them."""
 
 import re
 from itertools import pairwise
@@ -8,9 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry import families as f
-from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
 from telemetry.family import Family, Kind, counter, gauge, histogram
+from telemetry.registry import Registry
 from wire.generate import ROOT
 
 LABELS = {"model": "m", "role": "decode", "worker": "decode-0"}
@@ -25,21 +25,21 @@ SURFACE = (
     "kv_transfer_bandwidth_bytes_per_second", "engine_step_seconds", "model_bandwidth_utilization_ratio",
     "model_flops_utilization_ratio", "slo_requests_total",
 )  # fmt: skip
-"""What dashboards and autoscalers made for other servers look for."""
+"""Names that dashboards and autoscalers made for other servers use."""
 
 
-def full_board() -> Board:
-    """A cell of every family."""
-    board = Board(LABELS)
+def full_registry() -> Registry:
+    """Returns a registry with a cell of every family."""
+    registry = Registry(LABELS)
     for family in f.FAMILIES:
         values = [f"a {label}" for label in family.labels]
         if family.kind is Kind.COUNTER:
-            board.count(family, *values).add(2)
+            registry.counter(family, *values).add(2)
         elif family.kind is Kind.HISTOGRAM:
-            board.spread(family, *values).observe(0.003, 2)
+            registry.histogram(family, *values).observe(0.003, 2)
     gauges = {x: {tuple(f"a {label}" for label in x.labels): 0.5} for x in f.FAMILIES if x.kind is Kind.GAUGE}
-    board.read(lambda: gauges)
-    return board
+    registry.read(lambda: gauges)
+    return registry
 
 
 def test_the_names_of_the_field() -> None:
@@ -64,7 +64,7 @@ def test_each_name_says_its_unit_and_is_used_once() -> None:
 def test_prometheus_reads_every_family(accept: str) -> None:
     from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
-    text, content_type = Exposition(full_board()).render(accept)
+    text, content_type = Exposition(full_registry()).render(accept)
     assert content_type.startswith("application/openmetrics-text" if accept == OPENMETRICS else "text/plain")
     read = openmetrics if accept == OPENMETRICS else text_string_to_metric_families
     samples = {sample.name: sample for metric in read(text.decode()) for sample in metric.samples}
@@ -76,21 +76,21 @@ def test_prometheus_reads_every_family(accept: str) -> None:
 
 
 def test_where_observations_go() -> None:
-    """A value on a bound belongs below it, one beyond all bounds to the last bucket."""
-    board = Board(LABELS)
+    """A value on a bound belongs to the bucket below it, one beyond all bounds to the last bucket."""
+    registry = Registry(LABELS)
     family = histogram("h_seconds", "H.", (1.0, 2.0))
-    spread = board.spread(family)
+    spread = registry.histogram(family)
     for value, times in ((1.0, 1), (1.5, 3), (2.0, 1), (9.0, 2)):
         spread.observe(value, times)
     assert (spread.counts, spread.count, spread.total) == ([1, 4, 2], 7, 25.5)
-    text = Exposition(board).render()[0].decode()
+    text = Exposition(registry).render()[0].decode()
     buckets = re.findall(r'tandem_h_seconds_bucket{le="([^"]+)",[^}]*} ([0-9.]+)', text)
     assert buckets == [("1.0", "1.0"), ("2.0", "5.0"), ("+Inf", "7.0")]
-    assert board.spread(family) is spread
+    assert registry.histogram(family) is spread
 
 
 def test_a_cell_must_fit_its_family() -> None:
-    board = Board(LABELS)
+    registry = Registry(LABELS)
     for family, values in (
         (f.PREEMPTIONS, ("x",)),
         (f.KV_USAGE, ()),
@@ -98,16 +98,16 @@ def test_a_cell_must_fit_its_family() -> None:
         (f.TIME_TO_FIRST_TOKEN, ()),
     ):
         with pytest.raises(ValueError, match=family.name):
-            board.count(family, *values)
+            registry.counter(family, *values)
 
 
 def test_several_processes_as_one() -> None:
-    """Each family's head once, all series behind it; what only one process has is there, too."""
+    """Each family's head appears once, followed by all series, also those of a single process."""
 
     def text(worker: str, *families: Family) -> str:
-        board = Board({"worker": worker})
-        board.read(lambda: dict.fromkeys(families, 1.0))
-        return Exposition(board).render()[0].decode()
+        registry = Registry({"worker": worker})
+        registry.read(lambda: dict.fromkeys(families, 1.0))
+        return Exposition(registry).render()[0].decode()
 
     alone = gauge("alone", "One has it.")
     merged = merge([text("a", f.KV_USAGE), "", text("b", f.KV_USAGE, alone)])

@@ -1,4 +1,4 @@
-"""A real Prometheus beside a real cluster: every panel has data, and its figures are those that clients saw.
+"""A real Prometheus scrapes a real cluster: every panel has data, and its values are those that clients measured.
 
 The load takes some seconds; TANDEM_MIXED_LOAD_S=120 makes it two minutes.
 """
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.dashboards.panels import Stretch, names, read_dashboard, show
-from benchmarks.dashboards.prometheus import Prometheus, find_prometheus, prometheus_beside
+from benchmarks.dashboards.panels import TimeRange, names, read_dashboard, show
+from benchmarks.dashboards.prometheus import Prometheus, find_prometheus, running_prometheus
 from benchmarks.load.mixed import run_mixed, since_sent
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.slo import Outcome, SloCell
@@ -40,24 +40,27 @@ pytestmark = pytest.mark.skipif(
 
 LOAD_S = float(os.environ.get("TANDEM_MIXED_LOAD_S", "16"))
 WHOLE_LOAD_S = 120.0
-"""From this length on a standstill is too little of it to excuse anything."""
+"""The load duration in seconds from which a stall is too small a share of it to widen any tolerance."""
 PROCESSES = 3
 RECOVERS_S = 120.0
 OTHER_CLOCK_S = 5.0
-"""How far apart router and client, other processes, may see a first token, before a verdict is anybody's."""
+"""The largest difference in seconds between router and client in TTFT within which a verdict may go either way."""
 OTHER_GAP = 0.25
-"""The same of a gap, as a part of its target."""
+"""The same for a token gap, as a fraction of its target."""
 TOLERANCE = 0.01
 CLASSES = (
     SloClass("quick", ttft_s=60.0, itl_s=20.0, overload=Overload.DEGRADE),
     SloClass("balanced", ttft_s=60.0, itl_s=0.002, overload=Overload.DEGRADE),
     BEST_EFFORT,
 )
-"""Any machine keeps nearly all of the first, and none of the second but answers of one token: a router that judges all
-alike is found out, and few requests are so near to a target that router and client may differ."""
+"""Service classes whose outcomes are unambiguous on any machine.
+
+Nearly all requests meet the first class, and only answers of one token meet the second: a router that judges all
+requests alike is detected, and few requests are so near to a target that router and client may disagree.
+"""
 TARGETS = {slo.name: SloCell(slo.name, slo.ttft_s, slo.itl_s) for slo in CLASSES}
 DCGM = Path(__file__).with_name("dcgm.prom")
-"""What NVIDIA's exporter says of one GPU."""
+"""Sample output of NVIDIA's DCGM exporter for one GPU."""
 
 
 @dataclass
@@ -68,10 +71,10 @@ class Watched:
     end: float
     requests: dict[str, list[RequestRecord]]
     fired: set[str] = field(default_factory=set)
-    """Alerts of what has grown, which rest when the windows that they look back over have passed."""
+    """Alerts on counters that grew, which resolve when their look-back windows have passed."""
 
     def grown(self, selected: str, *by: str) -> str:
-        """How much counters grew during the load, to the last one, without extrapolation."""
+        """Returns the query for a counter's increase during the load, exact and without extrapolation."""
         return f"sum by ({', '.join(by)}) ({selected} @ {self.end:.3f} - {selected} @ {self.start:.3f})"
 
     def count(self, selected: str) -> float:
@@ -86,12 +89,12 @@ def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPa
         max_step_tokens=512,
         slo_classes=CLASSES,
         front_processes=2,
-        hang_deadline_s=0.0,  # tests stop processes until an alert fires
+        hang_deadline_s=0.0,  # the tests suspend processes until an alert fires
     )
     folder = tmp_path_factory.mktemp("prometheus")
     with (
         _exporter() as gpus,
-        prometheus_beside(cluster.metrics_address, folder, patience=False, exporters=[gpus]) as prometheus,
+        running_prometheus(cluster.metrics_address, folder, full_windows=False, exporters=[gpus]) as prometheus,
     ):
         target = find_target(cluster.grpc_address)
         touch(target)
@@ -104,7 +107,7 @@ def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPa
 
 @contextmanager
 def _exporter() -> Iterator[str]:
-    """Says the same at every scrape; host:port."""
+    """Serves the same metrics at every scrape; yields host:port."""
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -124,15 +127,15 @@ def _exporter() -> Iterator[str]:
 
 @pytest.mark.parametrize("name", names())
 def test_every_query_has_data(watched: Watched, name: str) -> None:
-    stretch = Stretch(watched.start, watched.end)
-    shown = list(show(read_dashboard(name), watched.prometheus, stretch))
+    time_range = TimeRange(watched.start, watched.end)
+    shown = list(show(read_dashboard(name), watched.prometheus, time_range))
     assert len(shown) > 8
     assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
 
 
 def test_the_folded_row_of_hardware_has_data(watched: Watched) -> None:
-    stretch = Stretch(watched.start, watched.end)
-    shown = list(show(read_dashboard("workers"), watched.prometheus, stretch, folded=True))
+    time_range = TimeRange(watched.start, watched.end)
+    shown = list(show(read_dashboard("workers"), watched.prometheus, time_range, folded=True))
     assert len(shown) == 8
     assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
     named = {curve.name for panel in shown for curves in panel.answers for curve in curves}
@@ -140,8 +143,8 @@ def test_the_folded_row_of_hardware_has_data(watched: Watched) -> None:
 
 
 def test_the_folded_row_of_front_processes_has_data(watched: Watched) -> None:
-    stretch = Stretch(watched.start, watched.end)
-    shown = list(show(read_dashboard("serving"), watched.prometheus, stretch, folded=True))
+    time_range = TimeRange(watched.start, watched.end)
+    shown = list(show(read_dashboard("serving"), watched.prometheus, time_range, folded=True))
     assert len(shown) == 4
     assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
     named = {curve.name for panel in shown for curves in panel.answers for curve in curves}
@@ -149,7 +152,7 @@ def test_the_folded_row_of_front_processes_has_data(watched: Watched) -> None:
 
 
 def test_rules_are_loaded_and_nothing_fires(watched: Watched) -> None:
-    """But what burns: this machine keeps the promises that it can."""
+    """No alert fires but the SLO burn-rate alerts, which depend on this machine's speed."""
     groups = watched.prometheus.get("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert len(rules) >= 15
@@ -158,8 +161,7 @@ def test_rules_are_loaded_and_nothing_fires(watched: Watched) -> None:
 
 
 def test_goodput_is_what_the_load_generator_counted(watched: Watched, tell: Callable[[str], None]) -> None:
-    """Within one percent, and those requests whose time to the first token or gaps lie so near to their target that
-    router and client may differ."""
+    """The counts agree within one percent, plus requests so near to a target that router and client may disagree."""
     bounds: dict[str, tuple[int, int]] = {}
     for name, records in watched.requests.items():
         cell, seen = TARGETS[name], since_sent(records)
@@ -184,8 +186,10 @@ def _met(records: list[RequestRecord], cell: SloCell) -> int:
 
 
 def test_latencies_are_in_the_clients_buckets(watched: Watched, tell: Callable[[str], None]) -> None:
-    """Or in one beside them; over a short load but for what a moment's standstill of either moves: of first tokens,
-    which clients never see before a router, the upper end is held to the one side, of gaps the median alone is.
+    """The quantiles of router and clients are in the same or neighbouring histogram buckets.
+
+    A short load is allowed larger differences caused by one stall: for TTFT, which clients never see before the router,
+    only the client's side may be larger; for gaps only the median is checked.
     """
     records = [record for each in watched.requests.values() for record in each]
     _compare(watched, tell, f.TIME_TO_FIRST_TOKEN, [each.ttft_s for each in since_sent(records) if each.token_s])
@@ -206,8 +210,9 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
 
 
 def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) -> None:
-    """Leases over nearly all pages, which may be written, and no heartbeat: they expire, and their pages wait in
-    quarantine. A prompt that is handed over to one of them then is refused.
+    """Writable leases over nearly all pages without heartbeats expire, and their pages wait in quarantine.
+
+    A request whose KV is handed over to one of these leases afterwards is rejected.
     """
     cluster, prometheus, seen = watched.cluster, watched.prometheus, set()
     full, lost = {"TandemKvFull"}, {"TandemPagesQuarantined", "TandemWorkerNotReady", "TandemNoDecodeWorker"}
@@ -231,7 +236,7 @@ def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) ->
 
 
 def test_broken_promises_fire(watched: Watched) -> None:
-    """Answers that no machine gives within their class's gaps, one after the other."""
+    """Requests whose token gap target no machine can meet, one after the other."""
     prometheus, expected = watched.prometheus, {"TandemGoodputBurnsFast", "TandemGoodputBurnsSlowly"}
     _await(lambda: not expected & prometheus.firing())
 
@@ -247,8 +252,8 @@ def test_broken_promises_fire(watched: Watched) -> None:
 
 
 def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_path: Path) -> None:
-    """Its own Prometheus has the patience to wait until the controller has waited for the one that hangs."""
-    with prometheus_beside(watched.cluster.metrics_address, tmp_path, patience=False, every_s=3) as prometheus:
+    """Uses a Prometheus with a scrape timeout longer than the controller waits for the worker that hangs."""
+    with running_prometheus(watched.cluster.metrics_address, tmp_path, full_windows=False, every_s=3) as prometheus:
         prometheus.await_scrape(PROCESSES)
         hangs = watched.cluster.worker("prefill").pid
         os.kill(hangs, signal.SIGSTOP)
@@ -265,7 +270,7 @@ def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_pa
 
 
 def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watched) -> None:
-    """A controller that waits for a worker is as silent, for a Prometheus without patience: that must be over."""
+    """The alert of the test before must have resolved: a controller that waits for a worker looks unreachable, too."""
     prometheus, hangs, expected = watched.prometheus, watched.cluster.controller_pid(), "TandemControllerUnreachable"
     _await(lambda: expected not in prometheus.firing())
     os.kill(hangs, signal.SIGSTOP)
@@ -303,7 +308,7 @@ def test_what_has_grown_no_more_rests(watched: Watched) -> None:
 
 
 def _kill_until(cluster: Any, name: str, condition: Callable[[], bool]) -> None:
-    """Each new run of a process, as soon as it is there."""
+    """Kills each new process called `name` as soon as it has started, until `condition` holds."""
     killed = {0}
 
     def done() -> bool:

@@ -1,6 +1,4 @@
-"""Looks at writes in flight: none long before one can be over, close ones around that moment, rarer ones when it is
-late.
-"""
+"""Polls of writes in flight: none long before one can be over, frequent ones around that time, rarer ones when late."""
 
 import ctypes
 import sys
@@ -9,7 +7,7 @@ import time
 
 import pytest
 
-from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S, Pace, wait_precisely
+from kv_transfer.poll_backoff import FIRST_LOOK_S, LAST_LOOK_S, PollBackoff, wait_precisely
 
 MIB = 1 << 20
 
@@ -19,14 +17,14 @@ class Clock:
         self.now = 100.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def looks(self, pace: Pace, seconds: float, moved: int = MIB) -> list[float]:
-        """Waits until a write that takes `seconds` is found to be over."""
+    def looks(self, backoff: PollBackoff, seconds: float, moved: int = MIB) -> list[float]:
+        """Returns the waits until a write that takes `seconds` is found to be over."""
         waits = []
         began = self.now
         while self.now - began < seconds:
-            waits.append(pace.wait_s(moved))
+            waits.append(backoff.wait_s(moved))
             self.now += waits[-1]
-        pace.ended(moved)
+        backoff.ended(moved)
         return waits
 
 
@@ -36,96 +34,96 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_without_experience_it_begins_closely_and_waits_longer_and_longer(clock: Clock) -> None:
-    pace = Pace()
-    pace.began(0)
-    waits = clock.looks(pace, 10e-3)
+    backoff = PollBackoff()
+    backoff.began(0)
+    waits = clock.looks(backoff, 10e-3)
     assert waits[:3] == pytest.approx([FIRST_LOOK_S] * 3)
     assert waits[2:] == sorted(waits[2:])
     assert waits[-1] == LAST_LOOK_S
     assert len(waits) < 50
 
 
-def ended_after(pace: Pace, clock: Clock, seconds: float) -> None:
-    """The write at work ends after `seconds`, and just before it was looked at."""
+def ended_after(backoff: PollBackoff, clock: Clock, seconds: float) -> None:
+    """Ends the current write after `seconds`, just before it was polled."""
     clock.now += seconds
-    pace.wait_s(MIB)
-    pace.ended(MIB)
+    backoff.wait_s(MIB)
+    backoff.ended(MIB)
 
 
 def test_it_looks_closely_when_a_write_may_be_over(clock: Clock) -> None:
-    pace = Pace()
-    pace.began(0)
-    ended_after(pace, clock, 100e-6)
+    backoff = PollBackoff()
+    backoff.began(0)
+    ended_after(backoff, clock, 100e-6)
 
-    pace.began(0)
-    assert pace.wait_s(MIB) == pytest.approx(90e-6, rel=1e-3)
-    assert pace.wait_s(4 * MIB) == pytest.approx(360e-6, rel=1e-3)
-    assert pace.wait_s(1000 * MIB) == LAST_LOOK_S
+    backoff.began(0)
+    assert backoff.wait_s(MIB) == pytest.approx(90e-6, rel=1e-3)
+    assert backoff.wait_s(4 * MIB) == pytest.approx(360e-6, rel=1e-3)
+    assert backoff.wait_s(1000 * MIB) == LAST_LOOK_S
     clock.now += 95e-6
-    assert pace.wait_s(MIB) == FIRST_LOOK_S
+    assert backoff.wait_s(MIB) == FIRST_LOOK_S
     clock.now += 145e-6
-    assert pace.wait_s(MIB) == FIRST_LOOK_S
+    assert backoff.wait_s(MIB) == FIRST_LOOK_S
     clock.now += 1e-3
-    assert pace.wait_s(MIB) == LAST_LOOK_S
+    assert backoff.wait_s(MIB) == LAST_LOOK_S
 
 
 @pytest.mark.parametrize("seconds", [43e-6, 340e-6, 686e-6, 5e-3])
 def test_a_write_is_found_within_a_close_look_of_its_end_and_with_few_looks(clock: Clock, seconds: float) -> None:
-    pace = Pace()
-    pace.began(0)
-    ended_after(pace, clock, seconds)
+    backoff = PollBackoff()
+    backoff.began(0)
+    ended_after(backoff, clock, seconds)
     for slower in (1.0, 1.1, 1.3):
-        pace.began(0)
-        waits = clock.looks(pace, slower * seconds)
+        backoff.began(0)
+        waits = clock.looks(backoff, slower * seconds)
         assert sum(waits) <= slower * seconds + FIRST_LOOK_S
         assert len(waits) <= 3 + 0.5 * seconds / FIRST_LOOK_S
 
 
 def test_a_queue_is_expected_to_end_one_by_one(clock: Clock) -> None:
-    pace = Pace()
-    pace.began(0)
-    pace.began(1)
-    ended_after(pace, clock, 200e-6)
-    assert pace.wait_s(MIB) == pytest.approx(180e-6, rel=1e-3)
+    backoff = PollBackoff()
+    backoff.began(0)
+    backoff.began(1)
+    ended_after(backoff, clock, 200e-6)
+    assert backoff.wait_s(MIB) == pytest.approx(180e-6, rel=1e-3)
 
 
 def test_a_late_look_does_not_make_the_next_ones_late(clock: Clock) -> None:
-    """A wire of 40 µs a write, found out about after 20 ms the first time."""
-    pace = Pace()
-    pace.began(0)
+    """Writes take 40 µs each, and the first was detected after 20 ms."""
+    backoff = PollBackoff()
+    backoff.began(0)
     clock.now += 20e-3
-    pace.ended(MIB)
+    backoff.ended(MIB)
     taken = 0.0
     for _ in range(12):
-        pace.began(0)
-        taken = sum(clock.looks(pace, 40e-6))
+        backoff.began(0)
+        taken = sum(clock.looks(backoff, 40e-6))
     assert taken < 100e-6
 
 
 def test_waits_that_take_longer_than_asked_for_do_not_feed_on_themselves(clock: Clock) -> None:
-    """A timer that rings 70 µs late, and a wire of 40 µs a write."""
-    pace = Pace()
-    pace.began(0)
+    """A timer fires 70 µs late, and writes take 40 µs each."""
+    backoff = PollBackoff()
+    backoff.began(0)
     clock.now += 20e-3
-    pace.ended(MIB)
+    backoff.ended(MIB)
     taken = 0.0
     for _ in range(40):
-        pace.began(0)
+        backoff.began(0)
         began = clock.now
         while clock.now - began < 40e-6:
-            clock.now += pace.wait_s(MIB) + 70e-6
-        pace.ended(MIB)
+            clock.now += backoff.wait_s(MIB) + 70e-6
+        backoff.ended(MIB)
         taken = clock.now - began
     assert taken < 160e-6
 
 
 def test_the_expectation_follows_a_wire_that_becomes_slower(clock: Clock) -> None:
-    pace = Pace()
+    backoff = PollBackoff()
     for seconds in [100e-6] + [400e-6] * 100:
-        pace.began(0)
-        ended_after(pace, clock, seconds)
-    pace.began(0)
-    assert pace.wait_s(MIB) == pytest.approx(360e-6, rel=0.05)
+        backoff.began(0)
+        ended_after(backoff, clock, seconds)
+    backoff.began(0)
+    assert backoff.wait_s(MIB) == pytest.approx(360e-6, rel=0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="timers have a slack on Linux")

@@ -1,6 +1,6 @@
-"""Which tiles of which row each program of decode attention takes: as the plain model of `walk_model` has it.
+"""The tiles of each row that each program of decode attention takes, against the plain model of `tile_range_model`.
 
-In the interpreter the attention kernels themselves say what they take: their steps are replaced by a notebook.
+In the interpreter the attention kernels themselves report them: their steps are replaced by a recorder.
 """
 
 from collections import defaultdict
@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from engine.config.attention import AttentionShape
 from engine.kernels.attention import triton_attention_kernels as kernels
 from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.attention.triton_attention_kernels import Walk
+from engine.kernels.attention.triton_attention_kernels import TileRange
 from engine.kernels.attention.triton_attention_plan import Plan, PlanFunction, make_plan
 from engine.kernels.triton_launch import overlaps_launches
-from tests.kernels import walk_model
+from tests.kernels import tile_range_model
 from tests.kernels.decode_cases import DEVICE, ON_GPU, attention_of, check, decode_step, fixed, rows_of
 from tests.kernels.steps import heads
-from tests.kernels.walk_model import Line, Part, seen_tiles, walked
+from tests.kernels.tile_range_model import Line, Part, seen_tiles, tile_line
 
 BLOCK = 32
 """Tokens of a tile, see `fixed`."""
@@ -37,12 +37,12 @@ contexts = st.one_of(
     st.sampled_from([BLOCK, 2 * BLOCK, 10 * BLOCK]),
     st.integers(1, 2500),
 )
-"""Of padded rows, of rows shorter than a tile, of whole tiles, of any."""
+"""Contexts of padded rows, of rows shorter than a tile, of whole tiles, of any length."""
 unlike = st.lists(contexts, min_size=1, max_size=75)
 alike = st.integers(1, 2500).flatmap(
     lambda longest: st.lists(st.integers(longest * 7 // 8, longest), min_size=1, max_size=40)
 )
-"""Of about one length."""
+"""Contexts of similar length."""
 padded = st.tuples(alike, st.integers(0, 3)).map(lambda rows: rows[0] + [0] * rows[1])
 rows = st.one_of(unlike, alike, padded)
 programs = st.integers(1, 40)
@@ -50,7 +50,7 @@ windows = st.one_of(st.none(), st.integers(1, 300))
 
 
 class Notebook:
-    """What programs of a call do, instead of it, of each key head; and where they put partial results."""
+    """Records the work of a call's programs, instead of doing it, by key head, and the indices of partial results."""
 
     def __init__(self) -> None:
         self.taken: dict[int, list[Part]] = defaultdict(list)
@@ -58,16 +58,16 @@ class Notebook:
         self.firsts: dict[int, set[int]] = defaultdict(set)
 
     def attend(self, *given: Any) -> tuple[int, int, None]:
-        """In place of `triton_attention_tiles.attend`."""
+        """Replaces `triton_attention_tiles.attend`."""
         start, end = given[5:7]
         return _number(start), _number(end), None
 
     def deliver(self, start: int, end: int, _: None, *where: Any) -> None:
-        """In place of `triton_attention_tiles.deliver`, of what `attend` found."""
+        """Replaces `triton_attention_tiles.deliver`, for the result of `attend`."""
         lane, number, active, first_partial = map(_number, where[:4])
         row, kv_head = divmod(lane, KV_HEADS)
-        walking = _number(tl.num_programs(2)) == 1
-        program = _number(tl.program_id(1)) if walking else row * _number(tl.num_programs(2)) + number
+        persistent = _number(tl.num_programs(2)) == 1
+        program = _number(tl.program_id(1)) if persistent else row * _number(tl.num_programs(2)) + number
         assert _number(tl.program_id(0)) == kv_head
         self.taken[kv_head].append(Part(program, row, tuple(range(start, end)), number, active))
         if active > 1:
@@ -88,7 +88,7 @@ def attention_with(choose: PlanFunction, shape: AttentionShape, most_rows: int) 
 
 
 def begin(attention: DecodeAttention, lengths: Sequence[int], columns: int = 40) -> tuple[torch.Tensor, ...]:
-    """A step of rows of these contexts → what its calls are given, beside queries."""
+    """Begins a step of rows of these contexts → the arguments of its calls, except queries."""
     cache = torch.zeros(1, 1, 2, KV_HEADS, PAGE, attention._shape.head_dim, dtype=torch.float16, device=DEVICE)
     table = torch.zeros(len(lengths), columns, dtype=torch.int32, device=DEVICE)
     contexts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
@@ -97,7 +97,7 @@ def begin(attention: DecodeAttention, lengths: Sequence[int], columns: int = 40)
 
 
 def noted(attention: DecodeAttention, lengths: Sequence[int], columns: int = 40) -> Notebook:
-    """What the programs of a call take."""
+    """Returns the record of a call's programs."""
     cache, table, contexts = begin(attention, lengths, columns)
     shape, notebook = attention._shape, Notebook()
     q = torch.zeros(len(lengths), shape.heads, shape.head_dim, dtype=torch.float16, device=DEVICE)
@@ -106,8 +106,8 @@ def noted(attention: DecodeAttention, lengths: Sequence[int], columns: int = 40)
     return notebook
 
 
-def walks_of(attention: DecodeAttention) -> list[Walk]:
-    return [Walk(*walk) for walk in attention._begun.step.walks.tolist()]
+def tile_ranges_of(attention: DecodeAttention) -> list[TileRange]:
+    return [TileRange(*tile_range) for tile_range in attention._begun.step.tile_ranges.tolist()]
 
 
 def tiles_of(lengths: Iterable[int], window: int | None, block_tokens: int = BLOCK) -> list[list[int]]:
@@ -115,7 +115,7 @@ def tiles_of(lengths: Iterable[int], window: int | None, block_tokens: int = BLO
 
 
 def assert_each_once(parts: Sequence[Part], seen: Sequence[Sequence[int]]) -> None:
-    """Every row has its tiles in order, or one part with none where it sees nothing; its parts are numbered."""
+    """Checks that a row's parts are numbered and have its tiles in order, or are one empty part."""
     for row, tiles in enumerate(seen):
         own = sorted((part for part in parts if part.row == row), key=lambda part: part.number)
         assert [part.number for part in own] == list(range(len(own)))
@@ -125,13 +125,13 @@ def assert_each_once(parts: Sequence[Part], seen: Sequence[Sequence[int]]) -> No
 
 
 def most_tiles(line: Line, seen: Sequence[Sequence[int]], programs: int) -> int:
-    """An even share of all cells, or an eighth more than one of all tiles where no row is cut that need not be."""
+    """Returns an even share of all cells, or an eighth more than one of all tiles where no row is cut unnecessarily."""
     share = -(-sum(len(tiles) or 1 for tiles in seen) // programs)
     return share if line.least == 1 else max(share, 9 * sum(map(len, seen)) // (8 * programs))
 
 
 def most_taken(notebook: Notebook) -> int:
-    """Tiles of the program that has the most."""
+    """Returns the tiles of the program that has the most."""
     taken: dict[int, int] = defaultdict(int)
     for part in notebook.taken[0]:
         taken[part.program] += len(part.tiles)
@@ -139,7 +139,7 @@ def most_taken(notebook: Notebook) -> int:
 
 
 def assert_as_expected(notebook: Notebook, expected: list[Part], seen: Sequence[Sequence[int]], room: int) -> None:
-    """Each key head's programs, and where they put what is to be merged: side by side, and nobody else's."""
+    """Checks each key head's programs, and that their partial results are adjacent and not shared."""
     for kv_head in range(KV_HEADS):
         assert sorted(notebook.taken[kv_head]) == expected
     assert_each_once(notebook.taken[0], seen)
@@ -149,7 +149,7 @@ def assert_as_expected(notebook: Notebook, expected: list[Part], seen: Sequence[
 
 
 @pytest.mark.parametrize(
-    ("lengths", "units", "stretches"),
+    ("lengths", "units", "ranges"),
     [
         ([256] * 5, 5, [8] * 5),
         ([256] * 9 + [0], 10, [8] * 9 + [1]),
@@ -162,15 +162,15 @@ def assert_as_expected(notebook: Notebook, expected: list[Part], seen: Sequence[
     ],
     ids=["one each", "and one padded", "nearly one length", "several each", "parts", "no room", "waste", "uneven"],
 )
-def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, stretches: list[int]) -> None:
-    """Cells of each program that has any."""
-    line = walked(tiles_of(lengths, None), units)
+def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, ranges: list[int]) -> None:
+    """Compares the number of cells of each program that has any."""
+    line = tile_line(tiles_of(lengths, None), units)
     cells = len(line.cells)
-    assert [min(line.stretch, cells - start) for start in range(0, cells, line.stretch)] == stretches
+    assert [min(line.range_tiles, cells - start) for start in range(0, cells, line.range_tiles)] == ranges
     step = decode_step(lengths, heads(2, 1, 64), 64)
     attention = attention_of(step, choose=fixed(units))
     attention.begin_step(step.cache_as(torch.float16).to(DEVICE), *rows_of(step))
-    assert walks_of(attention) == [line.walk(unit) for unit in range(units)]
+    assert tile_ranges_of(attention) == [line.tile_range(unit) for unit in range(units)]
     if 0 not in lengths:
         check(step, torch.float16, choose=fixed(units))
 
@@ -186,8 +186,8 @@ def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, st
 def test_records_are_those_of_the_model(lengths: list[int], units: int, window: int | None) -> None:
     attention = attention_with(fixed(units), shape_of(window), len(lengths))
     begin(attention, lengths)
-    line = walked(tiles_of(lengths, window), units)
-    assert walks_of(attention) == [line.walk(unit) for unit in range(units)]
+    line = tile_line(tiles_of(lengths, window), units)
+    assert tile_ranges_of(attention) == [line.tile_range(unit) for unit in range(units)]
 
 
 @interpreted
@@ -201,7 +201,7 @@ def test_records_are_those_of_the_model(lengths: list[int], units: int, window: 
 def test_programs_take_what_the_model_gives_them(lengths: list[int], units: int, window: int | None) -> None:
     seen = tiles_of(lengths, window)
     notebook = noted(attention_with(fixed(units), shape_of(window), len(lengths)), lengths)
-    line = walked(seen, units)
+    line = tile_line(seen, units)
     assert_as_expected(notebook, line.parts(), seen, KV_HEADS * (units + len(lengths)))
     assert most_taken(notebook) <= most_tiles(line, seen, units)
 
@@ -216,11 +216,13 @@ def test_programs_of_one_row_take_what_the_model_gives_them(
     plan = Plan(BLOCK, warps=4, stages=2, splits=splits, least_tiles=least)
     seen = tiles_of(lengths, window)
     notebook = noted(attention_with(lambda *_: plan, shape_of(window), len(lengths)), lengths)
-    assert_as_expected(notebook, walk_model.split(seen, splits, least), seen, KV_HEADS * plan.partials(len(lengths)))
+    assert_as_expected(
+        notebook, tile_range_model.split(seen, splits, least), seen, KV_HEADS * plan.partials(len(lengths))
+    )
 
 
 steps = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1 << 30)), min_size=2, max_size=3)
-"""Columns of a table, and what contexts come from."""
+"""Columns of a table, and the seed of the contexts."""
 
 
 @interpreted
@@ -230,15 +232,15 @@ steps = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1 << 30)), min_siz
 def test_steps_of_as_many_rows_and_tables_of_other_widths(
     count: int, widths_and_seeds: list[tuple[int, int]], window: int | None, head_dim: int
 ) -> None:
-    """With one attention's memory, by the engine's own plans."""
+    """All steps share one attention's memory and use the engine's own plans."""
     attention = attention_with(make_plan, shape_of(window, head_dim), 40)
     for columns, seed in widths_and_seeds:
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(0, columns * PAGE + 1, (count,), generator=generator).tolist()
         notebook = noted(attention, lengths, columns)
-        plan, walks = attention._begun.step.plan, attention._begun.step.walks
-        assert len(walks) == plan.units
+        plan, tile_ranges = attention._begun.step.plan, attention._begun.step.tile_ranges
+        assert len(tile_ranges) == plan.units
         assert KV_HEADS * plan.partials(count) * 2 <= len(attention._partial_lse), "two heads share a key head"
         seen = tiles_of(lengths, window, plan.block_tokens)
-        parts = walked(seen, plan.units).parts() if plan.units else walk_model.split(seen, plan.splits, 1)
+        parts = tile_line(seen, plan.units).parts() if plan.units else tile_range_model.split(seen, plan.splits, 1)
         assert_as_expected(notebook, parts, seen, KV_HEADS * plan.partials(count))

@@ -1,9 +1,9 @@
-"""How near to its limit a number of workers is under a demand: 1 = what was promised can just be kept.
+"""Load ratio: a demand over the capacity of a number of workers; at 1 the targets can just be met.
 
-Prompts: a pool of equal servers with one queue. Nine in ten first tokens must come in time, so the pool may be busy the
-less, the fewer and the slower its workers are (Sakasegawa, An approximation formula L_q = αρ^β/(1-ρ), 1977, with an
-exponential tail). Answers: steps grow with the rows in them, and so many rows fit as the gap target, the KV cache and
-the batch limit leave room for. Workers that do both divide each step between the two.
+Prefill is a pool of equal servers with one queue. Nine in ten first tokens must come in time, so the pool's maximum
+utilization falls with fewer and slower workers (Sakasegawa, An approximation formula L_q = αρ^β/(1-ρ), 1977, with an
+exponential tail). Decode steps grow with their rows, and the inter-token target, the KV cache and the batch limit bound
+the number of rows. Workers that do both divide each step between the two.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from wire.ending import decode_pages
 from wire.messages import Role
 
 BUSY_MAX = 0.95
-"""Part of the time that a pool of prefill workers may compute, however loose the target."""
+"""Maximum utilization of a pool of prefill workers, however loose the target."""
 LATE = 0.1
-"""Part of the first tokens that may come too late."""
+"""Fraction of first tokens that may miss their target."""
 LONG_PROMPT = 2.0
-"""The prompt that one in ten is longer than, in mean ones: lognormal with a sigma of 0.8."""
+"""The 90th percentile of prompt lengths over the mean: lognormal with a sigma of 0.8."""
 SLACK_MIN = 0.1
-"""Part of the target that counts as left for waiting where computing alone nearly takes all of it."""
+"""Minimum fraction of the target left for queueing where computing alone takes nearly all of it."""
 HEADROOM = 0.9
-"""Part of the rows that fit which a worker may have on average: arrivals are uneven."""
+"""Fraction of the fitting rows that a worker may have on average, because arrivals are uneven."""
 _HALVINGS = 30
 
 
 class Limit(StrEnum):
-    """What binds first."""
+    """The limit that binds first."""
 
     TTFT = "time to first token"
     COMPUTE = "prefill compute"
@@ -43,47 +43,49 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """A worker of a kind: what its steps cost, and how much it holds."""
+    """A kind of worker: the cost of its steps, and its capacity."""
 
     cost: CostParameters
     kv_tokens: float
-    """Of its whole page pool."""
+    """KV tokens of the whole page pool."""
     batch_requests: int
-    """Most rows of a decode step."""
+    """Maximum rows of a decode step."""
     chunk_tokens: int
-    """Most prompt tokens of a step."""
+    """Maximum prompt tokens of a step."""
     longest_tokens: int
-    """That a prompt may have: workers that do both keep room for one (`wire.ending.decode_pages`)."""
+    """Maximum tokens of a prompt: workers that do both keep pages free for one (`wire.ending.decode_pages`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Strain:
-    """Of one kind of workers: 0 = nothing to do, 1 = at the limit, above = promises break."""
+class LoadRatio:
+    """The load ratio of one role: 0 = idle, 1 = at the limit, above = targets are missed."""
 
     value: float
     limit: Limit
 
     @property
     def text(self) -> str:
-        """For a person."""
+        """The load ratio as text."""
         return f"{self.value:.0%} ({self.limit})"
 
 
-def prefill_strain(
+def prefill_load_ratio(
     demand: Demand, promise: Promise, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
-) -> Strain:
-    """Of `workers` that only compute prompts. `backlog_s`: device seconds of waiting prompts to be worked off in each
-    second, beside what comes.
+) -> LoadRatio:
+    """Returns the load ratio of `workers` prefill workers.
+
+    `backlog_s`: device seconds of queued prompts to be worked off per second, in addition to the new load.
     """
     each_s = demand.prompt_seconds(StepCost(facts.cost), facts.chunk_tokens)
     busy = (demand.per_s * each_s + backlog_s) / workers
     cap = busy_cap(workers, each_s, promise.ttft_s)
-    return Strain(busy / cap, Limit.COMPUTE if cap >= BUSY_MAX else Limit.TTFT)
+    return LoadRatio(busy / cap, Limit.COMPUTE if cap >= BUSY_MAX else Limit.TTFT)
 
 
 def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
-    """The part of the time that so many workers may be busy, if all but `LATE` of the prompts, each `service_s` on
-    average, are to have their first token within `ttft_s`.
+    """Returns the maximum utilization at which all but `LATE` of the prompts meet their TTFT target.
+
+    Each of the `workers` takes `service_s` for a mean prompt; the target is `ttft_s`.
     """
     if service_s <= 0 or ttft_s == math.inf:
         return BUSY_MAX
@@ -98,14 +100,14 @@ def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many answers a worker may decode at once, and why no more; `count` is at least 1."""
+    """The number of requests that a worker may decode at once, at least 1, and the limit that binds."""
 
     count: float
     limit: Limit
 
 
 def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
-    """On average, at one worker of this role."""
+    """Returns the mean number of rows that fit at one worker of this role."""
     pages = decode_pages(role, int(facts.kv_tokens), facts.longest_tokens)
     kv_tokens = facts.kv_tokens if pages is None else pages
     p = facts.cost
@@ -120,16 +122,20 @@ def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Ro
     return Rows(max(found[0], 1.0), found[1])
 
 
-def decode_strain(demand: Demand, promise: Promise, facts: WorkerFacts, workers: int) -> Strain:
-    """Of `workers` that only decode."""
+def decode_load_ratio(demand: Demand, promise: Promise, facts: WorkerFacts, workers: int) -> LoadRatio:
+    """Returns the load ratio of `workers` decode workers."""
     p, fits = facts.cost, rows_that_fit(demand, promise, facts)
     step_s = p.base_s + fits.count * (p.row_s + p.context_s * demand.context_tokens)
-    return Strain(demand.per_s * demand.answer_tokens / workers * step_s / fits.count, fits.limit)
+    return LoadRatio(demand.per_s * demand.answer_tokens / workers * step_s / fits.count, fits.limit)
 
 
-def shared_strain(demand: Demand, promise: Promise, facts: WorkerFacts, workers: int, backlog_s: float = 0.0) -> Strain:
-    """Of `workers` that do both. In a second, prompts take their time once and answers theirs once a step, so a step
-    lasts base ÷ (1 - both parts); the load may grow until that is the gap target, or rows or time run out.
+def shared_load_ratio(
+    demand: Demand, promise: Promise, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
+) -> LoadRatio:
+    """Returns the load ratio of `workers` that do both.
+
+    Per second, prompts take their time once and decode rows theirs once per step, so a step lasts base ÷ (1 - both
+    shares). The load may grow until that is the inter-token target, or rows or time run out.
     """
     p, cost = facts.cost, StepCost(facts.cost)
     per_s = demand.per_s / workers
@@ -139,8 +145,8 @@ def shared_strain(demand: Demand, promise: Promise, facts: WorkerFacts, workers:
     # Rows are tokens a second times a step, so the step may last until the rows that fit are there, too.
     by_rows_s = fits.count / max(per_s * demand.answer_tokens, 1e-9)
     longest_s = min(promise.gap_s * HEADROOM, max(by_rows_s, p.base_s))
-    room = max(1.0 - p.base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0
-    cap = min(room, busy_cap(workers, prompts_s / max(per_s, 1e-9), promise.ttft_s))
+    headroom = max(1.0 - p.base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0
+    cap = min(headroom, busy_cap(workers, prompts_s / max(per_s, 1e-9), promise.ttft_s))
     by_gap = promise.gap_s * HEADROOM <= by_rows_s
-    limit = fits.limit if not by_gap else Limit.GAP if room <= cap else Limit.TTFT
-    return Strain((prompts_s + answers_s) / cap, limit)
+    limit = fits.limit if not by_gap else Limit.GAP if headroom <= cap else Limit.TTFT
+    return LoadRatio((prompts_s + answers_s) / cap, limit)

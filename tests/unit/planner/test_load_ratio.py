@@ -1,4 +1,4 @@
-"""Strains against sums on paper, and against what queueing theory says of pools."""
+"""Load ratios compared with calculations by hand and with queueing theory of pools."""
 
 import math
 from dataclasses import replace
@@ -6,41 +6,41 @@ from dataclasses import replace
 import pytest
 
 from planner.demand import Demand, Promise
-from planner.strain import (
+from planner.load_ratio import (
     BUSY_MAX,
     HEADROOM,
     LATE,
     Limit,
     busy_cap,
-    decode_strain,
-    prefill_strain,
+    decode_load_ratio,
+    prefill_load_ratio,
     rows_that_fit,
-    shared_strain,
+    shared_load_ratio,
 )
 from tests.unit.planner.scenes import COSTS, FACTS, PROMISE
 from wire.messages import Role
 
 
 def test_prompts_take_their_share_of_full_chunks() -> None:
-    """900 tokens are 100 ms, so 10 prompts a second are one worker, all of its time."""
-    strain = prefill_strain(Demand(10.0, 900, 1), PROMISE, FACTS, workers=2)
-    assert strain.value == pytest.approx(0.5 / BUSY_MAX)
-    assert strain.limit is Limit.COMPUTE
+    """900 tokens take 100 ms, so 10 prompts per second occupy one worker fully."""
+    load_ratio = prefill_load_ratio(Demand(10.0, 900, 1), PROMISE, FACTS, workers=2)
+    assert load_ratio.value == pytest.approx(0.5 / BUSY_MAX)
+    assert load_ratio.limit is Limit.COMPUTE
 
 
 def test_cached_tokens_are_not_computed() -> None:
-    strain = prefill_strain(Demand(10.0, 900, 1, cached=0.9), PROMISE, FACTS, workers=1)
-    assert strain.value == pytest.approx(0.1 / BUSY_MAX)
+    load_ratio = prefill_load_ratio(Demand(10.0, 900, 1, cached=0.9), PROMISE, FACTS, workers=1)
+    assert load_ratio.value == pytest.approx(0.1 / BUSY_MAX)
 
 
 def test_long_prompts_attend_to_more_pairs() -> None:
     dear = replace(FACTS, cost=replace(COSTS, pair_s=1e-7))
-    once, twice = (prefill_strain(Demand(1.0, tokens, 1), PROMISE, dear, 1).value for tokens in (9000, 18000))
+    once, twice = (prefill_load_ratio(Demand(1.0, tokens, 1), PROMISE, dear, 1).value for tokens in (9000, 18000))
     assert twice > 2.5 * once
 
 
 def test_a_tight_first_token_leaves_a_small_pool_less_to_do_than_a_large_one() -> None:
-    """A pool of one server may be late as M/M/1 says: busy · exp(-(1 - busy) · slack) = the part that may be late."""
+    """In a pool of one server (M/M/1) the late part is busy · exp(-(1 - busy) · slack)."""
     slack = 5.0
     one = busy_cap(1, 1.0, slack + 2.0)
     assert one * math.exp(-(1 - one) * slack) == pytest.approx(LATE, rel=1e-3)
@@ -51,7 +51,7 @@ def test_a_tight_first_token_leaves_a_small_pool_less_to_do_than_a_large_one() -
 
 
 def test_workers_that_do_both_keep_room_for_a_prompt() -> None:
-    """Of 50,000 tokens, half at most: 40 answers of 1,000 where prompts may have 10,000, and 25 where 40,000."""
+    """Half of 50,000 tokens are used at most: 40 requests of 1,000 with prompts up to 10,000, and 25 with 40,000."""
     demand, facts = Demand(1.0, 500, 500), replace(FACTS, kv_tokens=50_000)
     for longest, rows in ((10_000, 40), (40_000, 25)):
         long = replace(facts, longest_tokens=longest)
@@ -59,14 +59,14 @@ def test_workers_that_do_both_keep_room_for_a_prompt() -> None:
         assert (shared.count, shared.limit) == (pytest.approx(HEADROOM * rows), Limit.KV)
         assert rows_that_fit(demand, PROMISE, long).count == pytest.approx(HEADROOM * 50)
     loose, tight = (
-        shared_strain(Demand(2.0, 500, 500), Promise(), replace(facts, longest_tokens=longest), 1).value
+        shared_load_ratio(Demand(2.0, 500, 500), Promise(), replace(facts, longest_tokens=longest), 1).value
         for longest in (10_000, 40_000)
     )
     assert tight > loose, "the planner sees it"
 
 
 def test_rows_are_as_many_as_the_tightest_bottleneck_leaves() -> None:
-    """100 rows in 20 ms; a hundred of 1,000 tokens in 100,000; a batch of 50."""
+    """The limits are 100 rows in 20 ms, a hundred requests of 1,000 tokens in 100,000, and a batch of 50."""
     demand = Demand(1.0, 500, 500)
     assert rows_that_fit(demand, PROMISE, FACTS).count == pytest.approx(HEADROOM * 100)
     for facts, rows, limit in (
@@ -79,22 +79,30 @@ def test_rows_are_as_many_as_the_tightest_bottleneck_leaves() -> None:
 
 
 def test_answers_at_the_limit_are_what_those_rows_decode() -> None:
-    """90 rows take 19 ms a step, so one worker gives 90 / 0.019 tokens a second."""
+    """90 rows take 19 ms per step, so one worker decodes 90 / 0.019 tokens per second."""
     per_s = 90 / 0.019 / 100
-    assert decode_strain(Demand(per_s, 10, 100), PROMISE, FACTS, 1).value == pytest.approx(1.0)
-    assert decode_strain(Demand(per_s, 10, 100), PROMISE, FACTS, 4).value == pytest.approx(0.25)
+    assert decode_load_ratio(Demand(per_s, 10, 100), PROMISE, FACTS, 1).value == pytest.approx(1.0)
+    assert decode_load_ratio(Demand(per_s, 10, 100), PROMISE, FACTS, 4).value == pytest.approx(0.25)
 
 
 def test_who_does_both_bears_both() -> None:
-    """A shared cluster is strained by prompts and by answers, each alone less than both."""
+    """Prompts and decode rows both load a shared cluster, each alone less than together."""
     prompts, answers = Demand(4.0, 900, 1), Demand(4.0, 1, 500)
     both = Demand(4.0, 900, 500)
-    strain = {name: shared_strain(each, PROMISE, FACTS, 1).value for name, each in locals().items() if name != "strain"}
-    assert max(strain["prompts"], strain["answers"]) < strain["both"] <= 1.1 * (strain["prompts"] + strain["answers"])
-    assert shared_strain(both, PROMISE, FACTS, 4).value < strain["both"] / 3
+    load_ratio = {
+        name: shared_load_ratio(each, PROMISE, FACTS, 1).value
+        for name, each in locals().items()
+        if name != "load_ratio"
+    }
+    assert (
+        max(load_ratio["prompts"], load_ratio["answers"])
+        < load_ratio["both"]
+        <= 1.1 * (load_ratio["prompts"] + load_ratio["answers"])
+    )
+    assert shared_load_ratio(both, PROMISE, FACTS, 4).value < load_ratio["both"] / 3
 
 
 def test_a_gap_that_no_step_keeps_still_gives_a_number() -> None:
-    strain = decode_strain(Demand(1.0, 10, 100), Promise(1.0, 1e-3), FACTS, 1)
-    assert strain.limit is Limit.GAP
-    assert 1.0 < strain.value < math.inf
+    load_ratio = decode_load_ratio(Demand(1.0, 10, 100), Promise(1.0, 1e-3), FACTS, 1)
+    assert load_ratio.limit is Limit.GAP
+    assert 1.0 < load_ratio.value < math.inf
