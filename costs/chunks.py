@@ -10,13 +10,13 @@ from costs.step_grid import unpadded_prompts
 from wire.messages import Assignment
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
-PIECE = 64
+MIN_CHUNK_TOKENS = 64
 """Fewer tokens than this are not worth a step of prompts: its kernels are launched for as many as for one."""
-PATIENCE = 127
+FORCED_CHUNK_INTERVAL = 127
 """Steps between two in which prompts that else get less than a piece have enough: of an answer's gaps, less than one in
 a hundred is so long, which is what targets for the 99th percentile bear. Shorter steps more often would break them all.
 """
-PROGRESS_TOKENS = 2048
+FORCED_CHUNK_TOKENS = 2048
 """What they get in these steps."""
 
 
@@ -35,7 +35,7 @@ class Chunks(NamedTuple):
     pause: int = 0
 
 
-class Beside(NamedTuple):
+class ConcurrentDecode(NamedTuple):
     """The decode rows of a step, the tokens of their context, and the longest gaps between tokens that their answers
     tolerate: in seconds, rising, infinite for an answer without a target.
     """
@@ -57,12 +57,12 @@ class StepLimit(NamedTuple):
 NO_LIMIT = StepLimit()
 
 
-def step_limit(cost: StepCost, assignment: Assignment | None, beside: Beside) -> StepLimit:
+def step_limit(cost: StepCost, assignment: Assignment | None, beside: ConcurrentDecode) -> StepLimit:
     """The limit of a step beside at least one decode row. No assignment (a worker that was not told one) means no limit.
 
     Seconds: whatever the step policy, a step is no longer than the tightest target of its answers that decoding alone
-    does not exceed already, nor than the assignment's `itl_target_s`, each divided by `cost.margin`. Shortening steps for a
-    target that is lost anyway would help nobody.
+    does not exceed already, nor than the assignment's `itl_target_s`, each divided by `cost.margin`. Shortening steps
+    for a target that is lost anyway would help nobody.
 
     Tokens: `chunked` never has more than `step_budget` in a step. `decode-priority` has that limit only for the sake
     of answers without a target: where every answer has one, the seconds say enough. `unchunked` has none.
@@ -83,7 +83,9 @@ def step_limit(cost: StepCost, assignment: Assignment | None, beside: Beside) ->
     return StepLimit(unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens), limit_s)
 
 
-def chunks_within(limit: StepLimit, cost: StepCost, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
+def chunks_within(
+    limit: StepLimit, cost: StepCost, most: int, beside: ConcurrentDecode, pairs_per_token: float
+) -> Chunks:
     """The prompt tokens of each step of at most `most` tokens within `limit`; `pairs_per_token` is the attention of a
     prompt token, on average.
     """
@@ -92,15 +94,17 @@ def chunks_within(limit: StepLimit, cost: StepCost, most: int, beside: Beside, p
     tokens = room if limit.tokens is None else min(room, limit.tokens)
     if limit.seconds < math.inf:
         tokens = min(tokens, cost.tokens_within(limit.seconds, rows, context, pairs_per_token))
-    return Chunks(tokens) if tokens >= min(PIECE, room) else seldom_chunks(room)
+    return Chunks(tokens) if tokens >= min(MIN_CHUNK_TOKENS, room) else forced_chunk(room)
 
 
-def chunks(cost: StepCost, assignment: Assignment | None, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
+def chunks(
+    cost: StepCost, assignment: Assignment | None, most: int, beside: ConcurrentDecode, pairs_per_token: float
+) -> Chunks:
     """The prompt tokens of each step of at most `most` tokens beside these decode rows, by a worker's assignment."""
     limit = step_limit(cost, assignment, beside) if beside.rows else NO_LIMIT
     return chunks_within(limit, cost, most, beside, pairs_per_token)
 
 
-def seldom_chunks(most: int) -> Chunks:
+def forced_chunk(most: int) -> Chunks:
     """What prompts get that else get less than a piece, in steps of at most so many of their tokens."""
-    return Chunks(max(1, min(PROGRESS_TOKENS, most)), PATIENCE)
+    return Chunks(max(1, min(FORCED_CHUNK_TOKENS, most)), FORCED_CHUNK_INTERVAL)

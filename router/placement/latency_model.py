@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from costs.chunks import Beside, chunks_within
+from costs.chunks import ConcurrentDecode, chunks_within
 from costs.step_cost import chunk_pairs
 from router.placement.fleet import Fleet
 from router.placement.queued_request import QueuedRequest
@@ -96,7 +96,7 @@ def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float,
     """
     cost, rows, context = worker.cost, worker.decode_requests, worker.decode_context
     each = pairs / tokens
-    chunk, pause = chunks_within(worker.step_limit, cost, worker.max_step_tokens, Beside(rows, context), each)
+    chunk, pause = chunks_within(worker.step_limit, cost, worker.max_step_tokens, ConcurrentDecode(rows, context), each)
     rows_s = cost.rows_seconds(rows, context)
     full, rest = divmod(tokens, chunk)
     steps = full + (rest > 0)

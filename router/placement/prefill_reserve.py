@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from costs.chunks import Beside, chunks, seldom_chunks
+from costs.chunks import ConcurrentDecode, chunks, forced_chunk
 from router.placement.fleet import Fleet
 from router.placement.latency_model import PromptPrediction
 from router.placement.queued_request import QueuedRequest
@@ -113,10 +113,12 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     rows = 1 + int(share * sum(worker.decode_requests for worker in decoding))
     context = request.decode_context + int(share * sum(worker.decode_context for worker in decoding))
     each, cost = request.prefill_tokens / 2, like.cost
-    tokens, pause = chunks(cost, like.info.assignment, like.max_step_tokens, Beside(rows, context, (target_s,)), each)
+    tokens, pause = chunks(
+        cost, like.info.assignment, like.max_step_tokens, ConcurrentDecode(rows, context, (target_s,)), each
+    )
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
     if times > 1.0 and now_s <= target_s < cost.decode_step_seconds(rows, context):
         # A broken target bounds no steps, but the answers that are there would keep theirs.
-        tokens, pause = seldom_chunks(max(1, like.max_step_tokens - rows))
+        tokens, pause = forced_chunk(max(1, like.max_step_tokens - rows))
     seconds = cost.mixed_step_seconds(tokens, tokens * each, rows, context)
     return tokens / max(seconds + pause * cost.decode_step_seconds(rows, context), _SHORTEST_S)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from costs.chunks import NO_LIMIT, Beside, StepLimit, step_limit
+from costs.chunks import NO_LIMIT, ConcurrentDecode, StepLimit, step_limit
 from costs.step_cost import StepCost, chunk_pairs
 from costs.transfer_cost import TransferCost
 from router.placement.gap_margin import GapMargin
@@ -249,7 +249,7 @@ class WorkerState:
     def step_limit(self) -> StepLimit:
         """The bounds of its steps that have both prompt tokens and decode rows."""
         if self._step_limit is None:
-            beside = Beside(self.decode_requests, self.decode_context, self.gap_targets)
+            beside = ConcurrentDecode(self.decode_requests, self.decode_context, self.gap_targets)
             self._step_limit = step_limit(self.cost, self.info.assignment, beside) if self.decode_requests else NO_LIMIT
         return self._step_limit
 
