@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.config import RouterConfig
+from router.observability.prediction_quality import PredictionQuality
 from router.observability.verdict import turned_away
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.prediction_quality import PredictionQuality
 from router.placement.queued_request import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
 from router.placement.worker_state import LOAD_FRESH_S, REFUSAL_PAUSE_S, WorkerState

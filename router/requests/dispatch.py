@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from router.config import RouterConfig
+from router.observability.prediction_quality import PredictionQuality
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.prediction_quality import PredictionQuality
 from router.placement.queued_request import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
 from router.requests.choices import Choices
