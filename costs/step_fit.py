@@ -21,8 +21,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from costs.quantile import followed
-from costs.step_cost import CostParameters, StepCost, StepWork
+from costs.step_cost import CostParameters, LearnedMargin, StepCost, StepWork
 from wire.cost_parameters import UNMEASURED
 
 _Vector = NDArray[np.float64]
@@ -41,14 +40,6 @@ once.
 """
 AT_ONCE = 64
 """The first steps, each of which is learned from when it ends."""
-_MIXED_OVER = 0.01
-"""Part of the steps of prompts beside answers that are longer, by the noise that is told, than was predicted: no more
-of an answer's gaps may be too long. Too much noise costs next to nothing, too little costs one answer in six (0026).
-"""
-_MIXED_PACE = 0.02
-"""What such a step adds to the noise; the others take away as much as keeps the balance."""
-_MIXED_MOST = 1.3
-"""Of the noise: steps that are longer yet would not become shorter by having fewer tokens."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
 """Weight of the newest error in the usual one."""
@@ -80,7 +71,7 @@ class StepFit:
         self._coefficients = self._free
         self._information = np.diag(_GUESS_INFORMATION)
         self._usual = 1.0
-        self._mixed_noise = guess.mixed_noise
+        self._margin = LearnedMargin(guess.mixed_noise)
         self._alike = 0
         """Steps that were not learned from since one was."""
         self._cost = StepCost(self.parameters)
@@ -106,18 +97,13 @@ class StepFit:
             self._targets.append(predicted / reference + min(max(surprise, -edge), edge))
         self._observed += 1
         if work.prefill_tokens and work.decode_rows and self._observed > AT_ONCE:
-            self._note_mixed(seconds / predicted if predicted > 0.0 else _MIXED_MOST)
+            self._margin.observe(seconds / max(predicted, _SECONDS_MIN))
         error = min(abs(predicted - seconds) / seconds, 1.0)
         self._error += max(_ERROR_PART, 1 / self._observed) * (error - self._error)
         if self._observed <= AT_ONCE or not self._observed % LEARN_EVERY:
             self._learn()
         self._usual += _USUAL_PART * (abs(surprise) - self._usual)
         return predicted
-
-    def _note_mixed(self, ratio: float) -> None:
-        """The quantile of seconds ÷ prediction: a stall is one step."""
-        noise = followed(self._mixed_noise, _MIXED_OVER, _MIXED_PACE, larger=ratio > self._mixed_noise)
-        self._mixed_noise = min(max(noise, 1.0), _MIXED_MOST)
 
     def _learn(self) -> None:
         """From what was noted, and tell."""
@@ -137,7 +123,7 @@ class StepFit:
             context_s=context,
             error=self._error,
             observed=self._observed,
-            mixed_noise=self._mixed_noise,
+            mixed_noise=self._margin.value,
         )
         self._cost = StepCost(self.parameters)
 

@@ -81,7 +81,7 @@ class Demand:
     def lone_prompt_seconds(self, cost: CostParameters, chunk_tokens: int) -> float:
         """Seconds until a mean prompt alone is computed."""
         tokens = int(self.computed_tokens)
-        return StepCost(cost).prefill_seconds(tokens, int(self.prompt_tokens) - tokens, chunk_tokens=chunk_tokens)
+        return StepCost(cost).prefill_seconds(tokens, int(self.prompt_tokens) - tokens, chunk_tokens)
 
     def chunk_share_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
         """Its share of full chunks, without attention."""

@@ -32,8 +32,8 @@ class CostParameters:
     """A step with prompts computes a multiple of so many tokens, see `costs.step_grid`."""
     wave_tokens: int = 1
     """Of prompts, whose attention the device computes at once: as many take as long as one, see `costs.step_grid`."""
-    mixed_noise: float = 1.15
-    """A step of prompts beside answers ÷ what was predicted, for all but one in a hundred of them."""
+    mixed_noise: float = 1.2
+    """The margin by which mixed steps are planned shorter than their target (`costs.step_cost.LearnedMargin`)."""
 
 
 UNMEASURED = CostParameters()

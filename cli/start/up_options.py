@@ -234,7 +234,7 @@ class ServiceOptions:
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         from cli.connection.secret_files import keys_in
-        from router.slo import parse_class, with_defaults
+        from router.slo_options import parse_class, with_defaults
 
         in_file = keys_in("--api-key-file", self.api_key_file) if self.api_key_file else ()
         return replace(

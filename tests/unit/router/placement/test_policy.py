@@ -8,7 +8,7 @@ import pytest
 from router.placement import policy as policy_module
 from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, names, need
@@ -325,20 +325,20 @@ def test_a_target_that_would_be_missed_is_worth_a_longer_step(at: TestFleet) -> 
 def test_no_prediction_without_a_worker(at: TestFleet) -> None:
     policy = PlacementPolicy()
     assert policy.predict_prompt(need(), at.fleet) is None
-    assert policy.predict_gap(need(slo=STRICT), at.fleet, 0) is None
+    assert policy.predict_answer(need(slo=STRICT), at.fleet, 0) is None
     at.add("p", Role.PREFILL, cost=replace(H200, observed=0), **BIG)
     prediction = policy.predict_prompt(need(), at.fleet)
     assert prediction is not None
     assert not prediction.measured
     at.add("d", Role.DECODE, cost=replace(H200, observed=0), **BIG)
-    assert policy.predict_gap(need(slo=STRICT), at.fleet, 0) is None, "nothing was measured"
+    assert policy.predict_answer(need(slo=STRICT), at.fleet, 0) is None, "nothing was measured"
 
 
 def test_the_gap_is_predicted_with_the_answers_ahead(at: TestFleet) -> None:
     for name in ("d0", "d1"):
         at.add(name, Role.DECODE, **BIG)
     policy, asked = PlacementPolicy(), need(1000, slo=STRICT)
-    steps = [policy.predict_gap(asked, at.fleet, ahead) for ahead in (0, 20)]
+    steps = [policy.predict_answer(asked, at.fleet, ahead) for ahead in (0, 20)]
     assert all(gap is not None for gap in steps)
     first, later = (gap for gap in steps if gap is not None)
     assert first.step_s == pytest.approx(H200.base_s + H200.row_s + 1030 * H200.context_s)

@@ -10,7 +10,7 @@ from costs.step_cost import StepCost
 from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.prefill_reserve import PrefillReserve
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, names, need
 from wire.messages import Assignment, Role
