@@ -26,8 +26,10 @@ H200_MULTIPROCESSORS = 132
 
 
 def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS) -> StepGrid:
-    """Return the grid of a GPU. Prefill attention gives each multiprocessor a tile of tokens of one head: a chunk with
-    fewer tiles than multiprocessors leaves the others idle.
+    """Return the grid of a GPU.
+
+    Prefill attention gives each multiprocessor a tile of tokens of one head: a chunk with fewer tiles than
+    multiprocessors leaves the others idle.
     """
     wave = max(1, multiprocessors // attention_heads) * TILE_TOKENS
     return StepGrid(TILE_TOKENS, wave)

@@ -16,7 +16,7 @@ from wire.messages import PeerRef
 from wire.tracing.timeline import TransferStats
 
 REMEMBERED_S = 300.0
-"""How long a pair counts as incompatible; it bounds the harm of an accidental rejection."""
+"""The time for which a pair counts as incompatible; it bounds the harm of an accidental rejection."""
 _worker = itemgetter(2)
 
 

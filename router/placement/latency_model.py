@@ -46,8 +46,9 @@ class PromptPrediction:
     __slots__ = ("cached", "compute_s", "computed", "cost_s", "ttft_s", "worker")
 
     def __init__(self, worker: WorkerState, tokens: int, cached: int, left_s: float = math.inf) -> None:
-        """Predict a prompt of `tokens`, the first `cached` of which `worker` holds, behind all that waits there; its
-        first token is due in `left_s`.
+        """Predict a prompt of `tokens`, the first `cached` of which `worker` holds, behind all that waits there.
+
+        Its first token is due in `left_s`.
         """
         self.worker = worker
         # The last token is computed whatever is cached: its logits choose the first token of the answer.
@@ -64,15 +65,18 @@ class PromptPrediction:
 
 
 class AnswerPrediction:
-    """An answer at one worker: `step_s` is a decode step with it, `target_s` the longest step that keeps its class,
-    `alone_s` the step if nothing else ran there, and `cost_s` what it costs all requests.
+    """An answer at one worker, in seconds.
+
+    `step_s` is a decode step with it, `target_s` the longest step that keeps its class, `alone_s` the step if nothing
+    else ran there, and `cost_s` the cost to all requests.
     """
 
     __slots__ = ("alone_s", "cost_s", "missing", "step_s", "target_s", "worker")
 
     def __init__(self, worker: WorkerState, cached: int, request: QueuedRequest, ahead: float = 0.0) -> None:
-        """Predict the answer of `request`, of whose prompt `worker` holds `cached` tokens, after `ahead` others like
-        it, as far as these fit into the batch.
+        """Predict the answer of `request`, of whose prompt `worker` holds `cached` tokens.
+
+        `ahead` others like it begin before, as far as these fit into the batch.
         """
         self.worker = worker
         self.missing = max(1, request.prefill_tokens - cached)
@@ -101,7 +105,7 @@ class AnswerPrediction:
 
 
 def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float, int]:
-    """Return the seconds and steps until `worker` has computed `tokens` > 0 with these attention pairs:
+    """Return the seconds and steps until `worker` has computed `tokens` > 0 with these attention pairs.
 
     steps · (decode rows + chunk) + steps without prompts between two chunks
     """
@@ -119,8 +123,9 @@ def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float,
 
 
 def exposed_transfer_s(fleet: Fleet, prompt: PromptPrediction, answer: AnswerPrediction) -> float:
-    """Return how long the answer waits for its KV: the pages of all chunks but the last are in transfer while later
-    ones are computed.
+    """Return the seconds that the answer waits for its KV.
+
+    The pages of all chunks but the last are in transfer while later ones are computed.
     """
     receiver, missing = answer.worker, answer.missing
     whole_s = receiver.transfer.seconds(fleet.kv_bytes(missing, receiver.page_tokens))

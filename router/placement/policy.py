@@ -177,8 +177,9 @@ class PlacementPolicy:
         reserved: frozenset[int] = NO_WORKERS,
         also: Collection[WorkerState] = (),
     ) -> list[Candidate]:
-        """Return the `most` least loaded workers, those that hold more of the prompt, and `also`; only reserved workers
-        and those that do not decode while there are reserved ones.
+        """Return the `most` least loaded workers, those that hold more of the prompt, and `also`.
+
+        While workers are reserved, only these and the workers that do not decode are considered.
         """
         free = (worker for worker in fleet.prefills if not reserved or worker.slot in reserved or not worker.decodes)
         workers = _first(free, _takes_prefill, request, most)

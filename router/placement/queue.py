@@ -151,8 +151,10 @@ class RequestQueue:
         return (len(mine.entries) if mine is not None else 0) + skipped + others >= self._tenant_limit
 
     def ahead(self, tenant: str, start_by_s: float) -> Ahead:
-        """Return the work before a request of `tenant` that must start by then, about: at most all that is more urgent,
-        and at most its tenant's own times the number of tenants. Answers of resumed requests count as well.
+        """Estimate the work before a request of `tenant` that must start by then.
+
+        It is at most all that is more urgent, and at most its tenant's own times the number of tenants. Answers of
+        resumed requests count as well.
         """
         mine = self._tenants.get(tenant)
         turns = len(self._tenants) + (mine is None)

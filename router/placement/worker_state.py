@@ -58,9 +58,9 @@ class LoadObserver(Protocol):
 
 
 class WorkerState:
-    """One run of one worker. Counts are the larger of this router's own requests and the worker's load report, which
-    includes the requests of other routers.
+    """One run of one worker.
 
+    Counts are the larger of this router's own requests and the worker's load report, which includes other routers'.
     Placement reads plain attributes, which are computed when something changes: reads are far more frequent.
     """
 
@@ -231,7 +231,7 @@ class WorkerState:
         return self.gap_target(slo) / self.margin
 
     def answers_broken(self, step_s: float) -> int:
-        """Return the number of answers that a step of `step_s` instead of `self.step_s` would break: their target."""
+        """Return the number of answers whose target a step of `step_s` instead of `self.step_s` would break."""
         if not self.gap_targets or step_s <= self.gap_targets[0]:
             return 0
         return sum(count for slo, count in self._classes.items() if self.step_s <= self.gap_target(slo) < step_s)

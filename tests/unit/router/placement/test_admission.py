@@ -35,7 +35,7 @@ def arrivals(world: World, start: float, seconds: float, rate: float, slo: SloCl
 
 
 def test_the_wait_is_divided_by_the_workers_that_take_prompts() -> None:
-    """As many prompts ahead are twice as long a wait for one worker as for two."""
+    """One worker needs twice as long as two for the same prompts."""
     refused_at = []
     for prefills in (1, 2, 4):
         world = World(prefills=prefills)
@@ -206,7 +206,7 @@ def test_an_answer_too_many_is_told_so(ttft_s: float) -> None:
 
 
 def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:
-    """By what workers observe of their steps beside what was predicted."""
+    """The margin is what workers observe of their steps ÷ what was predicted."""
     slo, refused = SloClass("gap", 2.0, itl_s=GAP_S), []
     for noise in (1.05, 1.2, 1.35):
         world = World()

@@ -149,7 +149,7 @@ class TestTenants:
         return {"api_keys": ("one", "two")}
 
     async def test_no_two_tenants_share_a_cache(self, cluster: Cluster) -> None:
-        """By key, at either listener, and whatever salt they choose."""
+        """Tenants are told apart by key, at either listener, and whatever salt they choose."""
         for key in ("one", "two"):
             async with channel_to(cluster.endpoints.grpc_address, key) as channel:
                 for salt in ("", "x"):

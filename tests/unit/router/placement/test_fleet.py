@@ -1,4 +1,4 @@
-"""Which workers there are, and in which order they are asked."""
+"""Tests of the live workers and the order in which they are considered."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a prompt and an answer are predicted to cost at a worker."""
+"""Tests of the predicted cost of a prompt and an answer at a worker."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Where predicted cost sends requests, and that it looks at few workers to find that out."""
+"""Tests of the choice of workers by predicted cost, and that few workers are compared."""
 
 import random
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_an_answer_goes_where_steps_are_short(at: TestFleet) -> None:
 
 
 def test_an_answer_goes_where_its_target_holds_with_what_is_kept_for_noise(at: TestFleet) -> None:
-    """As the gate counts, which else would let it in for the sake of a worker that it does not go to."""
+    """Placement uses the margin of admission, which else would admit it for a worker that it does not go to."""
     at.add("p", Role.PREFILL, **BIG)
     for name, rows, context in (("many", 60, 100), ("long", 6, 8000)):
         at.add(name, Role.DECODE, **BIG)
@@ -257,7 +257,7 @@ def test_a_prediction_says_what_to_expect(at: TestFleet) -> None:
 
 
 def test_the_expected_length_of_the_answer_counts(at: TestFleet) -> None:
-    """Where answers are short, a busy decode worker that holds the prompt is worth more than an idle one."""
+    """A busy decode worker that holds the prompt is worth more than an idle one if answers are short."""
     at.add("p", Role.PREFILL, **BIG)
     for name in ("d0", "d1"):
         worker = at.add(name, Role.DECODE, **BIG)
