@@ -121,12 +121,18 @@ class PlacementPolicy:
 
     def _pair(self, prompts: list[PromptPrediction], answers: list[AnswerPrediction], fleet: Fleet) -> Placement | None:
         """Return the cheapest allowed pair."""
+        local, apart, incompatible = self._local(fleet), self._apart(fleet), fleet.incompatible or None
         best, cost_s, runner_up_s = None, math.inf, math.inf
         for answer, prompt in product(answers, prompts):
-            pair_s = prompt.cost_s + answer.cost_s
-            if pair_s >= runner_up_s or not self._allowed(prompt.worker, answer.worker, fleet):
+            pair_s, prefill, decode = prompt.cost_s + answer.cost_s, prompt.worker, answer.worker
+            if pair_s >= runner_up_s:
                 continue
-            if prompt.worker is not answer.worker:
+            if prefill is decode:
+                if not local:
+                    continue
+            elif not apart or (incompatible and not incompatible.fit(prefill.peer, decode.peer)):
+                continue
+            else:
                 pair_s += exposed_transfer_s(fleet, prompt, answer)
             if pair_s < cost_s:
                 best, cost_s, runner_up_s = (prompt, answer), pair_s, cost_s

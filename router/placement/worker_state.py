@@ -138,7 +138,10 @@ class WorkerState:
     def add_answer(self, request_id: str, work: AnswerWork) -> None:
         """Count an answer that is going to be decoded there."""
         self._answers[request_id] = work
-        self._classes[work.slo] = self._classes.get(work.slo, 0) + 1
+        count = self._classes.get(work.slo, 0)
+        self._classes[work.slo] = count + 1
+        if not count:
+            self._refresh_targets()
         self._pages += work.pages
         self._context += work.context
         self._refresh_answers()
@@ -151,6 +154,7 @@ class WorkerState:
         self._classes[work.slo] -= 1
         if not self._classes[work.slo]:
             del self._classes[work.slo]
+            self._refresh_targets()
         self._pages -= work.pages
         self._context -= work.context
         self._load = None  # the last report still counts these pages
@@ -263,8 +267,12 @@ class WorkerState:
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""
+        self._refresh_targets()
         self._refresh_prompts()
         self._refresh_answers()
+
+    def _refresh_targets(self) -> None:
+        self.gap_targets = tuple(sorted(self.gap_target(slo) for slo in self._classes))
 
     def _refresh_prompts(self) -> None:
         own, reported = self._own_tokens, self._reported_tokens
@@ -287,7 +295,6 @@ class WorkerState:
     def _refresh_answers(self) -> None:
         load, own = self._load, len(self._answers)
         self._step_limit = self.backlog = None
-        self.gap_targets = tuple(sorted(self.gap_target(slo) for slo in self._classes))
         self.decode_requests = rows = max(own, load.decode_requests) if load else own
         self.pages_used = max(self._pages, load.pages_used) if load else self._pages
         """Pages reserved or in use."""
