@@ -22,7 +22,7 @@ from benchmarks.results import run_facts, save_result
 from costs.step_cost import CostParameters, StepCost
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import DEFAULT_CLASSES
 from wire.ending import pages_for

@@ -1,1 +1,1 @@
-"""What steps and transfers cost: models that workers fit while they run and that routers predict with, too."""
+"""Models of the cost of steps and transfers, which workers fit and with which routers predict."""

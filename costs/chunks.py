@@ -1,44 +1,42 @@
-"""How prompts share steps with decode rows, as worker and router both count on it."""
+"""The size of prompt chunks in steps that also decode, as both worker and router compute it."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from costs.step_cost import StepCost
-from costs.step_grid import unpadded_prompts
+from costs.step_cost import StepCost, unpadded_prompts
 from wire.messages import Assignment
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
-PIECE = 64
-"""Fewer tokens than this are not worth a step of prompts: its kernels are launched for as many as for one."""
-PATIENCE = 127
-"""Steps between two in which prompts that else get less than a piece have enough: of an answer's gaps, less than one in
-a hundred is so long, which is what targets for the 99th percentile bear. Shorter steps more often would break them all.
+MIN_CHUNK_TOKENS = 64
+"""A smaller chunk is not computed: its kernels are launched for as many tokens as for one."""
+FORCED_CHUNK_INTERVAL = 127
+"""The number of steps between two forced chunks, which prompts get whose chunks would else be smaller than the minimum.
+Less than 1 % of an answer's gaps are that long, which targets at the 99th percentile tolerate.
 """
-PROGRESS_TOKENS = 2048
-"""What they get in these steps."""
+FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
+"""The size of a forced chunk."""
 
 
 def tightest_kept(targets: Sequence[float], decoding_s: float) -> float:
-    """The smallest of the answers' `targets`, in seconds and rising, that decoding alone does not break; infinite if
-    there is none.
+    """Return the smallest of `targets` (seconds, sorted) that is >= `decoding_s`, infinite if there is none.
+
+    A target that decoding alone breaks bounds nothing: shorter steps would not save it.
     """
-    place = bisect_right(targets, decoding_s)
-    return targets[place] if place < len(targets) else math.inf
+    kept = bisect_right(targets, decoding_s)
+    return targets[kept] if kept < len(targets) else math.inf
 
 
 class Chunks(NamedTuple):
-    """Prompts go on with `tokens` in one step, after `pause` steps without any."""
+    """One chunk of `tokens`, then `pause` steps without prompt tokens, and so on."""
 
     tokens: int
     pause: int = 0
 
 
-class Beside(NamedTuple):
-    """The decode rows of a step, the tokens of their context, and the longest gaps between tokens that their answers
-    tolerate: in seconds, rising, infinite for an answer without a target.
-    """
+class ConcurrentDecode(NamedTuple):
+    """The decode rows of a step, their context tokens and gap targets: seconds, sorted, infinite for none."""
 
     rows: int
     context_tokens: int
@@ -46,30 +44,28 @@ class Beside(NamedTuple):
 
 
 class StepLimit(NamedTuple):
-    """The bounds of a step that computes prompts beside decode rows."""
+    """The bounds of a step that computes both prompt tokens and decode rows."""
 
     tokens: int | None = None
-    """Most prompt tokens; None = as many as the engine takes."""
+    """The most prompt tokens; None = as many as the engine takes."""
     seconds: float = math.inf
-    """Longest duration of the step as the cost model predicts it."""
+    """The longest predicted duration of the step."""
 
 
 NO_LIMIT = StepLimit()
 
 
-def step_limit(cost: StepCost, assignment: Assignment | None, beside: Beside) -> StepLimit:
-    """The limit of a step beside at least one decode row. No assignment (a worker that was not told one) means no limit.
+def step_limit(cost: StepCost, assignment: Assignment | None, decode: ConcurrentDecode) -> StepLimit:
+    """Return the limit of a step with at least one decode row; without an assignment there is none.
 
-    Seconds: whatever the step policy, a step is no longer than the tightest target of its answers that decoding alone
-    does not exceed already, nor than the assignment's `itl_target_s`, each divided by `cost.margin`. Shortening steps for a
-    target that is lost anyway would help nobody.
+        seconds = min(itl_target_s, tightest kept target of the answers) / cost.margin
 
-    Tokens: `chunked` never has more than `step_budget` in a step. `decode-priority` has that limit only for the sake
-    of answers without a target: where every answer has one, the seconds say enough. `unchunked` has none.
+    Tokens: `chunked` has `step_budget`; `decode-priority` has it only while an answer has no target; `unchunked` has no
+    token limit.
     """
     if assignment is None:
         return NO_LIMIT
-    rows, context, targets = beside
+    rows, context, targets = decode
     asked_s, kept_s = assignment.itl_target_s, math.inf
     if targets and targets[0] < math.inf:
         kept_s = tightest_kept(targets, cost.decode_step_seconds(rows, context))
@@ -83,24 +79,29 @@ def step_limit(cost: StepCost, assignment: Assignment | None, beside: Beside) ->
     return StepLimit(unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens), limit_s)
 
 
-def chunks_within(limit: StepLimit, cost: StepCost, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
-    """The prompt tokens of each step of at most `most` tokens within `limit`; `pairs_per_token` is the attention of a
-    prompt token, on average.
+def chunks_within(
+    limit: StepLimit, cost: StepCost, most: int, decode: ConcurrentDecode, pairs_per_token: float
+) -> Chunks:
+    """Return the chunks within `limit` of steps of at most `most` tokens.
+
+    `pairs_per_token` is the mean number of attention pairs of a prompt token.
     """
-    rows, context, _ = beside
-    room = max(1, most - rows)
-    tokens = room if limit.tokens is None else min(room, limit.tokens)
+    rows, context, _ = decode
+    headroom = max(1, most - rows)
+    tokens = headroom if limit.tokens is None else min(headroom, limit.tokens)
     if limit.seconds < math.inf:
         tokens = min(tokens, cost.tokens_within(limit.seconds, rows, context, pairs_per_token))
-    return Chunks(tokens) if tokens >= min(PIECE, room) else seldom_chunks(room)
+    return Chunks(tokens) if tokens >= min(MIN_CHUNK_TOKENS, headroom) else forced_chunk(headroom)
 
 
-def chunks(cost: StepCost, assignment: Assignment | None, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
-    """The prompt tokens of each step of at most `most` tokens beside these decode rows, by a worker's assignment."""
-    limit = step_limit(cost, assignment, beside) if beside.rows else NO_LIMIT
-    return chunks_within(limit, cost, most, beside, pairs_per_token)
+def chunks(
+    cost: StepCost, assignment: Assignment | None, most: int, decode: ConcurrentDecode, pairs_per_token: float
+) -> Chunks:
+    """Return the chunks that a worker with this assignment computes in steps of at most `most` tokens."""
+    limit = step_limit(cost, assignment, decode) if decode.rows else NO_LIMIT
+    return chunks_within(limit, cost, most, decode, pairs_per_token)
 
 
-def seldom_chunks(most: int) -> Chunks:
-    """What prompts get that else get less than a piece, in steps of at most so many of their tokens."""
-    return Chunks(max(1, min(PROGRESS_TOKENS, most)), PATIENCE)
+def forced_chunk(most: int) -> Chunks:
+    """Return the forced chunk, at most `most` tokens, and its interval."""
+    return Chunks(max(1, min(FORCED_CHUNK_TOKENS, most)), FORCED_CHUNK_INTERVAL)

@@ -1,4 +1,4 @@
-"""GPUs by name: what their makers promise, of which engines reach a part."""
+"""GPUs by name, with the rates in their data sheets."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class DeviceKind:
 
     @property
     def ceilings(self) -> Ceilings:
-        """What steps reach: the parts that were measured on an H200."""
+        """The rates that steps reach: the shares of the data sheet that were measured on an H200."""
         return Ceilings(
             GPU.flops / _MEASURED.flops * self.flops,
             GPU.bytes_per_s / _MEASURED.bytes_per_s * self.bytes_per_s,
@@ -40,7 +40,7 @@ DEVICES = {
 
 
 def device_kind(option: str, name: str) -> DeviceKind:
-    """InvalidArgument names `option` and the known ones."""
+    """Return the device by name; InvalidArgument names `option` and the known ones."""
     found = DEVICES.get(name.upper())
     if found is None:
         raise InvalidArgument(option, f"{name!r} is none of {', '.join(DEVICES)}; or give --ceilings and --memory-gib")

@@ -1,4 +1,4 @@
-"""What a step must read and compute by its shape, and how long that takes at the device's ceilings."""
+"""The bytes and operations of a step by the model's shape, and their duration at the device's ceilings."""
 
 import math
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from wire.errors import InvalidArgument
 _FLOP_A_WEIGHT = 2
 """A weight is multiplied and added once for each token."""
 _KNEE = 0.35
-"""Of the time in which weights are read, what a step with prompts takes beside that and its arithmetic: the two do not
-hide behind each other entirely. The median that workers of an 8B model on H200s had learned (0.22 to 0.74).
+"""The fixed cost of prompts in a step / the time in which weights are read: the two do not overlap entirely. The median
+that workers of an 8B model on H200s had learned (0.22 to 0.74).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device can do at best."""
+    """The highest rates of a device."""
 
     flops: float
     """Floating-point operations a second, in the model's dtype."""
     bytes_per_s: float
     """Bytes a second between its memory and its cores."""
     launch_s: float
-    """Seconds a step costs beside arithmetic and memory."""
+    """Seconds of a step that are neither arithmetic nor memory reads."""
 
 
 def parse_ceilings(option: str, text: str) -> Ceilings:
@@ -41,14 +41,14 @@ def parse_ceilings(option: str, text: str) -> Ceilings:
 
 
 GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4)
-"""Of the kind of an H200 in bfloat16, as measured: a guess for others."""
+"""The ceilings of an H200 in bfloat16, as measured: a guess for other GPUs."""
 CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
-"""Of a few cores in float32."""
+"""The ceilings of a few cores in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a step of a model reads and computes."""
+    """The amounts that a step of a model reads and computes."""
 
     weights: int
     """Elements of all matrices that every token is multiplied with; embeddings count where they are the output's."""
@@ -59,16 +59,17 @@ class ModelSizes:
     attention_flop_per_pair: int
     """Operations of one token attending to one other, all layers and heads."""
     output_weights: int = 0
-    """Those of the weights that make scores of all words: of a prompt only the last token needs them."""
+    """The weights of the output projection, which only the last token of a prompt needs."""
 
     def step_bytes(self, work: StepWork) -> float:
-        """Bytes that a step of this work must read: all weights, and the KV that its decode rows attend to. Of prompts
-        what they attend to beside their own tokens is not known, and little.
+        """Return the bytes that a step must read: all weights, and the KV that its decode rows attend to.
+
+        The cached context of its prompts is not known, and little.
         """
         return self.weight_bytes + self.kv_bytes_per_token * (work.decode_context_tokens + work.prefill_tokens)
 
     def step_flops(self, work: StepWork) -> float:
-        """Operations that it must do."""
+        """Return the operations that it must do."""
         products = self.weights * work.decode_rows + (self.weights - self.output_weights) * work.prefill_tokens
         pairs = work.decode_context_tokens + work.prefill_pairs
         return _FLOP_A_WEIGHT * products + self.attention_flop_per_pair * pairs
@@ -83,7 +84,7 @@ class Roofline:
 
 
 def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:
-    """The parameters a worker starts with, whose steps of prompts are computed in these pieces."""
+    """Return the parameters with which a worker starts."""
     token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
     weights_s = sizes.weight_bytes / device.bytes_per_s
     return CostParameters(

@@ -1,44 +1,64 @@
-"""How long one engine step takes, predicted from what is in it.
-
-A step reads the weights once, whatever it computes; beside that every part of it costs its share:
+"""Predicts the duration of an engine step from what is in it, and learns how far predictions are exceeded.
 
     seconds = base + prompt_base (if it has prompt tokens)
             + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
             + row · decode rows                          + context · tokens of decode context
 
-Prompts attend as if they had a whole wave of tokens at least (`costs/step_grid.py`). The free tokens are the knee of
-the roofline: as long as a step has fewer tokens than the device can multiply while it reads the weights, a token more
-costs nothing. Where steps fill tiles, whole tiles are charged.
-Piecewise linear: fitted in microseconds (`costs/step_fit.py`), and solved for the number of tokens that
-fit into a given time.
+A step reads the weights once. The free tokens are the knee of the roofline: up to it a token more costs nothing. Where
+steps fill tiles, whole tiles are charged, and prompts attend as if they had at least a wave of tokens
+(`costs/step_grid.py`). The coefficients are fitted in microseconds (`costs/step_fit.py`, docs/decisions/0013).
 """
 
+import sys
 from dataclasses import dataclass
 
-from costs.step_grid import padded_prompts, unpadded_prompts
+from costs.step_grid import FEWEST_SLOTS, FINE_TILES, MOST_TILES
 from wire.cost_parameters import UNMEASURED, CostParameters
 
-__all__ = ["NOTHING", "CostParameters", "StepCost", "StepWork"]
+__all__ = ["NOTHING", "CostParameters", "LearnedMargin", "StepCost", "StepWork", "chunk_pairs"]
 
-_CHUNK_TOKENS = 2048
-_TOKEN_MIN_S = 1e-9
-_DELIVERY = 0.05
-"""The part of a gap between tokens that its delivery to the client adds, at the 99th percentile."""
+MARGIN_MIN, MARGIN_MAX = 1.05, 1.5
+"""The bounds of a margin. Delivery to the client adds some percent to each gap, whatever was observed of steps; beyond
+the upper bound something else uses the machine, and no margin would help.
+"""
+_OVER = 0.005
+"""The share of observations that exceed the margin: half of what targets at the 99th percentile allow, as requests
+differ. A margin that is too large costs next to nothing, one that is too small costs one answer in six (0026).
+"""
+_PACE = 4 * _OVER
+"""The amount by which one larger observation raises the margin."""
+
+
+class LearnedMargin:
+    """Learns the 99.5th percentile of observed ÷ predicted, by which gap targets are divided.
+
+    Stochastic approximation (Robbins and Monro 1951): an observation moves `value` by a constant, however large it is.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def observe(self, ratio: float, weight: float = 1.0) -> None:
+        """Add an observation of observed ÷ predicted that counts as `weight` steps."""
+        moved = self.value + weight * _PACE * ((1.0 - _OVER) if ratio > self.value else -_OVER)
+        self.value = min(max(moved, MARGIN_MIN), MARGIN_MAX)
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What is in a step. All are counts."""
+    """The counts of tokens, rows and attention pairs in a step."""
 
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0
-    """Over the chunks of prompts: tokens x mean context of a token of the chunk, itself included."""
+    """The sum over chunks of tokens x mean context of a token of the chunk, itself included."""
     decode_rows: int = 0
     decode_context_tokens: int = 0
-    """Over the decode rows: tokens they attend to."""
+    """The tokens that the decode rows attend to, summed."""
 
     def with_chunk(self, tokens: int, context: int) -> "StepWork":
-        """And a chunk of `tokens` behind `context` tokens of its prompt."""
+        """Return this work and a chunk of `tokens` behind `context` tokens of its prompt."""
         return StepWork(
             self.prefill_tokens + tokens,
             self.prefill_pairs + chunk_pairs(tokens, context),
@@ -51,8 +71,37 @@ NOTHING = StepWork()
 
 
 def chunk_pairs(tokens: int, context: int) -> float:
-    """Attention pairs of `tokens` prompt tokens behind `context` others: each sees all before it, and itself."""
+    """Return the attention pairs of `tokens` prompt tokens behind `context` others; each attends to itself too."""
     return tokens * (context + (tokens + 1) / 2)
+
+
+def slots_of(rows: int) -> int:
+    """Return the batch slots that `rows` decode rows take in a step with prompts."""
+    return max(FEWEST_SLOTS, 1 << (rows - 1).bit_length()) if rows else 0
+
+
+def padded_prompts(tokens: int, rows: int, tile: int) -> int:
+    """Return the prompt tokens that are computed for `tokens` and `rows` decode rows, where steps fill tiles."""
+    if tile <= 1:
+        return tokens
+    slots = slots_of(rows)
+    tiles = -(-(tokens + slots) // tile)
+    return (tiles + _not_captured(tiles)) * tile - slots
+
+
+def unpadded_prompts(tokens: int, rows: int, tile: int) -> int:
+    """Return the most of `tokens` that fill a step's tiles with `rows` decode rows; all of them if they fill none."""
+    if tile <= 1:
+        return tokens
+    slots = slots_of(rows)
+    tiles = (tokens + slots) // tile
+    whole = (tiles - _not_captured(tiles)) * tile - slots
+    return whole if whole > 0 else tokens
+
+
+def _not_captured(tiles: int) -> bool:
+    """Return whether only steps of one tile fewer and one more are captured."""
+    return FINE_TILES < tiles < MOST_TILES and tiles % 2 == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +112,11 @@ class StepCost:
 
     @property
     def margin(self) -> float:
-        """The time between two tokens at a client / the predicted step, at the 99th percentile: what the worker has
-        observed of its steps, and the delivery. A step that must keep a target is planned so much shorter.
-        """
-        return self.parameters.mixed_noise + _DELIVERY
+        """The learned margin of the worker's mixed steps, by which the targets of steps are divided."""
+        return self.parameters.mixed_noise
 
     def seconds(self, work: StepWork) -> float:
-        """Of one step, >= 0; 0 for a step with nothing in it."""
+        """Return the duration of one step, 0 for a step with nothing in it."""
         if not work.prefill_tokens:
             return self.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
         return self.mixed_step_seconds(
@@ -77,26 +124,26 @@ class StepCost:
         )
 
     def mixed_step_seconds(self, tokens: int, pairs: float, rows: int, context_tokens: int) -> float:
-        """Of one step with prompt tokens, their attention pairs, and decode rows that attend to `context_tokens`."""
+        """Return the duration of one step with prompt tokens, their attention pairs, and decode rows."""
         return self.rows_seconds(rows, context_tokens) + self.prompts_seconds(tokens, pairs, rows)
 
     def rows_seconds(self, rows: int, context_tokens: int) -> float:
-        """The part of a step that its decode rows take, if any: what it takes at least."""
+        """Return the part of a step that does not depend on its prompt tokens."""
         p = self.parameters
         return p.base_s + p.row_s * rows + p.context_s * context_tokens
 
     def prompts_seconds(self, tokens: int, pairs: float, rows: int) -> float:
-        """And the part of its prompt tokens beside `rows` decode rows."""
+        """Return the part that its prompt tokens add in a step with `rows` decode rows."""
         p = self.parameters
         return p.prompt_base_s + p.token_s * self.charged(tokens, rows) + p.pair_s * self.charged_pairs(tokens, pairs)
 
     def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
-        """Of one step of `rows` decode rows that attend to `context_tokens` in all; 0 without rows."""
+        """Return the duration of a step of decode rows that attend to `context_tokens` in all; 0 without rows."""
         p = self.parameters
         return p.base_s + p.row_s * rows + p.context_s * context_tokens if rows else 0.0
 
     def charged(self, tokens: int, rows: int) -> int:
-        """Those of a step's prompt tokens, beside so many decode rows, that cost `token_s` each."""
+        """Return how many of a step's prompt tokens cost `token_s` each."""
         p = self.parameters
         if not tokens:
             return 0
@@ -107,64 +154,46 @@ class StepCost:
         return padded - free if padded > free else 0
 
     def charged_pairs(self, tokens: int, pairs: float) -> float:
-        """The attention pairs of so many prompt tokens in one step, as many as take `pair_s` each."""
+        """Return the attention pairs of a step's prompt tokens that cost `pair_s` each."""
         wave = self.parameters.wave_tokens
         return pairs * wave / tokens if 0 < tokens < wave else pairs
 
     def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
-        """Most prompt tokens, each with so many attention pairs, beside `rows` decode rows in a step of `target_s`."""
+        """Return the most prompt tokens that a step of `target_s` with these decode rows computes."""
         p = self.parameters
-        decoding_s = p.base_s + p.row_s * rows + p.context_s * context_tokens
-        spare_s = target_s - decoding_s - p.prompt_base_s
+        spare_s = target_s - self.rows_seconds(rows, context_tokens) - p.prompt_base_s
         if spare_s <= 0.0:
             return 0
         each_s, wave = p.pair_s * pairs_per_token, p.wave_tokens
         most = self._tokens_in(spare_s, rows, each_s)
         if most >= wave or wave <= 1:
             return most
-        return self._tokens_beside(wave * each_s, spare_s, rows, wave)
-
-    def _tokens_beside(self, attention_s: float, spare_s: float, rows: int, tokens: int) -> int:
-        """Most of `tokens` prompt tokens beside `rows` decode rows in `spare_s`, if attention of all takes so long."""
-        if spare_s <= attention_s:
+        spare_s -= wave * each_s  # fewer tokens attend as long as a wave does
+        if spare_s <= 0.0:
             return 0
-        fits = self._tokens_in(spare_s - attention_s, rows, 0.0)
-        return min(fits, unpadded_prompts(tokens, rows, self.parameters.tile_tokens))
+        return min(self._tokens_in(spare_s, rows, 0.0), unpadded_prompts(wave, rows, p.tile_tokens))
 
     def _tokens_in(self, spare_s: float, rows: int, each_s: float) -> int:
-        """Most prompt tokens beside `rows` decode rows in `spare_s` > 0, with `each_s` of attention for each."""
-        p = self.parameters
+        """Return the most prompt tokens in `spare_s` > 0 with `each_s` of attention for each."""
+        p, least_s = self.parameters, sys.float_info.epsilon
         free = max(0, p.free_tokens - rows)
         if spare_s <= free * each_s:
             most = int(spare_s / each_s)
         else:
-            most = int((spare_s + free * p.token_s) / max(each_s + p.token_s, _TOKEN_MIN_S))
+            most = int((spare_s + free * p.token_s) / max(each_s + p.token_s, least_s))
         if p.tile_tokens <= 1:
             return most
         most = unpadded_prompts(most, rows, p.tile_tokens)
         left_s = spare_s - p.token_s * self.charged(most, rows)
-        return max(0, min(most, int(left_s / max(each_s, _TOKEN_MIN_S))))
+        return max(0, min(most, int(left_s / max(each_s, least_s))))
 
-    def prefill_seconds(
-        self,
-        uncached_tokens: int,
-        context: int = 0,
-        beside_decode: StepWork = NOTHING,
-        chunk_tokens: int = _CHUNK_TOKENS,
-    ) -> float:
-        """Until a prompt's last `uncached_tokens`, behind `context` tokens whose KV is there, are computed in steps of
-        at most `chunk_tokens` prompt tokens, with `beside_decode` in each of them: its decode rows' time is in it.
-        """
-        if uncached_tokens <= 0:
+    def prefill_seconds(self, tokens: int, context: int, chunk_tokens: int) -> float:
+        """Return the time to compute `tokens` of a prompt behind `context` cached ones, alone, in chunks."""
+        if tokens <= 0:
             return 0.0
         p = self.parameters
         chunk_tokens = max(1, chunk_tokens)
-        full, rest = divmod(uncached_tokens, chunk_tokens)
-        steps = full + (rest > 0)
-        rows = beside_decode.decode_rows
-        charged = full * self.charged(chunk_tokens, rows) + self.charged(rest, rows)
-        pairs = chunk_pairs(uncached_tokens, context) / uncached_tokens
-        pairs = full * self.charged_pairs(chunk_tokens, chunk_tokens * pairs) + self.charged_pairs(rest, rest * pairs)
-        each = p.base_s + p.prompt_base_s + p.row_s * beside_decode.decode_rows
-        each += p.context_s * beside_decode.decode_context_tokens
-        return steps * each + p.token_s * charged + p.pair_s * pairs
+        full, rest = divmod(tokens, chunk_tokens)
+        each = chunk_pairs(tokens, context) / tokens
+        seconds = full * self.prompts_seconds(chunk_tokens, chunk_tokens * each, 0) + (full + (rest > 0)) * p.base_s
+        return seconds + (self.prompts_seconds(rest, rest * each, 0) if rest else 0.0)

@@ -21,8 +21,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from costs.quantile import followed
-from costs.step_cost import CostParameters, StepCost, StepWork
+from costs.step_cost import CostParameters, LearnedMargin, StepCost, StepWork
 from wire.cost_parameters import UNMEASURED
 
 _Vector = NDArray[np.float64]
@@ -41,36 +40,28 @@ once.
 """
 AT_ONCE = 64
 """The first steps, each of which is learned from when it ends."""
-_MIXED_OVER = 0.01
-"""Part of the steps of prompts beside answers that are longer, by the noise that is told, than was predicted: no more
-of an answer's gaps may be too long. Too much noise costs next to nothing, too little costs one answer in six (0026).
-"""
-_MIXED_PACE = 0.02
-"""What such a step adds to the noise; the others take away as much as keeps the balance."""
-_MIXED_MOST = 1.3
-"""Of the noise: steps that are longer yet would not become shorter by having fewer tokens."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
 """Weight of the newest error in the usual one."""
 _ERROR_PART = 0.01
-"""Least weight of the newest error in the one that is told."""
+"""Least weight of the newest error in the published one."""
 _GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3])
-"""How much the first guess of each part counts at any time, in steps. Decode steps are of many sizes always. Those with
-prompts may be alike for long, which leaves open how their time divides among their parts; and they err by some percent
-with their size, which a hundred of them take for knowledge of sizes that were never seen (0013).
+"""The weight of the first guess of each part, in steps. Decode steps have many sizes. Steps with prompts may be alike
+for long, which leaves open how their time divides among their parts; and they err by some percent with their size,
+which a hundred of them would take for knowledge of sizes that were never seen (0013).
 """
 _SECONDS_MIN = 1e-6
 """Less than any step takes."""
 _SWEEPS = 3
-"""Of a minimisation that goes on from the last one: over some steps it gets as near as many sweeps."""
+"""The sweeps of one minimisation, which goes on from the last one."""
 
 
 class StepFit:
-    """Owned by who runs the steps; `parameters` may be read by any thread."""
+    """Owned by the step loop; `parameters` may be read by any thread."""
 
     def __init__(self, guess: CostParameters = UNMEASURED) -> None:
         self.parameters = replace(guess, error=0.0, observed=0)
-        """The newest that are told, never changed in place."""
+        """The newest published parameters, never changed in place."""
         values, scale = _values(guess), _values(UNMEASURED)
         scale[:2] = max(guess.base_s, _SECONDS_MIN)
         self._scale: _Vector = np.where(values > 0, values, scale)
@@ -80,18 +71,18 @@ class StepFit:
         self._coefficients = self._free
         self._information = np.diag(_GUESS_INFORMATION)
         self._usual = 1.0
-        self._mixed_noise = guess.mixed_noise
+        self._margin = LearnedMargin(guess.mixed_noise)
         self._alike = 0
-        """Steps that were not learned from since one was."""
+        """The number of steps since the last one that was learned from."""
         self._cost = StepCost(self.parameters)
         self._error = 0.0
         self._observed = 0
         self._rows: list[list[float]] = []
-        """Of the equations row · coefficients = target that are not solved yet, in parts of the reference."""
+        """The equations row · coefficients = target that are not solved yet, in parts of the reference."""
         self._targets: list[float] = []
 
     def observe(self, work: StepWork, seconds: float) -> float:
-        """A step with this work took so long → what was predicted. One with nothing in it, or no time, teaches none."""
+        """Learn from a step with this work and duration, unless one is empty; return what was predicted."""
         predicted = self._cost.seconds(work)
         if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
             return predicted
@@ -106,7 +97,7 @@ class StepFit:
             self._targets.append(predicted / reference + min(max(surprise, -edge), edge))
         self._observed += 1
         if work.prefill_tokens and work.decode_rows and self._observed > AT_ONCE:
-            self._note_mixed(seconds / predicted if predicted > 0.0 else _MIXED_MOST)
+            self._margin.observe(seconds / max(predicted, _SECONDS_MIN))
         error = min(abs(predicted - seconds) / seconds, 1.0)
         self._error += max(_ERROR_PART, 1 / self._observed) * (error - self._error)
         if self._observed <= AT_ONCE or not self._observed % LEARN_EVERY:
@@ -114,13 +105,8 @@ class StepFit:
         self._usual += _USUAL_PART * (abs(surprise) - self._usual)
         return predicted
 
-    def _note_mixed(self, ratio: float) -> None:
-        """The quantile of seconds ÷ prediction: a stall is one step."""
-        noise = followed(self._mixed_noise, _MIXED_OVER, _MIXED_PACE, larger=ratio > self._mixed_noise)
-        self._mixed_noise = min(max(noise, 1.0), _MIXED_MOST)
-
     def _learn(self) -> None:
-        """From what was noted, and tell."""
+        """Solve the noted equations and publish the parameters."""
         known = self.parameters
         base, prompt_base, token, pair, row, context = _seconds(known)
         if self._rows:
@@ -137,12 +123,12 @@ class StepFit:
             context_s=context,
             error=self._error,
             observed=self._observed,
-            mixed_noise=self._mixed_noise,
+            mixed_noise=self._margin.value,
         )
         self._cost = StepCost(self.parameters)
 
     def _solve(self, rows: _Vector, targets: _Vector) -> None:
-        """`rows` · coefficients should be `targets`."""
+        """Add the equations `rows` · coefficients = `targets` and solve."""
         forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
         keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
         information = self._information
@@ -158,7 +144,7 @@ class StepFit:
         self._coefficients = found if found.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
 
     def _amounts(self, work: StepWork) -> tuple[float, ...]:
-        """Of each part, in the coefficients' order."""
+        """Return the amount of each part, in the order of the coefficients."""
         return (
             1.0,
             1.0 if work.prefill_tokens else 0.0,
@@ -179,7 +165,7 @@ def _seconds(parameters: CostParameters) -> tuple[float, float, float, float, fl
 
 
 def _within_bounds(information: _Vector, wanted: _Vector, start: _Vector) -> _Vector:
-    """Coefficients >= 0 that come near to the least of ½ c·information·c - wanted·c, by coordinate descent."""
+    """Return coefficients c >= 0 near the minimum of ½ c·information·c - wanted·c, by coordinate descent."""
     rows, targets, found = information.tolist(), wanted.tolist(), start.tolist()
     for _ in range(_SWEEPS):
         for i, row in enumerate(rows):

@@ -193,7 +193,8 @@ class DecodeAdmission:
 
     def notice(self, notice: TransferNotice) -> None:
         """Transfer thread: every byte of the prompt's KV has arrived. A notice of an old lease is dropped and counted;
-        one that does not fit the reservation fails the request, which is prefilled again."""
+        one that does not fit the reservation fails the request, which is prefilled again.
+        """
         seen = EdgeStamp.now(Edge.NOTICE_SEEN)
         with self._lock:
             try:

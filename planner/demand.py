@@ -84,7 +84,7 @@ class Demand:
     def lone_prompt_seconds(self, cost: CostParameters, chunk_tokens: int) -> float:
         """Returns the seconds to compute a mean prompt alone."""
         tokens = int(self.computed_tokens)
-        return StepCost(cost).prefill_seconds(tokens, int(self.prompt_tokens) - tokens, chunk_tokens=chunk_tokens)
+        return StepCost(cost).prefill_seconds(tokens, int(self.prompt_tokens) - tokens, chunk_tokens)
 
     def chunk_share_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
         """Returns a mean prompt's share of the seconds of full chunks, without attention."""

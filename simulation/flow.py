@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from router.observability.prediction_quality import PlacementRecord
 from router.placement.policy import Placement
-from router.placement.prediction_quality import PlacementRecord
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from simulation.request import Outcome, Piece
 from simulation.step_log import StepLog
 from wire.messages import RequestEvent, RequestRef, SamplingParams

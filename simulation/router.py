@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.config import RouterConfig
+from router.observability.prediction_quality import PredictionQuality
 from router.observability.verdict import rejected
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.prediction_quality import PredictionQuality
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
 from router.placement.worker_state import LOAD_FRESH_S, REFUSAL_PAUSE_S, WorkerState
 from router.requests.first_token import hold_s
@@ -131,7 +131,7 @@ class VirtualRouter:
             pair = self.scheduler.bind(queued)
             if pair is not None:
                 self._place(flow, pair)
-            elif not self.scheduler.set_aside(queued):
+            elif not self.scheduler.skip_hopeless(queued):
                 break
         self._pumping = False
 

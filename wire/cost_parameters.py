@@ -36,8 +36,8 @@ class CostParameters:
     """The number of tokens of a step with prompts is padded to a multiple of this, see `costs.step_grid`."""
     wave_tokens: int = 1
     """Prompt tokens whose attention runs in one wave and takes as long as that of one token, see `costs.step_grid`."""
-    mixed_noise: float = 1.15
-    """The 99th percentile of actual ÷ predicted duration of mixed steps."""
+    mixed_noise: float = 1.2
+    """The margin by which mixed steps are planned shorter than their target (`costs.step_cost.LearnedMargin`)."""
 
 
 UNMEASURED = CostParameters()

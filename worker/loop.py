@@ -67,7 +67,8 @@ class StepLoop:
         `gather_s` is how long an idle loop waits for more prompts before it computes the first. Both in seconds.
 
         `publish` and `on_death` are called on the loop's thread and return at once; `publish` has the event loop take a
-        step's events and tokens, and then make the calls."""
+        step's events and tokens, and then make the calls.
+        """
         self._runner = runner
         self._decode = decode
         self._prefill = prefill

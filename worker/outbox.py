@@ -123,7 +123,8 @@ class Outbox:
 
     def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
         """The stream of one router. A second attach ends the first stream, and its requests with it: the router hears
-        of each on the new one."""
+        of each on the new one.
+        """
         known = self._streams.get(router_id)
         stream = RouterStream(router_id, self._snapshot, prefixes=prefixes)
         if known is not None and known.attached:

@@ -8,7 +8,14 @@ delayed, and without prompts there is nothing to decide.
 import math
 from collections.abc import Callable, Sequence
 
-from costs.chunks import NO_LIMIT, PATIENCE, PIECE, PROGRESS_TOKENS, Beside, step_limit
+from costs.chunks import (
+    FORCED_CHUNK_INTERVAL,
+    FORCED_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
+    NO_LIMIT,
+    ConcurrentDecode,
+    step_limit,
+)
 from costs.step_cost import StepCost, StepWork
 from prefill_worker.queue import WaitingPrompts
 from wire.messages import Assignment
@@ -47,7 +54,7 @@ class StepPolicy:
         if not waiting.prompts:
             return self._progress.at_least(most, waiting)
         cost = self._cost()
-        limit = step_limit(cost, self._assignment, Beside(rows, context, targets)) if rows else NO_LIMIT
+        limit = step_limit(cost, self._assignment, ConcurrentDecode(rows, context, targets)) if rows else NO_LIMIT
         tokens = most if limit.tokens is None else min(most, limit.tokens)
         if limit.seconds < math.inf:
             tokens = self._fitting(cost, decode_work, waiting, limit.seconds, tokens)
@@ -72,14 +79,14 @@ class StepPolicy:
 
 
 class _Progress:
-    """One step in more than `PATIENCE` has enough for prompts that wait and get less than a piece: none of them
-    starves, and such long steps are too few to matter at the 99th percentile of an answer's gaps.
+    """One step in more than `FORCED_CHUNK_INTERVAL` has enough for prompts that wait and get less than a minimal chunk:
+    none of them starves, and such long steps are too few to matter at the 99th percentile of an answer's gaps.
     """
 
     def __init__(self, budget: int) -> None:
-        self._piece = min(PIECE, max(1, budget // _PIECES))
-        self._enough = min(PROGRESS_TOKENS, budget)
-        self.steps = PATIENCE
+        self._piece = min(MIN_CHUNK_TOKENS, max(1, budget // _PIECES))
+        self._enough = min(FORCED_CHUNK_TOKENS, budget)
+        self.steps = FORCED_CHUNK_INTERVAL
         """Steps with answers in them since the last one with enough for prompts."""
 
     def is_any(self, tokens: int, waiting: WaitingPrompts) -> bool:
@@ -89,7 +96,7 @@ class _Progress:
     def at_least(self, tokens: int, waiting: WaitingPrompts) -> int:
         """Must be asked for each step with answers in it."""
         self.steps += 1
-        if not waiting.prompts or self.steps <= PATIENCE or self.is_any(tokens, waiting):
+        if not waiting.prompts or self.steps <= FORCED_CHUNK_INTERVAL or self.is_any(tokens, waiting):
             return tokens
         self.steps = 0
         return self._enough

@@ -241,7 +241,7 @@ class ServiceOptions:
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """Returns the config with these settings. InvalidArgument names an option."""
         from cli.connection.secret_files import keys_in
-        from router.slo import parse_class, with_defaults
+        from router.slo_options import parse_class, with_defaults
 
         in_file = keys_in("--api-key-file", self.api_key_file) if self.api_key_file else ()
         return replace(

@@ -1,4 +1,4 @@
-"""Which workers serve a request, and whether it can be served as its class promises.
+"""Placement and admission: the choice of workers for a request, and the check that its targets can be kept.
 
-Reading order: queued_request, worker_state, latency_model, policy, admission, queue, scheduler.
+Reading order: queue, worker_state, latency_model, policy, scheduler.
 """

@@ -1,25 +1,27 @@
-"""The live workers, as placement sees them: which there are, in which order to ask them, and what they hold."""
+"""The live workers in the order in which placement considers them, and what they are known to hold and to reject."""
 
 from __future__ import annotations
 
 import heapq
 import math
+import time
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import itemgetter
 
-from router.placement.incompatible_pairs import IncompatiblePairs
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_state import LoadObserver, WorkerState
 from wire.ending import pages_for
 from wire.messages import PeerRef
 from wire.tracing.timeline import TransferStats
 
+REMEMBERED_S = 300.0
+"""The time for which a pair counts as incompatible; it bounds the harm of an accidental rejection."""
 _worker = itemgetter(2)
 
 
 class Ranking:
-    """Workers by a key, the smallest first. Moving one takes microseconds, however many there are."""
+    """Workers sorted by a key. Moving one takes microseconds, however many there are."""
 
     def __init__(self) -> None:
         self._order: list[tuple[float, int, WorkerState]] = []
@@ -29,25 +31,60 @@ class Ranking:
         return len(self._order)
 
     def __iter__(self) -> Iterator[WorkerState]:
-        """Must not be changed meanwhile."""
+        """Iterate from the smallest key; the ranking must not be changed meanwhile."""
         return map(_worker, self._order)
 
     def put(self, worker: WorkerState, key: float) -> None:
-        """`worker` has `key` from now on."""
-        slot = worker.slot
-        old = self._keys.get(slot)
-        if old == key:
-            return
-        if old is not None:
-            del self._order[bisect_left(self._order, (old, slot))]
-        self._keys[slot] = key
-        insort(self._order, (key, slot, worker))
+        """Set the key of `worker`."""
+        if self._keys.get(worker.slot) != key:
+            self.remove(worker)
+            self._keys[worker.slot] = key
+            insort(self._order, (key, worker.slot, worker))
 
     def remove(self, worker: WorkerState) -> None:
-        """Nothing if it was not there."""
+        """Remove `worker` if it is ranked."""
         old = self._keys.pop(worker.slot, None)
         if old is not None:
             del self._order[bisect_left(self._order, (old, worker.slot))]
+
+
+class IncompatiblePairs:
+    """Pairs of workers that rejected each other: other releases, models or KV settings, as in a rolling update.
+
+    A worker that registers again is another run, of which nothing is known.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pairs: dict[tuple[PeerRef, PeerRef], tuple[float, str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def learn(self, prefill: PeerRef, decode: PeerRef, why: str) -> None:
+        """Add a pair that rejected each other for this reason."""
+        self._pairs[prefill, decode] = self._clock() + REMEMBERED_S, why
+
+    def fit(self, prefill: PeerRef, decode: PeerRef) -> bool:
+        """Return True if these two may serve a request together, as far as is known."""
+        known = self._pairs.get((prefill, decode))
+        return known is None or known[0] <= self._clock()
+
+    def forget_old(self) -> bool:
+        """Forget expired pairs; return True if there were any."""
+        before = len(self._pairs)
+        self._pairs = {pair: known for pair, known in self._pairs.items() if known[0] > self._clock()}
+        return len(self._pairs) < before
+
+    def forget(self, peer: PeerRef) -> None:
+        """Forget the pairs of a run that is over."""
+        self._pairs = {pair: known for pair, known in self._pairs.items() if peer not in pair}
+
+    def why(self, prefills: Iterable[PeerRef], decodes: Iterable[PeerRef]) -> str:
+        """Return the reason of the first rejection between these; "" without one."""
+        those = set(decodes)
+        known = (self._pairs.get((prefill, decode)) for prefill in prefills for decode in those)
+        return next((each[1] for each in known if each is not None), "")
 
 
 class Fleet(LoadObserver):
@@ -57,56 +94,51 @@ class Fleet(LoadObserver):
         self.prefixes = PrefixIndex()
         self.incompatible = IncompatiblePairs()
         self.prefills = Ranking()
-        """Workers that take prompts, the one with the least to compute first."""
+        """Workers that prefill, by the prompt tokens that wait there."""
         self.decodes = Ranking()
-        """Workers that take answers, the one with the shortest steps for its free pages first."""
+        """Workers that decode, by `step seconds / free share of pages`."""
         self._live: dict[PeerRef, WorkerState] = {}
         self._by_slot: dict[int, WorkerState] = {}
         self._free_slots: list[int] = []
         self._both: set[int] = set()
         self._page_bytes = 0
         self.changes = 0
-        """How often workers came, went or changed, or became compatible again."""
+        """The number of times that workers came, went, changed or became compatible again."""
 
     @property
     def live(self) -> Collection[WorkerState]:
-        """All of them, in no order."""
+        """The live workers, in no order."""
         return self._live.values()
 
     def worker(self, slot: int) -> WorkerState | None:
-        """The live worker with this number in the prefix index, None if it is not live."""
+        """Return the live worker with this number in the prefix index, None if it is not live."""
         worker = self._by_slot.get(slot)
         return worker if worker is not None and worker.live else None
 
     @property
     def both_roles(self) -> int:
-        """How many live workers have both roles."""
+        """The number of live workers with both roles."""
         return len(self._both)
 
-    @property
-    def colocates(self) -> bool:
-        """Whether any live worker has both roles."""
-        return bool(self._both)
-
     def kv_bytes(self, tokens: int, page_tokens: int) -> int:
-        """Bytes of the pages that hold `tokens`; 0 until a transfer has shown how large a page is."""
+        """Return the bytes of the pages that hold `tokens`; 0 until a transfer has shown the size of a page."""
         return pages_for(tokens, page_tokens) * self._page_bytes
 
     def learn_transfer(self, receiver: WorkerState, transfer: TransferStats) -> None:
-        """A transfer to `receiver` has ended."""
+        """Learn from a transfer to `receiver` that has ended."""
         receiver.transfer.observe(transfer)
         if transfer.pages and transfer.bytes:
             self._page_bytes = transfer.bytes // transfer.pages
 
     def join(self, worker: WorkerState) -> None:
-        """Give it a number. It is not live before `set_live`."""
+        """Give `worker` a number. It is not live before `set_live`."""
         worker.slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
         worker.observer = self
         self._by_slot[worker.slot] = worker
         self.prefixes.open(worker.slot, worker.pages_total)
 
     def leave(self, worker: WorkerState) -> None:
-        """It is gone, and so is what it held."""
+        """Remove `worker` and what it held."""
         self.set_live(worker, live=False)
         worker.observer = None
         self.prefixes.drop(worker.slot)
@@ -115,12 +147,12 @@ class Fleet(LoadObserver):
         heapq.heappush(self._free_slots, worker.slot)
 
     def forget_old_incompatible(self) -> None:
-        """Called now and then."""
+        """Forget pairs whose rejection is long ago. Called periodically."""
         if self.incompatible.forget_old():
             self.changes += 1
 
     def set_live(self, worker: WorkerState, *, live: bool) -> None:
-        """Whether it takes new work; call it again when the worker's facts have changed."""
+        """Set whether `worker` takes new work; called again when its facts have changed."""
         self.changes += 1
         worker.live = live
         if live:
@@ -135,13 +167,14 @@ class Fleet(LoadObserver):
         self.answers_changed(worker)
 
     def prompts_changed(self, worker: WorkerState) -> None:
+        """Rank `worker` for prefill again. Its decode rows count as well: a prompt there delays them."""
         if worker.live and worker.prefills:
-            # The decode rows count where a worker has both roles: a prompt there delays them.
             self.prefills.put(worker, worker.prefill_tokens + worker.decode_requests)
         else:
             self.prefills.remove(worker)
 
     def answers_changed(self, worker: WorkerState) -> None:
+        """Rank `worker` for decoding again."""
         if worker.live and worker.decodes:
             free = 1.0 - worker.pages_used / worker.pages_total
             self.decodes.put(worker, max(worker.step_s, worker.idle_step_s) / free if free > 0 else math.inf)

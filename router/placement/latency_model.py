@@ -1,4 +1,7 @@
-"""What a request would cost at a worker: the time to its first token, the gap between its tokens, and what it delays.
+"""Predicts the latencies of a request at a worker and what it costs all requests there.
+
+    prompt: cost = ttft + decode rows · delay of their tokens                 + MISS_S · (ttft misses its target)
+    answer: cost = tokens · (step + decode rows · growth of the step)         + MISS_S · gap targets missed
 
 Every prediction of the router is made here, from the step costs that the worker itself fits (`costs/step_cost.py`).
 """
@@ -8,21 +11,18 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from costs.chunks import Beside, chunks_within
+from costs.chunks import ConcurrentDecode, chunks_within
 from costs.step_cost import chunk_pairs
 from router.placement.fleet import Fleet
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
 
 MISS_S = 60.0
-"""What a missed target counts, in seconds of somebody's waiting: more than any wait that placement could save."""
+"""The cost of a missed target in seconds of waiting: more than placement could save otherwise."""
 
 
 class Prediction(NamedTuple):
-    """What placement expects of its choice; seconds. `ttft_s` is from the choice to the first token, `cost_s` what the
-    choice costs all requests together (docs/decisions/0014), `runner_up_s` what the next best one would have cost,
-    infinite without one.
-    """
+    """The predicted latencies and cost of a placement, in seconds from the placement on."""
 
     ttft_s: float
     compute_s: float
@@ -31,21 +31,24 @@ class Prediction(NamedTuple):
     cached_tokens: int
     computed_tokens: int
     cost_s: float
+    """The cost to all requests together (docs/decisions/0014)."""
     runner_up_s: float = math.inf
+    """The cost of the next best placement, infinite without one."""
     measured: bool = True
-    """Whether it rests on steps that the worker has run; False = on a guess."""
+    """True if the prefill worker has run steps, False if its costs are a guess."""
+    margin: float = 1.0
+    """The margin of the prefill worker."""
 
 
 class PromptPrediction:
-    """A prompt at one worker, in seconds: `ttft_s` until its first token, `compute_s` the part of it that is its own
-    computation, `cost_s` what that costs all requests together.
-    """
+    """A prompt at one worker: `ttft_s`, the part `compute_s` of it for its own computation, and `cost_s`."""
 
     __slots__ = ("cached", "compute_s", "computed", "cost_s", "ttft_s", "worker")
 
     def __init__(self, worker: WorkerState, tokens: int, cached: int, left_s: float = math.inf) -> None:
-        """Of `tokens`, the first `cached` of which `worker` holds, behind all that waits there; a first token after
-        `left_s` misses its target.
+        """Predict a prompt of `tokens`, the first `cached` of which `worker` holds, behind all that waits there.
+
+        Its first token is due in `left_s`.
         """
         self.worker = worker
         # The last token is computed whatever is cached: its logits choose the first token of the answer.
@@ -55,52 +58,63 @@ class PromptPrediction:
         if worker.backlog is None:
             worker.backlog = prefill_time(worker, waiting, pairs) if waiting else (0.0, 0)
         before_s, before_steps = worker.backlog
-        ttft_s, steps = prefill_time(worker, waiting + fresh, pairs + chunk_pairs(fresh, cached))
-        self.ttft_s, self.compute_s = ttft_s, ttft_s - before_s
-        delay_s = self.compute_s - (steps - before_steps) * worker.step_s
-        self.cost_s = ttft_s + MISS_S * (ttft_s > left_s)
-        if delay_s > 0.0:
-            self.cost_s += worker.decode_requests * delay_s
+        self.ttft_s, steps = prefill_time(worker, waiting + fresh, pairs + chunk_pairs(fresh, cached))
+        self.compute_s = self.ttft_s - before_s
+        delay_s = max(0.0, self.compute_s - (steps - before_steps) * worker.step_s)
+        self.cost_s = self.ttft_s + worker.decode_requests * delay_s + MISS_S * (self.ttft_s > left_s)
 
 
 class AnswerPrediction:
-    """An answer at one worker, in seconds: `step_s` is a decode step with it, `cost_s` what it costs all requests
-    together. The KV of `missing` tokens of its prompt has to come from elsewhere if its prompt is computed there.
+    """An answer at one worker, in seconds.
+
+    `step_s` is a decode step with it, `target_s` the longest step that keeps its class, `alone_s` the step if nothing
+    else ran there, and `cost_s` the cost to all requests.
     """
 
-    __slots__ = ("cost_s", "missing", "step_s", "worker")
+    __slots__ = ("alone_s", "cost_s", "missing", "step_s", "target_s", "worker")
 
-    def __init__(self, worker: WorkerState, cached: int, request: QueuedRequest) -> None:
-        """`worker` holds the first `cached` tokens of its prompt."""
+    def __init__(self, worker: WorkerState, cached: int, request: QueuedRequest, ahead: float = 0.0) -> None:
+        """Predict the answer of `request`, of whose prompt `worker` holds `cached` tokens.
+
+        `ahead` others like it begin before, as far as these fit into the batch.
+        """
         self.worker = worker
         self.missing = max(1, request.prefill_tokens - cached)
-        rows, before_s = worker.decode_requests, worker.step_s
-        self.step_s = step_s = decode_step_s(worker, request)
-        missed = worker.answers_broken(step_s)
-        if request.slo.has_gap_target and step_s > worker.step_target(request.slo):
-            missed += 1
-        self.cost_s = request.mean_tokens * (step_s + rows * (step_s - before_s)) + MISS_S * missed
+        rows, own, cost = worker.decode_requests, request.decode_context, worker.cost
+        ahead = max(0.0, min(ahead, worker.max_batch_requests - 1 - rows))
+        context = worker.decode_context + int((1 + ahead) * own)
+        self.step_s = step_s = cost.decode_step_seconds(1 + round(rows + ahead), context)
+        self.target_s = self.alone_s = math.inf
+        if request.slo.has_gap_target:
+            self.alone_s = cost.decode_step_seconds(1, own)
+            self.target_s = worker.step_target(request.slo)
+            if self.target_s < self.alone_s <= worker.gap_target(request.slo):
+                self.target_s = self.alone_s  # only the margin is why it would miss its target alone
+        missed = worker.answers_broken(step_s) + self.too_slow
+        self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s)) + MISS_S * missed
 
+    @property
+    def too_slow(self) -> bool:
+        """True if its gaps would miss the target."""
+        return self.step_s > self.target_s
 
-def decode_step_s(worker: WorkerState, request: QueuedRequest, ahead: float = 0.0) -> float:
-    """A decode step of `worker` with the answer of `request`, and with so many more like it."""
-    rows, own = worker.decode_requests + ahead, request.decode_context
-    return worker.cost.decode_step_seconds(1 + round(rows), worker.decode_context + int((1 + ahead) * own))
+    @property
+    def crowded(self) -> bool:
+        """True if the other answers are why: rejecting requests helps only then."""
+        return self.too_slow and self.alone_s <= self.target_s
 
 
 def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float, int]:
-    """Seconds and steps until `worker` has computed `tokens` > 0 of prompts with so many attention pairs, beside what
-    decodes there now:
+    """Return the seconds and steps until `worker` has computed `tokens` > 0 with these attention pairs.
 
-        steps · (decode rows + chunk) + steps without prompts between two chunks
+    steps · (decode rows + chunk) + steps without prompts between two chunks
     """
     cost, rows, context = worker.cost, worker.decode_requests, worker.decode_context
     each = pairs / tokens
-    chunk, pause = chunks_within(worker.step_limit, cost, worker.max_step_tokens, Beside(rows, context), each)
-    rows_s = cost.rows_seconds(rows, context)
+    chunk, pause = chunks_within(worker.step_limit, cost, worker.max_step_tokens, ConcurrentDecode(rows, context), each)
     full, rest = divmod(tokens, chunk)
     steps = full + (rest > 0)
-    seconds = steps * (1 + pause) * rows_s
+    seconds = steps * (1 + pause) * cost.rows_seconds(rows, context)
     if full:
         seconds += full * cost.prompts_seconds(chunk, chunk * each, rows)
     if rest:
@@ -109,8 +123,9 @@ def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float,
 
 
 def exposed_transfer_s(fleet: Fleet, prompt: PromptPrediction, answer: AnswerPrediction) -> float:
-    """Seconds for which the answer waits for its KV: pages of earlier chunks are in transfer while later ones are
-    computed, the last chunk's cannot be.
+    """Return the seconds that the answer waits for its KV.
+
+    The pages of all chunks but the last are in transfer while later ones are computed.
     """
     receiver, missing = answer.worker, answer.missing
     whole_s = receiver.transfer.seconds(fleet.kv_bytes(missing, receiver.page_tokens))

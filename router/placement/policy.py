@@ -1,6 +1,6 @@
 """Chooses the cheapest feasible placement: the worker that computes the prompt and the one that decodes the answer.
 
-What a placement costs, and what that leaves out: docs/decisions/0014-placement.md.
+The cost of a placement is defined in `router/placement/latency_model.py`, its limits in docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -11,27 +11,21 @@ from itertools import islice, product
 from typing import NamedTuple
 
 from router.placement.fleet import Fleet
-from router.placement.latency_model import (
-    AnswerPrediction,
-    Prediction,
-    PromptPrediction,
-    decode_step_s,
-    exposed_transfer_s,
-)
-from router.placement.prefill_reserve import NOBODY, PrefillReserve
+from router.placement.latency_model import AnswerPrediction, Prediction, PromptPrediction, exposed_transfer_s
+from router.placement.prefill_reserve import NO_WORKERS, PrefillReserve
 from router.placement.prefix_index import NO_MATCH
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
 from wire.messages import PeerRef
 from wire.mode import Mode
 
 _CANDIDATES = 2
-"""Workers of each role that are compared because of their load, and as many because of the prefix that they hold."""
-_LOOKED_AT = 64
-"""Workers that are asked for capacity before a request waits; their order makes capacity behind them unlikely."""
+"""The workers of each role that are compared for their load, and as many for the prefix that they hold."""
+_CONSIDERED = 32 * _CANDIDATES
+"""The workers that are asked for capacity before a request waits; those behind them in the order have less."""
 _STEPS_AHEAD = 2
-"""Steps of prompts that may wait at a worker: enough that its device never idles, few enough that a request is not
-bound to a worker that turns out slow.
+"""The steps of prompts that may wait at a worker: its device never idles, and few requests are bound to one that turns
+out slow.
 """
 
 Takes = Callable[[WorkerState, QueuedRequest], bool]
@@ -48,46 +42,31 @@ class Placement(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Whether one worker does both."""
+        """True if one worker does both."""
         return self.prefill == self.decode
 
 
-class GapPrediction(NamedTuple):
-    """A decode step with one answer more, where its class would be kept best; seconds."""
-
-    step_s: float
-    target_s: float
-    """What the step may take for the class to be kept."""
-    alone_s: float
-    """The step if nothing else ran there."""
-
-    @property
-    def crowded(self) -> bool:
-        """Whether others are why the target would be missed: turning requests away helps only then."""
-        return self.alone_s <= self.target_s < self.step_s
-
-
 class PlacementPolicy:
-    """Compares a few workers in the order of their load, and those that hold most of the prompt."""
+    """Compares the least loaded workers and those that hold most of the prompt."""
 
     def __init__(self, mode: Mode = Mode.ADAPTIVE) -> None:
         self._mode = mode
         self._reserve = PrefillReserve()
 
     def change_mode(self, mode: Mode) -> None:
-        """Choose by this mode from now on."""
+        """Use `mode` from now on."""
         self._mode = mode
 
     def place(self, request: QueuedRequest, fleet: Fleet, waited_s: float) -> Placement | None:
-        """The cheapest placement with capacity now; None = the request waits. It is `waited_s` seconds old."""
+        """Return the cheapest placement with capacity now for a request of this age; None = it waits."""
         found = self._cheapest(request, fleet, waited_s, _CANDIDATES)
         if found is None and fleet.incompatible:
-            # The workers that were compared may be of one release here and of another there.
+            # The few that were compared may be of one release here and of another there.
             found = self._cheapest(request, fleet, waited_s, len(fleet.live))
         return found
 
     def could_serve(self, request: QueuedRequest, fleet: Fleet) -> bool:
-        """Whether live workers that this mode may choose are large enough, and compatible, whatever their load."""
+        """Return True if live workers that this mode may choose are large enough and compatible, at any load."""
         ready = [worker for worker in fleet.live if not worker.info.not_ready]
         prefills = [each for each in ready if each.prefills and request.prefill_tokens <= each.kv_tokens_total]
         if not request.decodes:
@@ -96,42 +75,39 @@ class PlacementPolicy:
         return any(self._allowed(one, other, fleet) for one, other in product(prefills, decodes))
 
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
-        """How many workers share prompts like that of `request`."""
+        """Return the number of workers that share prompts like that of `request`."""
         reserved = self._reserved(request, fleet)
         workers = len(fleet.prefills)
         return workers - fleet.both_roles + len(reserved) if reserved else workers
 
     def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> Prediction | None:
-        """Where the first token would come soonest, with capacity now or not; None without a worker for it."""
+        """Predict the soonest first token, with capacity now or not; None without a worker for it."""
         candidates = _with_holders(request, fleet, _first(fleet.prefills, _can_prefill, request, 1), _can_prefill)
-        if not candidates:
+        prompts = _prompts(request, candidates)
+        if not prompts:
             return None
-        soonest = min(_prompts(request, candidates), key=lambda prompt: prompt.ttft_s)
+        soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
         return _prediction(soonest, 0.0, soonest.ttft_s, math.inf)
 
-    def predict_gap(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> GapPrediction | None:
-        """Where its gap target would be kept best, after `ahead` other answers began; None = nothing was measured."""
+    def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
+        """Predict the answer where its class is kept best, after `ahead` others; None = no measured worker."""
         reserved = self._reserved(request, fleet)
         measured = (each for each in fleet.decodes if each.slot not in reserved and each.cost.parameters.observed)
         each_ahead = ahead / max(1, len(fleet.decodes) - len(reserved))
-        found = []
-        for worker in _first(measured, _can_decode, request, _CANDIDATES):
-            # No more of them can join than fit into its batch.
-            joining = max(0.0, min(each_ahead, worker.max_batch_requests - 1 - worker.decode_requests))
-            step_s = decode_step_s(worker, request, joining)
-            alone_s = worker.cost.decode_step_seconds(1, request.decode_context)
-            target_s = worker.step_target(request.slo)
-            if target_s < alone_s <= worker.gap_target(request.slo):
-                # Only the margin is why it would miss its target alone: else admission opened as steps grow noisier.
-                target_s = alone_s
-            found.append(GapPrediction(step_s, target_s, alone_s))
+        workers = _first(measured, _can_decode, request, _CANDIDATES)
+        found = [AnswerPrediction(worker, 0, request, each_ahead) for worker in workers]
         able = [each for each in found if each.alone_s <= each.target_s] or found
         return min(able, key=lambda each: each.step_s / each.target_s, default=None)
 
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
         left_s = request.slo.ttft_s - waited_s
         if not request.decodes:
-            return _prompt_alone(_prompts(request, self._prefills(request, fleet, most), left_s))
+            prompts = _prompts(request, self._prefills(request, fleet, most), left_s)
+            if not prompts:
+                return None
+            best, *others = sorted(prompts, key=lambda prompt: prompt.cost_s)
+            runner_up_s = others[0].cost_s if others else math.inf
+            return Placement(best.worker.peer, None, _prediction(best, 0.0, best.cost_s, runner_up_s))
         reserved = self._reserved(request, fleet)
         answers = self._answers(request, fleet, most, reserved)
         if not answers:
@@ -141,39 +117,36 @@ class PlacementPolicy:
             prefills = self._prefills(request, fleet, most, reserved, local)
         else:
             prefills = [(answer.worker, request.prefill_tokens - answer.missing) for answer in answers]
-        found = self._pair(_prompts(request, prefills, left_s), answers, fleet)
-        if found is not None:
-            self._reserve.observe(found[0])
-            return _placement(*found)
-        return None
+        return self._pair(_prompts(request, prefills, left_s), answers, fleet)
 
-    def _pair(
-        self, prompts: list[PromptPrediction], answers: list[AnswerPrediction], fleet: Fleet
-    ) -> tuple[PromptPrediction, AnswerPrediction, float, float] | None:
-        """The cheapest allowed pair, its cost, and that of the next best one."""
+    def _pair(self, prompts: list[PromptPrediction], answers: list[AnswerPrediction], fleet: Fleet) -> Placement | None:
+        """Return the cheapest allowed pair."""
         local, apart, incompatible = self._local(fleet), self._apart(fleet), fleet.incompatible or None
         best, cost_s, runner_up_s = None, math.inf, math.inf
-        for answer in answers:
-            decode = answer.worker
-            for prompt in prompts:
-                pair_s, prefill = prompt.cost_s + answer.cost_s, prompt.worker
-                if pair_s >= runner_up_s:
+        for answer, prompt in product(answers, prompts):
+            pair_s, prefill, decode = prompt.cost_s + answer.cost_s, prompt.worker, answer.worker
+            if pair_s >= runner_up_s:
+                continue
+            if prefill is decode:
+                if not local:
                     continue
-                if prefill is decode:
-                    if not local:
-                        continue
-                elif not apart or (incompatible and not incompatible.fit(prefill.peer, decode.peer)):
-                    continue
-                else:
-                    pair_s += exposed_transfer_s(fleet, prompt, answer)
-                if pair_s < cost_s:
-                    best, cost_s, runner_up_s = (prompt, answer), pair_s, cost_s
-                elif pair_s < runner_up_s:
-                    runner_up_s = pair_s
-        return None if best is None else (*best, cost_s, runner_up_s)
+            elif not apart or (incompatible and not incompatible.fit(prefill.peer, decode.peer)):
+                continue
+            else:
+                pair_s += exposed_transfer_s(fleet, prompt, answer)
+            if pair_s < cost_s:
+                best, cost_s, runner_up_s = (prompt, answer), pair_s, cost_s
+            elif pair_s < runner_up_s:
+                runner_up_s = pair_s
+        if best is None:
+            return None
+        prompt, answer = best
+        self._reserve.observe(prompt)
+        prediction = _prediction(prompt, answer.step_s, cost_s, runner_up_s)
+        return Placement(prompt.worker.peer, answer.worker.peer, prediction)
 
     def _allowed(self, prefill: WorkerState, decode: WorkerState, fleet: Fleet) -> bool:
-        """Whether the mode and the workers' releases let these two serve one request."""
+        """Return True if the mode and the workers' releases let these two serve one request."""
         if prefill is decode:
             return self._local(fleet)
         if not self._apart(fleet):
@@ -181,25 +154,25 @@ class PlacementPolicy:
         return not fleet.incompatible or fleet.incompatible.fit(prefill.peer, decode.peer)
 
     def _apart(self, fleet: Fleet) -> bool:
-        """Whether a prompt and its answer may go to two workers."""
-        return self._mode is not Mode.COLOCATED or not fleet.colocates
+        """Return True if a prompt and its answer may go to two workers."""
+        return self._mode is not Mode.COLOCATED or not fleet.both_roles
 
     def _local(self, fleet: Fleet) -> bool:
-        """Whether both may go to one."""
+        """Return True if both may go to one."""
         return self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
 
     def _reserved(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
-        """Workers that this answer may not go to."""
+        """Return the workers that this answer may not use."""
         if self._mode is not Mode.ADAPTIVE or not request.slo.has_gap_target:
-            return NOBODY
+            return NO_WORKERS
         return self._reserve.workers(request, fleet)
 
     def _answers(
         self, request: QueuedRequest, fleet: Fleet, most: int, reserved: frozenset[int]
     ) -> list[AnswerPrediction]:
-        open_ = (worker for worker in fleet.decodes if worker.slot not in reserved)
+        free = (worker for worker in fleet.decodes if worker.slot not in reserved)
         takes = _takes_decode if self._apart(fleet) else _takes_both
-        found = _with_holders(request, fleet, _first(open_, takes, request, most), takes)
+        found = _with_holders(request, fleet, _first(free, takes, request, most), takes)
         return [AnswerPrediction(worker, held, request) for worker, held in found if worker.slot not in reserved]
 
     def _prefills(
@@ -207,31 +180,32 @@ class PlacementPolicy:
         request: QueuedRequest,
         fleet: Fleet,
         most: int,
-        reserved: frozenset[int] = NOBODY,
+        reserved: frozenset[int] = NO_WORKERS,
         also: Collection[WorkerState] = (),
     ) -> list[Candidate]:
-        """The `most` workers with the least to compute, those that hold more of the prompt, and `also`; where workers
-        are reserved for prompts, these.
+        """Return the `most` least loaded workers, those that hold more of the prompt, and `also`.
+
+        While workers are reserved, only these and the workers that do not decode are considered.
         """
-        open_ = (worker for worker in fleet.prefills if not reserved or worker.slot in reserved or not worker.decodes)
-        workers = _first(open_, _takes_prefill, request, most)
+        free = (worker for worker in fleet.prefills if not reserved or worker.slot in reserved or not worker.decodes)
+        workers = _first(free, _takes_prefill, request, most)
         workers += [worker for worker in also if worker not in workers and _takes_prefill(worker, request)]
         return _with_holders(request, fleet, workers, _takes_prefill)
 
 
 def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Whether the prompt may go there now."""
+    """Return True if the prompt may go there now."""
     has_capacity = worker.prefill_idle or worker.prefill_tokens < _STEPS_AHEAD * worker.max_step_tokens
     return has_capacity and _can_prefill(worker, request)
 
 
 def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Whether it could take the prompt if nothing else were there."""
+    """Return True if it could take the prompt if nothing else were there."""
     return worker.prefills and request.prefill_tokens <= worker.kv_tokens_total and not worker.refusing
 
 
 def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Whether the batch and the pages have capacity for the expected answer now, and ever for the longest one."""
+    """Return True if it has capacity for the expected answer now, and ever for the longest one."""
     has_capacity = (
         worker.decode_requests < worker.max_batch_requests and request.reserved_tokens <= worker.kv_tokens_free
     )
@@ -239,7 +213,7 @@ def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
 
 
 def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
-    """Whether it could decode the answer if nothing else were there."""
+    """Return True if it could decode the answer if nothing else were there."""
     return worker.decodes and request.kv_tokens <= worker.answer_tokens_total and not worker.refusing
 
 
@@ -248,12 +222,12 @@ def _takes_both(worker: WorkerState, request: QueuedRequest) -> bool:
 
 
 def _first(workers: Iterable[WorkerState], takes: Takes, request: QueuedRequest, most: int) -> list[WorkerState]:
-    """The first in this order that take the request."""
-    return list(islice((each for each in islice(workers, _LOOKED_AT) if takes(each, request)), most))
+    """Return the first in this order that take the request."""
+    return list(islice((each for each in islice(workers, _CONSIDERED) if takes(each, request)), most))
 
 
 def _with_holders(request: QueuedRequest, fleet: Fleet, workers: list[WorkerState], takes: Takes) -> list[Candidate]:
-    """These workers, and those that hold more of the prompt than one of them."""
+    """Return these workers, and those that hold more of the prompt than one of them."""
     match = fleet.prefixes.match(request.digests) if request.digests else NO_MATCH
     held = [(worker, match.pages(worker.slot)) for worker in workers]
     for slot, pages in match.longest(_CANDIDATES, min((pages for _, pages in held), default=0)):
@@ -269,19 +243,6 @@ def _prompts(
     return [PromptPrediction(worker, request.prefill_tokens, held, left_s) for worker, held in candidates]
 
 
-def _prompt_alone(prompts: list[PromptPrediction]) -> Placement | None:
-    """The cheapest worker for a prompt whose first token is also the last."""
-    if not prompts:
-        return None
-    best, *others = sorted(prompts, key=lambda prompt: prompt.cost_s)
-    runner_up_s = others[0].cost_s if others else math.inf
-    return Placement(best.worker.peer, None, _prediction(best, 0.0, best.cost_s, runner_up_s))
-
-
-def _placement(prompt: PromptPrediction, answer: AnswerPrediction, cost_s: float, runner_up_s: float) -> Placement:
-    return Placement(prompt.worker.peer, answer.worker.peer, _prediction(prompt, answer.step_s, cost_s, runner_up_s))
-
-
 def _prediction(prompt: PromptPrediction, itl_s: float, cost_s: float, runner_up_s: float) -> Prediction:
     return Prediction(
         ttft_s=prompt.ttft_s,
@@ -292,4 +253,5 @@ def _prediction(prompt: PromptPrediction, itl_s: float, cost_s: float, runner_up
         cost_s=cost_s,
         runner_up_s=runner_up_s,
         measured=prompt.worker.cost.parameters.observed > 0,
+        margin=prompt.worker.margin,
     )

@@ -1,6 +1,6 @@
-"""Which workers hold which KV pages that can be used again, and how much of a prompt each of them holds.
+"""The prefix cache of all workers: which of them hold a KV page, and how many pages of a prompt each holds.
 
-Workers are small numbers here (`slot`), their sets are the bits of integers: a look-up answers for all workers at once.
+Workers are small numbers (`slot`), sets of them the bits of integers: one look-up serves all workers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """How many of a prompt's first pages each worker holds.
+    """The number of a prompt's first pages that each worker holds.
 
-    `levels` are (pages, workers that hold as many or more), the pages growing, the workers becoming fewer.
+    `levels` are pairs of pages, rising, and the set of workers that hold at least as many.
     """
 
     levels: tuple[tuple[int, int], ...] = ()
 
     def pages(self, slot: int) -> int:
-        """Pages that worker `slot` holds, from the first on without a gap."""
+        """Return the pages that worker `slot` holds, from the first on without a gap."""
         for pages, holders in reversed(self.levels):
             if holders >> slot & 1:
                 return pages
         return 0
 
     def longest(self, count: int, beyond: int = 0) -> list[tuple[int, int]]:
-        """Up to `count` workers that hold more than `beyond` pages and how many these are, most first."""
+        """Return up to `count` workers that hold more than `beyond` pages, with their pages, most first."""
         found: list[tuple[int, int]] = []
         seen = 0
         for pages, holders in reversed(self.levels):
@@ -40,16 +40,14 @@ class PrefixMatch:
 
 
 NO_MATCH = PrefixMatch()
-_STRIDES = 8
-"""How much longer each stride along a prompt is than the one before."""
 
 
 class PrefixIndex:
-    """Page names (`wire.page_digests`) → the workers that hold the page.
+    """Maps page names (`wire.page_digests`) to the workers that hold the page.
 
-    A worker that holds a page holds the pages before it: caches give pages up from the leaves. So the holders along a
-    prompt only become fewer, and a look-up needs a few probes for each time that they do, however long the prompt is.
-    Memory: about 200 bytes a page, and a worker counts for no more pages than its pool has.
+    A worker that holds a page holds the pages before it, as caches evict from the leaves: the holders along a prompt
+    only become fewer, and a look-up bisects for each time that they do. Memory: about 200 bytes a page; a worker counts
+    for no more pages than its pool has.
     """
 
     def __init__(self) -> None:
@@ -58,20 +56,20 @@ class PrefixIndex:
         self._limits: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """Different pages that anybody holds."""
+        """Return the number of different pages that are held."""
         return len(self._holders)
 
     def open(self, slot: int, pages_max: int) -> None:
-        """Worker `slot` is there, holds nothing yet and never more than `pages_max` pages."""
+        """Add worker `slot`, which holds nothing yet and never more than `pages_max` pages."""
         self._pages[slot] = set()
         self._limits[slot] = pages_max
 
     def held(self, slot: int) -> int:
-        """Pages that worker `slot` holds."""
+        """Return the number of pages that worker `slot` holds."""
         return len(self._pages.get(slot, ()))
 
     def store(self, slot: int, digests: Iterable[bytes]) -> None:
-        """Worker `slot` holds these pages from now on; what is more than its pool has is ignored."""
+        """Add pages that worker `slot` holds; more than its pool has are ignored."""
         mine, limit, bit, holders = self._pages[slot], self._limits[slot], 1 << slot, self._holders
         for digest in digests:
             if digest not in mine and len(mine) < limit:
@@ -79,7 +77,7 @@ class PrefixIndex:
                 holders[digest] = holders.get(digest, 0) | bit
 
     def remove(self, slot: int, digests: Iterable[bytes]) -> None:
-        """Worker `slot` no longer holds these; unknown ones are ignored."""
+        """Remove pages of worker `slot`; unknown ones are ignored."""
         mine = self._pages[slot]
         for digest in digests:
             if digest in mine:
@@ -87,48 +85,35 @@ class PrefixIndex:
                 self._forget(digest, slot)
 
     def drop(self, slot: int) -> None:
-        """Worker `slot` is gone: nothing of it stays, and its number may be another's."""
+        """Remove worker `slot` and all that it held; its number may be given again."""
         for digest in self._pages.pop(slot, ()):
             self._forget(digest, slot)
         self._limits.pop(slot, None)
 
     def clear(self, slot: int) -> None:
-        """Worker `slot` is there and holds nothing that is known."""
+        """Forget the pages of worker `slot`, which stays."""
         limit = self._limits[slot]
         self.drop(slot)
         self.open(slot, limit)
 
     def match(self, digests: Sequence[bytes]) -> PrefixMatch:
-        """How much of the prompt whose full pages are `digests` each worker holds."""
-        find, last, levels = self._holders.get, len(digests) - 1, []
-        known, stride = 0, 1
-        holders = find(digests[0], 0) if digests else 0
-        beyond: list[tuple[int, int]] = []
-        """Pages behind `known` that fewer hold, and who; the nearest is the last."""
-        while holders:
-            while not beyond and known < last:
-                page, stride = min(known + stride, last), _STRIDES * stride
-                found = find(digests[page], 0) & holders
-                if found == holders:
-                    known = page
-                else:
-                    beyond.append((page, found))
-            if not beyond:
-                levels.append((last + 1, holders))
-                break
-            end, fewer = beyond[-1]
-            while known + 1 < end:
-                page = (known + end) // 2
-                found = find(digests[page], 0) & holders
-                if found == holders:
-                    known = page
-                elif found == fewer:
-                    end = page
-                else:
-                    end, fewer = page, found
-                    beyond.append((page, found))
+        """Return how many of a prompt's full pages `digests` each worker holds."""
+        find, count = self._holders.get, len(digests)
+        levels: list[tuple[int, int]] = []
+        known, holders = 0, find(digests[0], 0) if digests else 0
+        while holders:  # bisect for the first page that fewer workers hold
+            end, fewer = count, 0
+            if find(digests[-1], 0) & holders != holders:
+                end = count - 1
+                while known + 1 < end:
+                    page = (known + end) // 2
+                    if find(digests[page], 0) & holders == holders:
+                        known = page
+                    else:
+                        end = page
+                fewer = find(digests[end], 0) & holders
             levels.append((end, holders))
-            known, holders = beyond.pop()
+            known, holders = end, fewer
         return PrefixMatch(tuple(levels)) if levels else NO_MATCH
 
     def _forget(self, digest: bytes, slot: int) -> None:

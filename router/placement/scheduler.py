@@ -1,26 +1,118 @@
-"""From arrival to a pair of workers: admission, the queue, late binding. No I/O and no tasks: whoever runs requests, on
-real workers or simulated ones, asks it for the next one and tells it what became of them.
+"""Takes a request from arrival to a pair of workers: admission, the queue, late binding.
+
+It does no I/O: the dispatcher, real or simulated, asks it for the next request and reports how each one ends.
 """
 
 from collections.abc import Iterator
 
 from costs.answer_length import AnswerLengths
 from router.config import RouterConfig
-from router.placement.admission import AdmissionController
 from router.placement.fleet import Fleet
+from router.placement.latency_model import Prediction
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.queue import RequestQueue
-from router.placement.queued_request import QueuedRequest
-from router.placement.worker_state import AnswerWork, Clock, PromptWork, WorkerState
+from router.placement.queue import QueuedRequest, RequestQueue
+from router.placement.worker_state import REFUSAL_PAUSE_S, AnswerWork, Clock, PromptWork, WorkerState
 from router.refusal import Refusal, Refused
+from router.slo import BEST_EFFORT, Overload
 from wire.ending import pages_for
 
 _ANSWER_WEIGHT = 2.0
-"""What a token of an answer counts in a tenant's share, beside one of a prompt that is computed."""
+"""The charge for a token of an answer / that for a computed prompt token, in a tenant's share."""
+
+_RETRY_MIN_S = 2 * REFUSAL_PAUSE_S
+
+
+class AdmissionController:
+    """Decides at arrival whether a request can be served within its targets, by the predictions of placement."""
+
+    def __init__(self, policy: PlacementPolicy, fleet: Fleet, queue: RequestQueue, deferral_s: float) -> None:
+        """`deferral_s` is the time after which a request without a target goes before new ones."""
+        self._policy = policy
+        self._fleet = fleet
+        self._queue = queue
+        self._deferral_s = deferral_s
+
+    def admit(self, request: QueuedRequest, others: int = 0) -> None:
+        """Set the request's position in the queue. `others` arrive with it or before it and are not queued yet.
+
+        Where its targets cannot be kept, its class decides: it is served without targets, or `Refused` says when to
+        retry.
+        """
+        prediction = self._policy.predict_prompt(request, self._fleet)
+        if prediction is not None:
+            request.service_s = prediction.compute_s
+        self.schedule(request)
+        if prediction is None or not prediction.measured or not request.slo.has_targets:
+            return
+        refused = self._check_ttft(request, prediction) or self._check_itl(request, others)
+        if refused is None:
+            return
+        if request.slo.overload is Overload.REJECT:
+            raise refused
+        self.degrade(request)
+
+    def degrade(self, request: QueuedRequest) -> None:
+        """Serve it without targets, after the requests that have some."""
+        request.slo = BEST_EFFORT
+        self.schedule(request)
+
+    def schedule(self, request: QueuedRequest) -> None:
+        """Set when its prefill must start: `arrival + target - computation`; without a target `arrival + deferral`."""
+        if request.slo.ttft_s < self._deferral_s:
+            request.start_by_s = request.arrived_s + request.slo.ttft_s - request.service_s
+        else:
+            request.start_by_s = request.arrived_s + self._deferral_s
+
+    def _check_ttft(self, request: QueuedRequest, prediction: Prediction) -> Refused | None:
+        """Return a rejection if its first token would be late.
+
+        work ahead / prefill workers + ttft > target / margin of the prefill worker
+        """
+        target_s, slo = request.slo.ttft_s, request.slo.name
+        if target_s > self._deferral_s:
+            return None
+        limit_s = target_s / prediction.margin
+        ahead_s = self._queue.ahead(request.tenant, request.start_by_s).seconds
+        ttft_s = ahead_s / max(1, self._policy.prefill_workers(request, self._fleet)) + prediction.ttft_s
+        if ttft_s <= limit_s:
+            return None
+        if prediction.compute_s > limit_s:
+            return Refused(
+                Refusal.SLO_TTFT,
+                f"the first token takes {prediction.compute_s:.2g} s with nothing before it, class {slo!r} promises it"
+                f" within {target_s:g} s; send a shorter prompt or choose another class",
+            )
+        hint_s = max(ttft_s - limit_s, _RETRY_MIN_S)
+        return Refused(
+            Refusal.SLO_TTFT,
+            f"the first token would come after about {ttft_s:.2g} s, class {slo!r} promises it within {target_s:g} s;"
+            f" try again in {hint_s:.2g} s or choose another class",
+            retry_after_s=hint_s,
+        )
+
+    def _check_itl(self, request: QueuedRequest, others: int) -> Refused | None:
+        """Return a rejection if its gaps would be too long at every worker.
+
+        The hint is when enough answers will have ended: `(step - target) / (step - alone) · mean tokens · step`.
+        """
+        if not request.decodes or not request.slo.has_gap_target:
+            return None
+        ahead = self._queue.ahead(request.tenant, request.start_by_s).answers + others
+        answer = self._policy.predict_answer(request, self._fleet, ahead)
+        if answer is None or not answer.crowded:
+            return None
+        excess = (answer.step_s - answer.target_s) / (answer.step_s - answer.alone_s)
+        hint_s = max(excess * request.mean_tokens * answer.step_s, _RETRY_MIN_S)
+        return Refused(
+            Refusal.SLO_ITL,
+            f"tokens would come every {1e3 * answer.step_s:.2g} ms with one answer more, class {request.slo.name!r} is"
+            f" kept up to {1e3 * answer.target_s:.2g} ms; try again in {hint_s:.2g} s or choose another class",
+            retry_after_s=hint_s,
+        )
 
 
 class RequestScheduler:
-    """Binds requests to workers as late as it can: when a worker has capacity for the next one."""
+    """Binds requests to workers as late as possible: when a worker has capacity for the next one."""
 
     def __init__(self, config: RouterConfig, policy: PlacementPolicy, fleet: Fleet, clock: Clock) -> None:
         self._config = config
@@ -31,19 +123,20 @@ class RequestScheduler:
         self._admission = AdmissionController(policy, fleet, self._queue, config.max_deferral_s)
         self._lengths = AnswerLengths()
         self._seen_changes = 0
-        """`Fleet.changes` when requests that no worker could serve were last tried again."""
+        """The value of `Fleet.changes` when skipped requests were last restored."""
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of waiting requests."""
         return len(self._queue)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """These, in no order."""
+        """Iterate over the waiting requests, in no order."""
         return iter(self._queue)
 
     def enter(self, request: QueuedRequest, *, more: int = 0, held: int = 0, held_own: int = 0) -> None:
-        """Queue a new request, which is going to need capacity for `more`; `held` ones of others are not queued yet,
-        `held_own` of them its tenant's. `Refused` if the queue is full, or its class's promise cannot be held.
+        """Queue a new request; raise `Refused` if the queue is full or its targets cannot be kept.
+
+        `more` of its kind will follow; `held` others, `held_own` of its tenant, are not queued yet.
         """
         if self._queue.full_with(more + held):
             limit = self._config.max_queued_requests
@@ -58,23 +151,23 @@ class RequestScheduler:
         self._queue.push(request)
 
     def answer_tokens(self, request: QueuedRequest) -> float:
-        """The length of its answer, on average by those that have ended."""
+        """Return the mean length of such answers."""
         return self._lengths.mean(request.max_tokens, to_the_limit=request.to_the_limit)
 
     def enter_again(self, request: QueuedRequest) -> None:
-        """An attempt failed, or a worker refused it: back to its place."""
+        """Queue a request again whose attempt failed or was refused, at its old position."""
         self._queue.push(request)
 
     def leave(self, request: QueuedRequest) -> None:
-        """It waits no more, if it did."""
+        """Remove a request that may be waiting."""
         self._queue.remove(request)
 
     def head(self) -> QueuedRequest | None:
-        """Whose turn it is. A request that missed its target goes behind those that can still meet theirs."""
+        """Return the next request. One that has missed its target goes behind those that can still meet theirs."""
         now = self._clock()
         if self._seen_changes != self._fleet.changes:
             self._seen_changes = self._fleet.changes
-            self._queue.bring_back()
+            self._queue.restore_skipped()
         while (request := self._queue.head()) is not None:
             if request.resumed or now - request.arrived_s <= request.slo.ttft_s:
                 return request
@@ -84,28 +177,28 @@ class RequestScheduler:
         return None
 
     def bind(self, request: QueuedRequest) -> Placement | None:
-        """Workers for the request at the head, which leaves the queue; None = no worker has capacity for it now."""
+        """Place the request at the head, which leaves the queue; None = no worker has capacity for it now."""
         self._expect_answer(request)
         placement = self._policy.place(request, self._fleet, self._clock() - request.arrived_s)
         if placement is None:
             return None
         self._queue.remove(request)
         if not request.resumed:
-            # Once: a request that a worker refused after all has been given nothing more.
+            # Charged once: a request that a worker refused has been given nothing more.
             tokens = placement.prediction.computed_tokens
             self._queue.charge(request.tenant, max(0, tokens - request.charged))
             request.charged = max(tokens, request.charged)
         return placement
 
-    def set_aside(self, request: QueuedRequest) -> bool:
-        """Whether no worker could ever serve the request at the head: then others pass it until workers change."""
+    def skip_hopeless(self, request: QueuedRequest) -> bool:
+        """Skip the request at the head until the fleet changes if no worker could ever serve it; return True then."""
         hopeless = not self._policy.could_serve(request, self._fleet)
         if hopeless:
-            self._queue.set_aside(request)
+            self._queue.skip(request)
         return hopeless
 
     def ended(self, request: QueuedRequest, answer_tokens: int) -> None:
-        """The request is over; its answer was so long."""
+        """Charge and learn from an answer that has ended."""
         if answer_tokens:
             self._queue.charge(request.tenant, _ANSWER_WEIGHT * answer_tokens)
             self._lengths.learn(request.max_tokens, answer_tokens)
@@ -117,11 +210,10 @@ class RequestScheduler:
 
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
-    """Count a placed request at its workers."""
+    """Count a placed request at its workers, with half of the expected answer as context."""
     cached = placement.prediction.cached_tokens
     prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached))
     if decode is not None:
         pages = pages_for(request.reserved_tokens, decode.page_tokens)
-        # With half of the expected answer.
         context = (request.prefill_tokens + request.reserved_tokens) // 2
         decode.add_answer(request.wire_id, AnswerWork(pages, context, request.slo))

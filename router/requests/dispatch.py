@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from router.config import RouterConfig
+from router.observability.prediction_quality import PredictionQuality
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.prediction_quality import PredictionQuality
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
 from router.requests.choices import Choices
 from router.requests.ends import RequestEnds
@@ -189,7 +189,7 @@ class Dispatcher:
         queued.answered = min(request.assembler.count, capacity)
         placement = self._scheduler.bind(queued)
         if placement is None:
-            return self._scheduler.set_aside(queued)
+            return self._scheduler.skip_hopeless(queued)
         self._place(request, placement)
         return True
 

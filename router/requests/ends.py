@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from router.config import RouterConfig
-from router.placement.incompatible_pairs import IncompatiblePairs
-from router.placement.prediction_quality import PredictionQuality
+from router.observability.prediction_quality import PredictionQuality
+from router.placement.fleet import IncompatiblePairs
 from router.placement.scheduler import RequestScheduler
 from router.requests.answer import Ending
 from router.requests.live_requests import LiveRequests

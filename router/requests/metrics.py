@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from router.config import RouterConfig
 from router.observability.goodput import Goodput
+from router.observability.prediction_quality import PlacementRecord
 from router.observability.recent_traces import Exemplars, TraceStore
 from router.observability.verdict import Outcome, PhaseTimes, Verdict, failed, judge, rejected
-from router.placement.prediction_quality import PlacementRecord
 from router.refusal import Refusal, reason_of
 from router.requests.request import RoutedRequest
 from telemetry import families as f

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from router.observability.prediction_quality import PlacementRecord
 from router.observability.verdict import JointVerdict, TokenPace
 from router.placement.latency_model import Prediction
-from router.placement.prediction_quality import PlacementRecord
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.requests.answer import Answer, Ending
 from router.requests.assembler import TokenAssembler
 from router.slo import BEST_EFFORT, SloClass

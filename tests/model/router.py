@@ -12,7 +12,7 @@ from costs.transfer_cost import TransferCost
 from router.config import RouterConfig
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.requests.answer import Answer, Ending
 from router.requests.choices import Choices
 from router.requests.dispatch import Dispatcher

@@ -73,7 +73,7 @@ def test_what_is_made_narrow(tmp_path: Path) -> None:
     """
     wire, host = MADE_NARROW["wire"], MADE_NARROW["host"]
     (handed,), (tiny,) = wire.loads, host.loads
-    compute_s = StepCost(roofline(shape_config("llama-3-8b"))).prefill_seconds(handed.prompt)
+    compute_s = StepCost(roofline(shape_config("llama-3-8b"))).prefill_seconds(handed.prompt, 0, 2048)
     assert handed.prompt * kv_bytes("cuda") / TCP_BYTES_PER_S > 2 * compute_s
     pool = wire.settings["kv_cache_bytes"]
     assert isinstance(pool, int)

@@ -13,7 +13,7 @@ from cluster.config import GIB, ClusterConfig
 from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import parse_ceilings
 from planner.decision import Limits, Range
-from router.slo import parse_class, with_defaults
+from router.slo_options import parse_class, with_defaults
 from wire.limits.listener_limits import ListenerLimits
 
 KEY, SECRET = "k" * 32, "s" * 32

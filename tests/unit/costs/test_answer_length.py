@@ -2,7 +2,7 @@
 
 import random
 
-from costs.answer_length import BEYOND, SEEN_MIN, UNSEEN_TOKENS, WINDOW, AnswerLengths
+from costs.answer_length import SEEN_MIN, UNSEEN_TOKENS, WINDOW, AnswerLengths
 
 
 def taught(lengths: list[int], limit: int = 500) -> AnswerLengths:
@@ -22,7 +22,7 @@ def test_until_then_the_whole_context_is_not_counted_on() -> None:
     answers = taught([3] * (SEEN_MIN - 1), limit=100_000)
     assert answers.expect(100_000) == AnswerLengths().expect(100_000) == AnswerLengths().mean(100_000) == UNSEEN_TOKENS
     for so_far in (UNSEEN_TOKENS // 2, UNSEEN_TOKENS, 60_000):
-        assert so_far < answers.expect(100_000, so_far) == min(100_000, max(UNSEEN_TOKENS, BEYOND * so_far))
+        assert so_far < answers.expect(100_000, so_far) == min(100_000, max(UNSEEN_TOKENS, 2 * so_far))
     assert answers.expect(100_000, to_the_limit=True) == AnswerLengths().mean(100_000, to_the_limit=True) == 100_000
 
 
@@ -43,7 +43,8 @@ def test_of_a_long_answer_only_longer_ones_count() -> None:
     answers = taught([*range(10, 110)])
     assert answers.expect(500) == 90
     assert answers.expect(500, 99) == 108
-    assert answers.expect(500, 108) == BEYOND * 108
+    assert answers.expect(500, 108) == 109
+    assert answers.expect(500, 109) == 2 * 109
     assert answers.expect(200, 150) == 200
 
 

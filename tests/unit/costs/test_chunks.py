@@ -1,11 +1,11 @@
-"""How much of a step prompts get: what workers do and routers count on."""
+"""Tests of the chunk sizes that workers compute and routers predict with."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from costs.chunks import PATIENCE, PROGRESS_TOKENS, Beside, Chunks, chunks, step_limit
+from costs.chunks import FORCED_CHUNK_INTERVAL, FORCED_CHUNK_TOKENS, Chunks, ConcurrentDecode, chunks, step_limit
 from costs.step_cost import CostParameters, StepCost, StepWork
 from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
@@ -38,21 +38,27 @@ def test_decoding_alone_may_leave_nothing() -> None:
         (None, 20, Chunks(2028)),
         (Assignment(Role.BOTH), 20, Chunks(492)),
         (Assignment(Role.BOTH, PolicyName.UNCHUNKED), 20, Chunks(2028)),
-        (Assignment(Role.BOTH, PolicyName.UNCHUNKED, itl_target_s=0.001), 20, Chunks(2028, PATIENCE)),
+        (Assignment(Role.BOTH, PolicyName.UNCHUNKED, itl_target_s=0.001), 20, Chunks(2028, FORCED_CHUNK_INTERVAL)),
         (Assignment(Role.BOTH, PolicyName.CHUNKED, 512), 20, Chunks(492)),
         (Assignment(Role.BOTH, PolicyName.CHUNKED), 20, Chunks(492)),
         (Assignment(Role.BOTH, PolicyName.CHUNKED, 512), 0, Chunks(2048)),
         (Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY), 0, Chunks(2048)),
-        (Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.001), 20, Chunks(2028, PATIENCE)),
+        (
+            Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.001),
+            20,
+            Chunks(2028, FORCED_CHUNK_INTERVAL),
+        ),
         (Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=9.0), 20, Chunks(2028)),
     ],
 )
 def test_what_each_policy_gives(assignment: Assignment | None, rows: int, expected: Chunks) -> None:
-    assert chunks(H200, assignment, 2048, Beside(rows, 1000 * rows), 1000.0) == expected
+    assert chunks(H200, assignment, 2048, ConcurrentDecode(rows, 1000 * rows), 1000.0) == expected
 
 
 def test_without_a_target_a_step_has_its_token_budget() -> None:
-    given = chunks(H200, Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, 700), 2048, Beside(ROWS, CONTEXT), 1000.0)
+    given = chunks(
+        H200, Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, 700), 2048, ConcurrentDecode(ROWS, CONTEXT), 1000.0
+    )
     assert given == Chunks(700 - ROWS)
 
 
@@ -61,15 +67,17 @@ def test_a_target_that_decoding_alone_exceeds_shortens_nothing() -> None:
     many, context = 60, 180_000
     assignment = Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY)
     assert H200.decode_step_seconds(many, context) > 0.008
-    assert chunks(H200, assignment, 2048, Beside(many, context, (0.008,)), 500.0) == Chunks(512 - many)
+    assert chunks(H200, assignment, 2048, ConcurrentDecode(many, context, (0.008,)), 500.0) == Chunks(512 - many)
     asked = Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.008)
-    assert chunks(H200, asked, 4096, Beside(many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)
+    assert chunks(H200, asked, 4096, ConcurrentDecode(many, context), 500.0) == Chunks(
+        FORCED_CHUNK_TOKENS, FORCED_CHUNK_INTERVAL
+    )
 
 
 @pytest.mark.parametrize("policy", PolicyName)
 def test_no_policy_ignores_the_target_of_an_answer(policy: PolicyName) -> None:
     """Until these were bounds of every policy, only decode-priority kept what service classes promise."""
-    beside, target_s = Beside(ROWS, CONTEXT, (0.012, math.inf)), 0.012
+    beside, target_s = ConcurrentDecode(ROWS, CONTEXT, (0.012, math.inf)), 0.012
     given = chunks(H200, Assignment(Role.BOTH, policy, 4096), 8192, beside, 1000.0)
     assert given == Chunks(H200.tokens_within(target_s / H200.margin, ROWS, CONTEXT, 1000.0))
 
@@ -77,20 +85,15 @@ def test_no_policy_ignores_the_target_of_an_answer(policy: PolicyName) -> None:
 def test_a_step_lasts_as_long_as_all_answers_tolerate() -> None:
     many, context, tolerated_s = 60, 180_000, 0.045
     assignment = Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY)
-    given = chunks(H200, assignment, 2048, Beside(many, context, (tolerated_s,)), 500.0)
+    given = chunks(H200, assignment, 2048, ConcurrentDecode(many, context, (tolerated_s,)), 500.0)
     assert given == Chunks(H200.tokens_within(tolerated_s / H200.margin, many, context, 500.0))
     assert given.tokens > 512
-    mixed = chunks(H200, assignment, 2048, Beside(many, context, (tolerated_s, math.inf)), 500.0)
+    mixed = chunks(H200, assignment, 2048, ConcurrentDecode(many, context, (tolerated_s, math.inf)), 500.0)
     assert mixed == Chunks(512 - many), "for the sake of the answer without a target"
-
-
-@pytest.mark.parametrize("noise", [1.0, 1.15, 1.4])
-def test_the_margin_is_the_noise_that_was_observed_and_the_delivery(noise: float) -> None:
-    assert StepCost(replace(H200.parameters, mixed_noise=noise)).margin == pytest.approx(noise + 0.05)
 
 
 def test_noise_shortens_promised_steps() -> None:
     noisy = StepCost(replace(H200.parameters, mixed_noise=1.3))
     for targets, asked_s in (((0.025,), None), ((0.025, math.inf), 0.02), ((), 0.02)):
-        assignment, beside = Assignment(Role.BOTH, itl_target_s=asked_s), Beside(ROWS, CONTEXT, targets)
+        assignment, beside = Assignment(Role.BOTH, itl_target_s=asked_s), ConcurrentDecode(ROWS, CONTEXT, targets)
         assert step_limit(noisy, assignment, beside).seconds < step_limit(H200, assignment, beside).seconds < math.inf

@@ -1,8 +1,19 @@
-"""What a step is predicted to take."""
+"""Tests of the predicted duration of a step, and of the margin of predictions."""
+
+import random
 
 import pytest
 
-from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork, chunk_pairs
+from costs.step_cost import (
+    MARGIN_MAX,
+    MARGIN_MIN,
+    NOTHING,
+    CostParameters,
+    LearnedMargin,
+    StepCost,
+    StepWork,
+    chunk_pairs,
+)
 
 EASY = CostParameters(
     base_s=100.0, prompt_base_s=50.0, token_s=2.0, pair_s=0.1, row_s=3.0, context_s=0.01, free_tokens=0
@@ -40,12 +51,48 @@ def test_a_prompt_takes_the_time_of_its_steps(
     parameters: CostParameters, tokens: int, context: int, chunk: int
 ) -> None:
     cost = StepCost(parameters)
-    beside = StepWork(decode_rows=3, decode_context_tokens=500)
     steps = 0.0
     for start in range(0, tokens, chunk):
-        steps += cost.seconds(beside.with_chunk(min(chunk, tokens - start), context + start))
-    assert cost.prefill_seconds(tokens, context, beside, chunk) == pytest.approx(steps)
+        steps += cost.seconds(NOTHING.with_chunk(min(chunk, tokens - start), context + start))
+    assert cost.prefill_seconds(tokens, context, chunk) == pytest.approx(steps)
 
 
 def test_a_prompt_that_is_all_cached_takes_no_time() -> None:
-    assert StepCost(EASY).prefill_seconds(0, 100) == 0.0
+    assert StepCost(EASY).prefill_seconds(0, 100, 10) == 0.0
+
+
+def ratios(spread: float, seed: int = 3) -> list[float]:
+    dice = random.Random(seed)
+    return [dice.lognormvariate(0.0, spread) for _ in range(60_000)]
+
+
+@pytest.mark.parametrize("spread", [0.03, 0.1])
+def test_one_in_two_hundred_observations_exceeds_the_margin(spread: float) -> None:
+    margin, over, seen = LearnedMargin(1.2), 0, ratios(spread)
+    for number, ratio in enumerate(seen):
+        over += number >= len(seen) // 2 and ratio > margin.value
+        margin.observe(ratio)
+    assert over / (len(seen) / 2) == pytest.approx(0.005, rel=0.25)
+
+
+def test_all_rows_of_a_step_count_as_one_observation() -> None:
+    """A margin is learned as soon from one decode row as from forty."""
+    alone, many = LearnedMargin(1.2), LearnedMargin(1.2)
+    for ratio in ratios(0.1)[:3000]:
+        alone.observe(ratio)
+        for _ in range(40):
+            many.observe(ratio, 1 / 40)
+    assert many.value == pytest.approx(alone.value, rel=0.02)
+    assert alone.value != 1.2
+
+
+def test_a_stall_is_one_observation_and_the_margin_is_bounded() -> None:
+    margin = LearnedMargin(1.2)
+    margin.observe(1000.0)
+    assert 1.2 < margin.value <= 1.22
+    for _ in range(1000):
+        margin.observe(2.0)
+    assert margin.value == MARGIN_MAX
+    for _ in range(100_000):
+        margin.observe(0.5)
+    assert margin.value == MARGIN_MIN

@@ -6,13 +6,13 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
-from costs.step_cost import CostParameters, StepCost, StepWork
+from costs.step_cost import MARGIN_MAX, CostParameters, StepCost, StepWork
 from costs.step_fit import AT_ONCE, LEARN_EVERY, StepFit
 
 TRUE = CostParameters(
     base_s=4e-3, prompt_base_s=4e-4, token_s=2.4e-5, pair_s=4e-10, row_s=8e-6, context_s=3e-8, free_tokens=160
 )
-"""Of the kind of an 8B model on a large GPU."""
+"""The costs of an 8B model on a large GPU, about."""
 GUESS = CostParameters(
     base_s=2e-3, prompt_base_s=0.0, token_s=6e-5, pair_s=1e-10, row_s=0.0, context_s=6e-8, free_tokens=160
 )
@@ -142,7 +142,7 @@ def test_later_steps_are_learned_from_together() -> None:
 
 
 def test_mixed_steps_are_as_much_longer_than_predicted_as_is_told() -> None:
-    """For all but one in a hundred; what decodes alone, or nobody decodes beside, says nothing of them."""
+    """The margin is exceeded by one mixed step in two hundred; other steps do not count."""
     fit = StepFit(TRUE)
     rng = np.random.default_rng(5)
     for noise in (0.10, 0.02):
@@ -151,7 +151,7 @@ def test_mixed_steps_are_as_much_longer_than_predicted_as_is_told() -> None:
             fit.observe(work, StepCost(TRUE).seconds(work) * rng.lognormal(0, noise if work.decode_rows else 0.1))
         told = fit.parameters.mixed_noise
         over = [rng.lognormal(0, noise) > told for _ in range(5000)]
-        assert 0.001 < np.mean(over) < 0.06
+        assert np.mean(over) < 0.03
 
 
 def test_stalls_make_mixed_steps_noisy_one_by_one() -> None:
@@ -165,7 +165,7 @@ def test_stalls_make_mixed_steps_noisy_one_by_one() -> None:
     play(fit, TRUE, mixed, 300, noise=0.0)
     for _ in range(5000):
         fit.observe(work, 1000 * StepCost(fit.parameters).seconds(work))
-    assert fit.parameters.mixed_noise <= 1.3
+    assert fit.parameters.mixed_noise == MARGIN_MAX
 
 
 def test_long_chunks_alone_say_little_of_short_ones_and_of_long_contexts() -> None:

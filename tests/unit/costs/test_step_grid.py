@@ -1,19 +1,24 @@
-"""Steps of prompts fill tiles: what is charged for, and what is worth asking for."""
+"""Tests that steps of prompts are charged by the tile, and that chunks are sized to fill tiles."""
 
 from dataclasses import replace
 
 import pytest
 
-from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork
+from costs.step_cost import (
+    NOTHING,
+    CostParameters,
+    StepCost,
+    StepWork,
+    padded_prompts,
+    slots_of,
+    unpadded_prompts,
+)
 from costs.step_grid import (
     TILE_TOKENS,
     StepGrid,
     answer_slots,
     gpu_grid,
-    padded_prompts,
-    slots_of,
     step_sizes,
-    unpadded_prompts,
 )
 from tests.pairwise import pairwise
 
@@ -104,4 +109,4 @@ def test_a_prompt_takes_what_its_steps_take(context: int, uncached: int) -> None
     seconds = sum(
         cost.seconds(NOTHING.with_chunk(tokens, context + chunk * number)) for number, tokens in enumerate(steps)
     )
-    assert cost.prefill_seconds(uncached, context, chunk_tokens=chunk) == pytest.approx(seconds, rel=0.05)
+    assert cost.prefill_seconds(uncached, context, chunk) == pytest.approx(seconds, rel=0.05)

@@ -6,7 +6,7 @@ from typing import Any
 from costs.step_cost import StepCost
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import BEST_EFFORT, SloClass
 from wire.cost_parameters import UNMEASURED, CostParameters

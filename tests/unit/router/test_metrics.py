@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import RouterConfig
 from router.observability.goodput import Goodput
+from router.observability.prediction_quality import PlacementRecord
 from router.observability.verdict import MET, JointVerdict, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
 from router.placement.latency_model import Prediction
-from router.placement.prediction_quality import PlacementRecord
 from router.refusal import Refusal, Refused
 from router.requests.metrics import RouterMetrics
 from router.requests.request import Admitted, RoutedRequest

@@ -9,8 +9,7 @@ import pytest
 from costs.answer_length import SEEN_MIN
 from router.config import RouterConfig
 from router.placement.policy import PlacementPolicy
-from router.placement.queue import RequestQueue
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.scheduler import RequestScheduler, record
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_logprobs, channel_to, until
@@ -121,22 +120,22 @@ async def test_others_pass_one_that_only_a_dead_worker_could_serve(cluster: Clus
     assert ids == expected(200)
 
 
-def test_who_is_set_aside_waits_on_without_a_turn() -> None:
+def test_a_skipped_request_waits_on_without_a_turn() -> None:
     hopeless, back, other = queued("hopeless", 1, 1.0), queued("back", 2, 9.0), queued("other", 3, 5.0)
     back.resumed = True
     queue = filled(RequestQueue(3), hopeless, back, other)
-    queue.set_aside(back)
-    queue.set_aside(hopeless)
-    assert queue.full
+    queue.skip(back)
+    queue.skip(hopeless)
+    assert queue.full_with()
     assert queue.head() is other
     assert {each.wire_id for each in queue} == {"hopeless", "back", "other"}
     queue.remove(other)
     assert queue.head() is None
-    queue.bring_back()
+    queue.restore_skipped()
     assert queue.head() is back
-    queue.set_aside(back)
+    queue.skip(back)
     queue.remove(back)
-    queue.bring_back()
+    queue.restore_skipped()
     assert drained(queue) == ["hopeless"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from router.config import RouterConfig
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
 from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet
@@ -96,14 +96,14 @@ class World:
             placement = self.scheduler.bind(queued)
             if placement is not None:
                 self._place(self._by_id[queued.wire_id], placement)
-            elif not self.scheduler.set_aside(queued):
+            elif not self.scheduler.skip_hopeless(queued):
                 return
 
     def _place(self, request: Request, placement: Placement) -> None:
         assert placement.decode is not None
         prefill, decode, name = self.by_peer[placement.prefill], self.by_peer[placement.decode], request.queued.wire_id
         record(request.queued, placement, prefill, decode)
-        compute_s = prefill.cost.prefill_seconds(placement.prediction.computed_tokens) * self.slowness
+        compute_s = prefill.cost.prefill_seconds(placement.prediction.computed_tokens, 0, 2048) * self.slowness
         done = self._free_at[placement.prefill] = max(self.at.clock.now, self._free_at[placement.prefill]) + compute_s
 
         def first_token() -> None:

@@ -13,10 +13,10 @@ from tests.worker_pair import Heard, WorkerPair, until
 from wire.cost_parameters import UNMEASURED
 from wire.messages import SamplingParams
 from wire.policy_name import PolicyName
-from worker.step_policy import PATIENCE
+from worker.step_policy import FORCED_CHUNK_INTERVAL
 
 LONG = SamplingParams(max_tokens=150)
-LONGER = SamplingParams(max_tokens=150 + 2 * PATIENCE)
+LONGER = SamplingParams(max_tokens=150 + 2 * FORCED_CHUNK_INTERVAL)
 TEN = SamplingParams(max_tokens=10)
 STEP_TOKENS = 16
 STEPS_BEFORE = 60
@@ -116,7 +116,7 @@ async def test_a_prompt_is_begun_within_a_bounded_number_of_steps(changes: dict[
         begun = [number for number, batch in enumerate(pair.decode.engine.batches) if is_mixed(batch)]
         first = next(number for number in begun if number >= before) - before
         # The engine may be held with two steps launched that know of no prompt.
-        assert first <= PATIENCE + 2
+        assert first <= FORCED_CHUNK_INTERVAL + 2
         # It did not just wait for the others to end: all seven have a row beside its first.
         assert len(pair.decode.engine.batches[before + first].rows) == 7 + 1
         pair.abort(*heard)

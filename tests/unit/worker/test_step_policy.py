@@ -17,9 +17,9 @@ from worker.assignment import prompt_step_tokens
 from worker.batch_growth import BatchGrowth
 from worker.config import WorkerConfig
 from worker.step_policy import (
-    PATIENCE,
-    PIECE,
-    PROGRESS_TOKENS,
+    FORCED_CHUNK_INTERVAL,
+    FORCED_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
     StepPolicy,
 )
 
@@ -93,7 +93,7 @@ def test_decode_priority_gives_nothing_when_decoding_alone_takes_too_long() -> N
 
 
 def test_decode_priority_gives_no_crumbs_but_for_a_prompt_that_is_one() -> None:
-    target = StepCost(MS).margin * cost().seconds(DECODING.with_chunk(PIECE // 2, 0))
+    target = StepCost(MS).margin * cost().seconds(DECODING.with_chunk(MIN_CHUNK_TOKENS // 2, 0))
     assert patient(priority(target)).prefill_tokens(DECODING, MANY) == 0
     assert patient(priority(target)).prefill_tokens(DECODING, WaitingPrompts(1, 10, 0)) == 10
 
@@ -154,28 +154,33 @@ def test_nobody_who_decodes_means_nobody_to_spare() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "beside", "enough"),
-    [(priority(1e-6), DECODING, PROGRESS_TOKENS), (chunked(512), StepWork(decode_rows=512), 512)],
+    [(priority(1e-6), DECODING, FORCED_CHUNK_TOKENS), (chunked(512), StepWork(decode_rows=512), 512)],
     ids=["priority", "chunked"],
 )
 def test_no_prompt_starves(policy: StepPolicy, beside: StepWork, enough: int) -> None:
-    granted = [policy.prefill_tokens(beside, MANY) for _ in range(3 * (PATIENCE + 1))]
-    assert granted == 3 * [enough, *[0] * PATIENCE]
+    granted = [policy.prefill_tokens(beside, MANY) for _ in range(3 * (FORCED_CHUNK_INTERVAL + 1))]
+    assert granted == 3 * [enough, *[0] * FORCED_CHUNK_INTERVAL]
 
 
 def test_long_steps_are_less_than_one_in_a_hundred_whoever_waits_when() -> None:
     policy = chunked(512)
-    beside, full = StepWork(decode_rows=512 - PIECE), StepWork(decode_rows=512)
+    beside, full = StepWork(decode_rows=512 - MIN_CHUNK_TOKENS), StepWork(decode_rows=512)
     assert policy.prefill_tokens(full, MANY) == 512
-    without = [*[WaitingPrompts()] * (PATIENCE // 2), *[MANY] * (PATIENCE - PATIENCE // 2)]
+    without = [
+        *[WaitingPrompts()] * (FORCED_CHUNK_INTERVAL // 2),
+        *[MANY] * (FORCED_CHUNK_INTERVAL - FORCED_CHUNK_INTERVAL // 2),
+    ]
     assert not any(policy.prefill_tokens(full, waiting) for waiting in without if waiting.prompts), "not yet"
-    assert {policy.prefill_tokens(beside, MANY) for _ in range(PATIENCE // 2 + 1)} == {PIECE}, "no long step"
+    assert {policy.prefill_tokens(beside, MANY) for _ in range(FORCED_CHUNK_INTERVAL // 2 + 1)} == {MIN_CHUNK_TOKENS}, (
+        "no long step"
+    )
     assert policy.prefill_tokens(full, MANY) == 512, "enough have passed, with nobody waiting and with pieces"
 
 
 def test_steps_without_prompts_count_though_the_policy_was_not_asked() -> None:
     policy, full = chunked(512), StepWork(decode_rows=512)
     assert policy.prefill_tokens(full, MANY) == 512
-    policy.steps_without_prompts += PATIENCE - 1
+    policy.steps_without_prompts += FORCED_CHUNK_INTERVAL - 1
     assert [policy.prefill_tokens(full, MANY) for _ in range(3)] == [0, 512, 0]
 
 

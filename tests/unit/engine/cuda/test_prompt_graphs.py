@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from costs.step_grid import TILE_TOKENS, slots_of, unpadded_prompts
+from costs.step_cost import slots_of, unpadded_prompts
+from costs.step_grid import TILE_TOKENS
 from engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
 from engine.cuda.step_graph import StepGraph
 from engine.models.shapes import shape_config

@@ -9,7 +9,7 @@ import pytest
 
 from costs.step_cost import StepCost
 from router.observability.verdict import Outcome, Verdict, rejected
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload, SloClass
 from tests.unit.router.fleets import H200
@@ -35,7 +35,7 @@ def arrivals(world: World, start: float, seconds: float, rate: float, slo: SloCl
 
 
 def test_the_wait_is_divided_by_the_workers_that_take_prompts() -> None:
-    """As many prompts ahead are twice as long a wait for one worker as for two."""
+    """One worker needs twice as long as two for the same prompts."""
     refused_at = []
     for prefills in (1, 2, 4):
         world = World(prefills=prefills)
@@ -206,16 +206,16 @@ def test_an_answer_too_many_is_told_so(ttft_s: float) -> None:
 
 
 def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:
-    """By what workers observe of their steps beside what was predicted."""
+    """The margin is what workers observe of their steps ÷ what was predicted."""
     slo, refused = SloClass("gap", 2.0, itl_s=GAP_S), []
-    for noise in (1.0, 1.15, 1.3):
+    for noise in (1.05, 1.2, 1.35):
         world = World()
         for worker in world.by_peer.values():
             worker.learn_cost(StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
         asked = arrivals(world, 1000.0, 6.0, 0.8 * CAPACITY, slo)
         world.run()
         refused.append(sum(each.refused is not None for each in asked))
-        assert world.longest_step_s * (noise + 0.05) <= 1.02 * GAP_S
+        assert world.longest_step_s * noise <= 1.02 * GAP_S
         assert all(each.refused is not None or each.met for each in asked)
     assert refused[0] < refused[1] < refused[2] < len(asked)
 
@@ -223,7 +223,7 @@ def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:
 def test_more_noise_never_admits_more() -> None:
     """At the most noise an answer alone would miss this gap with the margin, without it would not."""
     slo, refused = SloClass("gap", 2.0, itl_s=5.5e-3), []
-    for noise in (1.0, 1.15, 1.25, 1.45):
+    for noise in (1.05, 1.2, 1.3, 1.5):
         world = World()
         for worker in world.by_peer.values():
             worker.learn_cost(StepCost(replace(worker.cost.parameters, mixed_noise=noise)))

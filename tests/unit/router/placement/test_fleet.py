@@ -1,4 +1,4 @@
-"""Which workers there are, and in which order they are asked."""
+"""Tests of the live workers and the order in which they are considered."""
 
 import pytest
 
@@ -47,11 +47,11 @@ def test_a_full_worker_is_asked_last(at: TestFleet) -> None:
 
 def test_who_is_not_live_is_not_asked(at: TestFleet) -> None:
     first, second = at.add("a", Role.BOTH), at.add("b", Role.DECODE)
-    assert at.fleet.colocates
+    assert at.fleet.both_roles == 1
     before = at.fleet.changes
     at.fleet.set_live(first, live=False)
     assert (order(at.fleet.prefills), order(at.fleet.decodes)) == ([], ["b"])
-    assert not at.fleet.colocates
+    assert not at.fleet.both_roles
     assert at.fleet.worker(first.slot) is None
     assert at.fleet.changes > before
     assert list(at.fleet.live) == [second]

@@ -5,7 +5,7 @@ import asyncio
 import grpc.aio
 import pytest
 
-from router.placement.incompatible_pairs import MOST_PAIRS, REMEMBERED_S, IncompatiblePairs
+from router.placement.fleet import REMEMBERED_S, IncompatiblePairs
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
 from tests.unit.router.fleets import Clock
@@ -77,7 +77,7 @@ async def test_many_pairs_that_do_not_fit_use_up_the_tries_of_a_request(
     assert await run(stub) == ANSWER
 
 
-def test_what_is_known_is_bounded_in_time_and_number() -> None:
+def test_a_pair_is_forgotten_in_time_and_with_either_run() -> None:
     clock = Clock()
     incompatible = IncompatiblePairs(clock)
     incompatible.learn(P, D, "because")
@@ -90,10 +90,7 @@ def test_what_is_known_is_bounded_in_time_and_number() -> None:
     assert incompatible.forget_old()
     assert not incompatible
     assert not incompatible.forget_old()
-    for number in range(MOST_PAIRS + 1):
-        incompatible.learn(P, PeerRef("d", number), "because")
-    assert len(incompatible) == MOST_PAIRS
-    assert incompatible.fit(P, PeerRef("d", 0))
+    incompatible.learn(P, D, "because")
     incompatible.forget(P)
     assert not incompatible
 

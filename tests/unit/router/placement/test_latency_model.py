@@ -1,4 +1,4 @@
-"""What a prompt and an answer are predicted to cost at a worker."""
+"""Tests of the predicted cost of a prompt and an answer at a worker."""
 
 from dataclasses import replace
 
@@ -107,8 +107,9 @@ def test_an_answer_costs_its_own_steps_and_what_it_adds_to_those_of_others(at: T
 
 
 def test_every_target_that_an_answer_breaks_counts(at: TestFleet) -> None:
-    """Those of the answers there as they are, its own with the margin."""
+    """The targets of the answers there count as they are, its own with the margin."""
     worker = at.add("w", Role.DECODE, **BIG)
+    at.answers("w", 40, context=1000)
     request = need(20_000, answer=100)
     step_s = AnswerPrediction(worker, 0, request).step_s
     free_s = AnswerPrediction(worker, 0, request).cost_s
@@ -118,7 +119,7 @@ def test_every_target_that_an_answer_breaks_counts(at: TestFleet) -> None:
     assert AnswerPrediction(worker, 0, need(20_000, answer=100, slo=kept)).cost_s == pytest.approx(free_s)
     at.answers("w", 3, slo=replace(own, itl_s=step_s))
     at.answers("w", 2, slo=LOOSE)
-    assert MISS_S * 3 < AnswerPrediction(worker, 0, request).cost_s < MISS_S * 3 + 2
+    assert MISS_S * 3 < AnswerPrediction(worker, 0, request).cost_s < MISS_S * 3 + 5
 
 
 def test_what_is_computed_later_hides_the_transfer_of_what_came_before(at: TestFleet) -> None:

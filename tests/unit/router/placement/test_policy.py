@@ -1,4 +1,4 @@
-"""Where predicted cost sends requests, and that it looks at few workers to find that out."""
+"""Tests of the choice of workers by predicted cost, and that few workers are compared."""
 
 import random
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 from router.placement import policy as policy_module
 from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, names, need
@@ -93,7 +93,7 @@ def test_an_answer_goes_where_steps_are_short(at: TestFleet) -> None:
 
 
 def test_an_answer_goes_where_its_target_holds_with_what_is_kept_for_noise(at: TestFleet) -> None:
-    """As the gate counts, which else would let it in for the sake of a worker that it does not go to."""
+    """Placement uses the margin of admission, which else would admit it for a worker that it does not go to."""
     at.add("p", Role.PREFILL, **BIG)
     for name, rows, context in (("many", 60, 100), ("long", 6, 8000)):
         at.add(name, Role.DECODE, **BIG)
@@ -257,7 +257,7 @@ def test_a_prediction_says_what_to_expect(at: TestFleet) -> None:
 
 
 def test_the_expected_length_of_the_answer_counts(at: TestFleet) -> None:
-    """Where answers are short, a busy decode worker that holds the prompt is worth more than an idle one."""
+    """A busy decode worker that holds the prompt is worth more than an idle one if answers are short."""
     at.add("p", Role.PREFILL, **BIG)
     for name in ("d0", "d1"):
         worker = at.add(name, Role.DECODE, **BIG)
@@ -325,20 +325,20 @@ def test_a_target_that_would_be_missed_is_worth_a_longer_step(at: TestFleet) -> 
 def test_no_prediction_without_a_worker(at: TestFleet) -> None:
     policy = PlacementPolicy()
     assert policy.predict_prompt(need(), at.fleet) is None
-    assert policy.predict_gap(need(slo=STRICT), at.fleet, 0) is None
+    assert policy.predict_answer(need(slo=STRICT), at.fleet, 0) is None
     at.add("p", Role.PREFILL, cost=replace(H200, observed=0), **BIG)
     prediction = policy.predict_prompt(need(), at.fleet)
     assert prediction is not None
     assert not prediction.measured
     at.add("d", Role.DECODE, cost=replace(H200, observed=0), **BIG)
-    assert policy.predict_gap(need(slo=STRICT), at.fleet, 0) is None, "nothing was measured"
+    assert policy.predict_answer(need(slo=STRICT), at.fleet, 0) is None, "nothing was measured"
 
 
 def test_the_gap_is_predicted_with_the_answers_ahead(at: TestFleet) -> None:
     for name in ("d0", "d1"):
         at.add(name, Role.DECODE, **BIG)
     policy, asked = PlacementPolicy(), need(1000, slo=STRICT)
-    steps = [policy.predict_gap(asked, at.fleet, ahead) for ahead in (0, 20)]
+    steps = [policy.predict_answer(asked, at.fleet, ahead) for ahead in (0, 20)]
     assert all(gap is not None for gap in steps)
     first, later = (gap for gap in steps if gap is not None)
     assert first.step_s == pytest.approx(H200.base_s + H200.row_s + 1030 * H200.context_s)

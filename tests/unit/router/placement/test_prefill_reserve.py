@@ -1,4 +1,4 @@
-"""When workers are reserved for prompts, how many, and who uses them."""
+"""Tests of the workers that are reserved for prefill: their number, their choice, their use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from costs.step_cost import StepCost
 from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.prefill_reserve import PrefillReserve
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest
 from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, names, need
 from wire.messages import Assignment, Role
@@ -84,7 +84,7 @@ def test_a_worker_is_reserved_where_shared_steps_do_not_suffice(rows: int, token
 
 
 def test_as_many_as_serve_most() -> None:
-    """As many as the prompts need, as long as the others can decode all answers; never all workers."""
+    """The number is what the prompts need as long as the others can decode all answers, never all workers."""
     counts = []
     for tokens_per_s in (1000, 8000, 60_000, 10**6):
         at = fleet(workers=4)

@@ -1,9 +1,6 @@
-"""Who goes first."""
+"""Tests of the order of waiting requests and of the fairness between tenants."""
 
-import random
-
-from router.placement.queue import Backlog, RequestQueue
-from router.placement.queued_request import QueuedRequest
+from router.placement.queue import QueuedRequest, RequestQueue
 
 
 def queued(name: str, sequence: int, start_by_s: float = 0.0, **more: object) -> QueuedRequest:
@@ -42,13 +39,13 @@ def test_priority_then_slack_then_arrival() -> None:
 def test_the_departed_are_forgotten_and_who_comes_back_keeps_the_place() -> None:
     first, second, third = waiting = [queued(name, n) for n, name in enumerate(("a", "b", "c"))]
     queue = filled(RequestQueue(3), *waiting)
-    assert queue.full
+    assert queue.full_with()
     queue.remove(first)
     queue.remove(first)
-    assert (len(queue), queue.full) == (2, False)
+    assert (len(queue), queue.full_with()) == (2, False)
     queue.push(first)
     assert drained(queue) == [each.wire_id for each in (first, second, third)]
-    assert (queue.tenants, queue.backlog.before(1e9)) == (0, (0.0, 0))
+    assert (queue.tenants, queue.ahead("", 1e9)) == (0, (0.0, 0))
 
 
 def test_memory_is_bounded_by_its_members() -> None:
@@ -58,7 +55,7 @@ def test_memory_is_bounded_by_its_members() -> None:
         item = queued(f"r{number}", number + 1)
         queue.push(item)
         queue.remove(item)
-    assert len(queue._lines[""].heap) < 100
+    assert len(queue._tenants[""].entries) == 1
     assert drained(queue) == ["head"]
 
 
@@ -108,7 +105,7 @@ def test_what_was_not_asked_for_is_not_saved_up() -> None:
 
 def test_a_tenant_may_not_fill_the_queue() -> None:
     queue = filled(RequestQueue(4, tenant_limit=2), queued("a", 1, tenant="x"), queued("b", 2, tenant="x"))
-    assert (queue.full_for("x"), queue.full_for("y"), queue.full) == (True, False, False)
+    assert (queue.full_for("x"), queue.full_for("y"), queue.full_with()) == (True, False, False)
 
 
 def test_how_much_is_ahead() -> None:
@@ -118,19 +115,3 @@ def test_how_much_is_ahead() -> None:
     assert queue.ahead("flood", 0.5).seconds == 0.0, "less urgent ones are not before it"
     assert queue.ahead("me", 3.0).seconds == 1.0, "own work, and as much of the others'"
     assert queue.ahead("third", 3.0).seconds == 0.0
-
-
-def test_backlog_against_a_plain_sum() -> None:
-    dice = random.Random(2)
-    backlog, parts = Backlog(), []
-    for _ in range(2000):
-        if parts and dice.random() < 0.45:
-            backlog.remove(*parts.pop(dice.randrange(len(parts))))
-        else:
-            parts.append((dice.randrange(100) * 0.05 + 0.01, dice.random()))
-            backlog.add(*parts[-1])
-    for at in (0.03, 1.02, 2.51, 6.0):
-        assert abs(backlog.before(at).seconds - sum(s for by, s in parts if by <= at + 0.01)) < 1e-6
-    for part in parts:
-        backlog.remove(*part)
-    assert backlog.before(1e9) == (0.0, 0)

@@ -1,4 +1,4 @@
-"""Where more chunks are due than may be sent: whose tokens wait for others to travel with."""
+"""Tests of the delay of tokens while more chunks are due than may be sent."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a router knows of a worker: what it sent there, what the worker reports, and what reports cannot include yet."""
+"""Tests of a worker's state: requests in flight, load reports, and what reports cannot include yet."""
 
 import math
 from dataclasses import replace
@@ -48,7 +48,7 @@ class TestPrompts:
         assert worker.prefill_pairs == pytest.approx(PromptWork(400, cached=600).pairs, rel=1e-2)
 
     def test_after_its_last_prompt_nothing_is_left(self, at: TestFleet, worker: WorkerState) -> None:
-        """It may be idle then, and sends no further report."""
+        """An idle worker sends no further report."""
         worker.add_prompt("a", PromptWork(1000))
         worker.prompt_accepted("a")
         at.clock.now += 0.05
@@ -147,7 +147,7 @@ def test_the_targets_of_the_answers_there_bound_its_steps(at: TestFleet, worker:
     assert worker.step_limit.seconds == pytest.approx(4 * worker.idle_step_s / worker.cost.margin)
     worker.remove_answer("answer-2")
     assert worker.gap_targets == (0.02,)
-    assert worker.step_target(tight) == worker.step_limit.seconds == pytest.approx(0.02 / (H200.mixed_noise + 0.05))
+    assert worker.step_target(tight) == worker.step_limit.seconds == pytest.approx(0.02 / H200.mixed_noise)
     at.answers("w", 1)
     assert worker.gap_targets == (0.02, math.inf)
     assert worker.gap_target(BEST_EFFORT) == math.inf

@@ -1,16 +1,16 @@
-"""What placement expected, and what came: one record a request, and how good the expectations are of late."""
+"""Compares what placement predicted with what was observed: one record per request, and running means."""
 
 from dataclasses import dataclass
 
 from router.placement.latency_model import Prediction
 
 _PART_MIN = 0.01
-"""Least weight of the newest record in the means."""
+"""The least weight of the newest record in the means."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """One placement that went well; seconds. `itl_s` is the mean time between tokens, None of a single token."""
+    """One placement whose request got all its tokens; seconds. `itl_s` is the mean gap, None of a single token."""
 
     request_id: str
     prefill_worker: str
@@ -18,42 +18,40 @@ class PlacementRecord:
     slo_class: str
     prediction: Prediction
     ttft_s: float
-    """From the choice to the first token here."""
+    """The time from placement to the first token at the router."""
     itl_s: float | None
     cached_tokens: int
 
     @property
     def surprise_s(self) -> float:
-        """How much later the first token came than expected; negative: sooner."""
+        """The time by which the first token came later than predicted; negative if it came sooner."""
         return self.ttft_s - self.prediction.ttft_s
 
     @property
     def regret_s(self) -> float:
-        """By how much the choice, as it turned out, was worse than what the next best one would have cost by
-        prediction; 0 if it was not. What that one would have cost in truth nobody can see.
+        """`max(0, cost_s + surprise_s - runner_up_s)`: the excess of the observed cost over the runner-up's predicted
+        cost.
         """
         return max(0.0, self.prediction.cost_s + self.surprise_s - self.prediction.runner_up_s)
 
 
 class PredictionQuality:
-    """Running means; the newest hundred records or so count. Errors are |predicted - actual| ÷ actual."""
+    """Running means over about the newest hundred records. Errors are |predicted - actual| ÷ actual."""
 
     def __init__(self) -> None:
         self.recorded = 0
         self.ttft_error = 0.0
         self.itl_error = 0.0
         self.surprise_s = 0.0
-        """Mean of `PlacementRecord.surprise_s`: above 0, predictions are too good."""
-        self.regret_s = 0.0
+        """The mean of `PlacementRecord.surprise_s`; above 0, predictions are optimistic."""
         self.last: PlacementRecord | None = None
 
     def record(self, record: PlacementRecord) -> None:
-        """A request got all its tokens."""
+        """Add the record of a request that got all its tokens."""
         self.recorded += 1
         self.last = record
         part = max(_PART_MIN, 1 / self.recorded)
         self.surprise_s += part * (record.surprise_s - self.surprise_s)
-        self.regret_s += part * (record.regret_s - self.regret_s)
         if record.ttft_s > 0:
             self.ttft_error += part * (abs(record.surprise_s) / record.ttft_s - self.ttft_error)
         if record.itl_s:
