@@ -50,11 +50,11 @@ class WorkerAssignment:
         halves: Sequence[Half],
         *,
         resize: Callable[[Role], None],
-        steer: Callable[[Assignment], None],
+        set_steps: Callable[[Assignment], None],
         emit: Callable[[RoutedEvent], None],
     ) -> None:
-        """`resize` fits the halves' limits to the role, `steer` hands a new policy to the steps, `emit` tells routers
-        of what is given up. Sizes and steps are `assignment`'s already.
+        """`resize` fits the halves' limits to the role, `set_steps` applies the assignment to the steps, `emit` tells
+        routers which requests are given up. Sizes and steps follow `assignment` already.
         """
         self.assignment = assignment
         """What it was told to do last."""
@@ -66,7 +66,7 @@ class WorkerAssignment:
         self._me = me
         self._halves = halves
         self._resize = resize
-        self._steer = steer
+        self._set_steps = set_steps
         self._emit = emit
         self._closing: dict[Role, asyncio.Task[None]] = {}
         for half in halves:
@@ -91,7 +91,7 @@ class WorkerAssignment:
         log.info("%s: from %s to %s, %s", self._me.worker_id, self.role, assignment.role, assignment.steps)
         before = self.role
         self.assignment, self.role = assignment, before | assignment.role
-        self._steer(assignment)
+        self._set_steps(assignment)
         self._resize(self.role)
         for half in self._halves:
             if assignment.role | half.role is assignment.role:

@@ -77,11 +77,11 @@ class Worker:
         self.peers = self._make_peers(engine, layout)
         self._handovers = self._make_handovers(engine)
         self._halves = self._make_halves()
-        self._meter = StepMeter(engine.cost_guess, tell=self.metrics.step)
+        self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
         self._loop = self._make_loop(engine)
         halves, loop, post = self._halves, self._loop, self._outbox.post
         self.assignment = WorkerAssignment(
-            me, config.assignment, halves.listeners(), resize=halves.resize, steer=loop.steer, emit=post
+            me, config.assignment, halves.listeners(), resize=halves.resize, set_steps=loop.set_assignment, emit=post
         )
         """What this worker does now."""
         self._warm_ups = WarmUps(
