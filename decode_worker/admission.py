@@ -23,7 +23,8 @@ from decode_worker.kv_arrival import ArrivalCheck, ArrivalHandler
 from decode_worker.leased import LeasedRequests
 from decode_worker.page_budget import PageBudget
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.requests import DecodeRequests, RunningRequests
+from decode_worker.requests import DecodeRequests
+from decode_worker.running_requests import RunningRequests
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, Lives, nobody_knows

@@ -65,7 +65,7 @@ class DecodeRequest:
     """Checking or running, but to be dropped when its pages are no longer read."""
     ended: bool = False
     """Its last token is here; a step that was launched before may still use its pages."""
-    yielding: bool = False
+    preempting: bool = False
     """Running, but to give way when the launched steps with a row of it are over."""
     batch: "Batch | None" = None
     """The one it runs in; that one's to change."""
@@ -90,7 +90,7 @@ class DecodeRequest:
     @property
     def leaving(self) -> bool:
         """Running, but its pages are going to be free without anything being done."""
-        return self.cancelled or self.ended or self.yielding
+        return self.cancelled or self.ended or self.preempting
 
     def stored_from(self, position: int) -> list[int]:
         """Of a running request, the tokens from `position` of the prompt on whose KV is in its pages: all but the

@@ -1,6 +1,5 @@
 """The requests of the decode half: each has a promise of pages and, once its KV has arrived, pages of its own."""
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 
@@ -27,7 +26,8 @@ class DecodeRequests:
         self._budget = budget
         self._emit = emit
         self._by_key: dict[tuple[str, str], DecodeRequest] = {}
-        self._ready: deque[DecodeRequest] = deque()
+        self.ready: deque[DecodeRequest] = deque()
+        """Requests that wait for the running batch, oldest first."""
         self._arrived: OrderedDict[int, None] = OrderedDict()
         self.preemptions = 0
         """Requests that gave way."""
@@ -37,11 +37,6 @@ class DecodeRequests:
     def __len__(self) -> int:
         """Requests that are not over."""
         return len(self._by_key)
-
-    @property
-    def ready(self) -> int:
-        """Requests that wait for the running batch."""
-        return len(self._ready)
 
     def find(self, router_id: str, request_id: str) -> DecodeRequest | None:
         """The latest attempt at a request, unless it is over."""
@@ -76,11 +71,11 @@ class DecodeRequests:
         request.first_draw = notice.next_draw - len(answer)
         request.edges.append(EdgeStamp.now(Edge.DECODE_ADMITTED))
         request.stage = Stage.READY
-        self._ready.append(request)
+        self.ready.append(request)
 
     def join(self, most: int) -> list[DecodeRequest]:
         """At most `most` ready requests, oldest first, which run from now on."""
-        joining = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+        joining = [self.ready.popleft() for _ in range(min(most, len(self.ready)))]
         for request in joining:
             request.stage = Stage.RUNNING
         return joining
@@ -97,13 +92,13 @@ class DecodeRequests:
             staying = [each for each in running if each.stage is Stage.RUNNING]
             if any(each.leaving for each in staying):
                 return False
-            victim = preemption.choose(request, [*self._ready, *staying])
+            victim = preemption.choose(request, [*self.ready, *staying])
             if victim is None:
                 # Alone it goes on, even if the limit is lower now than when it came.
-                alone = len(self._ready) + len(staying) == 1
+                alone = len(self.ready) + len(staying) == 1
                 return alone and self._budget.grow(request, beyond_limit=True)
             if victim.in_flight:
-                victim.yielding = True
+                victim.preempting = True
                 return False
             self.preempt(victim)
             if victim is request:
@@ -113,7 +108,7 @@ class DecodeRequests:
     def preempt(self, request: DecodeRequest) -> None:
         """A ready or running request gives way; its router has it computed again behind the tokens that are here."""
         if request.stage is Stage.READY:
-            self._ready.remove(request)
+            self.ready.remove(request)
         self.preemptions += 1
         reservation = request.reservation
         edges = (*request.edges, EdgeStamp.now(Edge.PREEMPTED))
@@ -135,7 +130,7 @@ class DecodeRequests:
     def cancel(self, request: DecodeRequest) -> None:
         """Nobody waits for this request any more, whose KV has arrived."""
         if request.stage is Stage.READY:
-            self._ready.remove(request)
+            self.ready.remove(request)
             self.free(request)
         else:
             # Its pages may be read now: the batch drops it at the step's end, the check when it has its result.
@@ -175,57 +170,3 @@ class DecodeRequests:
     def _tell(self, request: DecodeRequest, failure: TandemError) -> None:
         reservation = request.reservation
         self._emit(RoutedEvent(reservation.router_id, failure_event(reservation.ref, failure)))
-
-
-class RunningRequests:
-    """The access of the running batch to the requests: those that are ready, pages for their answers, and their end.
-    The engine thread calls the methods, which return at once, under the admission's lock; any thread may read counts.
-    """
-
-    def __init__(self, requests: DecodeRequests, lock: threading.Lock) -> None:
-        self._requests = requests
-        self._lock = lock
-
-    def join(self, most: int) -> list[DecodeRequest]:
-        """At most `most` ready requests, oldest first, for the batch to run until they `leave`."""
-        with self._lock:
-            return self._requests.join(most)
-
-    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Take one more page for each of these requests of the batch, if no other has to give way; otherwise nothing
-        changes, and the caller calls `grow`.
-        """
-        with self._lock:
-            return self._requests.grow_all(requests)
-
-    def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
-        """Take one more page for a request of the batch `running`, of which others, or it itself, may have to give
-        way: those without a step in flight leave at once, the others are `yielding`. False if this step has no page.
-        """
-        with self._lock:
-            return self._requests.grow(request, running)
-
-    def preempt(self, request: DecodeRequest) -> None:
-        """A yielding request, of which no step is in flight any more, is over: its router hears, its pages are free."""
-        with self._lock:
-            self._requests.preempt(request)
-
-    def leave(self, request: DecodeRequest) -> None:
-        """A running request is over: its pages are free or cached at once."""
-        with self._lock:
-            self._requests.leave(request)
-
-    @property
-    def ready(self) -> int:
-        """Requests that wait for the running batch to take them."""
-        return self._requests.ready
-
-    @property
-    def preemptions(self) -> int:
-        """Requests that had to give way to older ones."""
-        return self._requests.preemptions
-
-    @property
-    def cancelled(self) -> int:
-        """Requests that were cancelled while they ran or were checked, so far: with each, it is to be looked for."""
-        return self._requests.cancelled

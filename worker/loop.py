@@ -63,8 +63,10 @@ class StepLoop:
         publish: Callable[[int, Sequence[RoutedEvent], Sequence[RoutedTokens], Sequence[Callable[[], None]]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`deadline_s` limits a step, from its schedule to its result: a longer one counts as stuck. `gather_s` is the
-        time that an idle loop waits for more prompts before it computes the first. Both are in seconds.
+        """`deadline_s` limits a step, from its schedule to its result: a longer one counts as stuck.
+
+        `gather_s` is the time that an idle loop waits for more prompts before it computes the first. Both are in
+        seconds.
 
         `publish` and `on_death` are called on the loop's thread and return at once; `publish` has the event loop take a
         step's events and tokens, and then make the calls.
@@ -116,8 +118,10 @@ class StepLoop:
             self._thread.join(_JOIN_S)
 
     def give_up_stuck(self) -> bool:
-        """Return True if a step exceeds the deadline. That step and the thread publish nothing from then on; the memory
-        that the step may still write to must not be used again. Any thread may call it.
+        """Return True if a step exceeds the deadline.
+
+        That step and the thread publish nothing from then on; the memory that the step may still write to must not be
+        used again. Any thread may call it.
         """
         with self._publish_lock:
             began = self._busy_since

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from costs.chunks import tightest_kept
 from costs.step_cost import NOTHING, StepCost, StepWork, chunk_pairs
-from decode_worker.batch_snapshot import NO_OUTPUT, StepOutput
+from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.half import NO_ROWS, DecodeHalf
 from engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows
 from prefill_worker.half import PrefillHalf
-from wire.messages import Assignment
+from wire.messages import Assignment, RoutedEvent, RoutedTokens
 from worker.step_policy import StepPolicy
 
 
@@ -26,9 +26,24 @@ class StepPlan:
     work: StepWork
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The output of a step for the routers; it names a request at most once."""
+
+    events: Sequence[RoutedEvent]
+    completed: CompletedStep | None
+    """The step with the tokens of all requests without an event; None if no request decoded in it."""
+
+    @property
+    def tokens(self) -> Sequence[RoutedTokens]:
+        """Tokens of requests without an event, by router, to be read once and before the next step is planned."""
+        return () if self.completed is None else self.completed.plain_tokens()
+
+
 class StepScheduler:
-    """Fills steps from both halves. `StepPolicy` limits the prompt tokens of a step, `BatchGrowth` the decode rows.
-    One thread uses it.
+    """Fills steps from both halves.
+
+    `StepPolicy` limits the prompt tokens of a step, `BatchGrowth` the decode rows. One thread uses it.
     """
 
     def __init__(
@@ -55,8 +70,9 @@ class StepScheduler:
         self._growth = BatchGrowth(self._cost, assignment.itl_target_s)
 
     def plan(self) -> StepPlan | None:
-        """Return the next step over both halves' rows; None if there are none, or only prompts that wait for the step
-        in flight: then there is a plan once that step was applied.
+        """Return the next step over both halves' rows; None if there are none.
+
+        It is also None if all rows are prompts that wait for the step in flight; once that was applied there is a plan.
         """
         targets, decode_rows = self._decode.gap_targets, NO_ROWS
         if not self._decode.idle:
@@ -78,19 +94,21 @@ class StepScheduler:
 
     def apply(self, work: StepWork, result: StepResult) -> StepOutput:
         """Give both halves the results of the oldest plan that was not applied; returns the output for the routers.
+
         The caller delivers `PrefillHalf.take_updates` after that output.
         """
         decoded, prefilled = result.split(work.decode_rows)
-        output = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else NO_OUTPUT
-        if not work.prefill_tokens:
-            return output
-        events = self._prefill.apply(prefilled.token_ids, prefilled.logprobs)
-        return StepOutput([*output.events, *events], output.completed)
+        completed = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
+        events = [] if completed is None else completed.events
+        if work.prefill_tokens:
+            events = [*events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)]
+        return StepOutput(events, completed)
 
 
 class BatchGrowth:
-    """Limits the decode batch to what keeps the inter-token targets of all requests in it. Requests beyond the limit
-    wait with their KV until others end, oldest first.
+    """Limits the decode batch to what keeps the inter-token targets of all requests in it.
+
+    Requests beyond the limit wait with their KV until others end, oldest first.
 
     Routers place by the same costs and should not have sent them: this is the last line of defense.
     """
@@ -103,8 +121,9 @@ class BatchGrowth:
         """Mean context tokens of a row in the newest step that had rows."""
 
     def rows(self, running: StepWork, most: int, targets: Sequence[float] = ()) -> int:
-        """Return the rows that the next step may have: at least those that run already, at most `most`. `targets` are
-        those of the running requests, in seconds, ascending, infinite for none.
+        """Return the rows that the next step may have: at least those that run already, at most `most`.
+
+        `targets` are those of the running requests, in seconds, ascending, infinite for none.
 
         A request that joins is assumed to have the mean context of the rows that run or ran last. A target that a
         batch of one would miss limits nothing: it could not be met by making all requests wait.

@@ -20,8 +20,9 @@ class StepMeter:
         clock: Callable[[], float] = time.perf_counter,
         on_step: Callable[[StepWork, float, float], None] = lambda _work, _seconds, _predicted_s: None,
     ) -> None:
-        """`guess` is what predictions begin with; `clock` returns seconds; `on_step` is called for each step with its
-        work, the seconds it took and the seconds that were predicted.
+        """`guess` is what predictions begin with; `clock` returns seconds.
+
+        `on_step` is called for each step with its work, the seconds it took and the seconds that were predicted.
         """
         self._fit = StepFit(guess)
         self._clock = clock

@@ -34,8 +34,9 @@ class StepPolicy:
         """Steps since the last call of `prefill_tokens` in which no prompt waited."""
 
     def prefill_tokens(self, decode_work: StepWork, waiting: WaitingPrompts, targets: Sequence[float] = ()) -> int:
-        """Return the most prompt tokens of a step with `decode_work`; the engine's own limit applies as well. `targets`
-        are the longest gaps between tokens that its decoding requests tolerate, in seconds, ascending.
+        """Return the most prompt tokens of a step with `decode_work`; the engine's own limit applies as well.
+
+        `targets` are the longest gaps between tokens that its decoding requests tolerate, in seconds, ascending.
         """
         self._progress.steps += self.steps_without_prompts
         self.steps_without_prompts = 0
@@ -55,8 +56,9 @@ class StepPolicy:
     def _fitting(
         self, cost: StepCost, decode_work: StepWork, waiting: WaitingPrompts, target_s: float, most: int
     ) -> int:
-        """Return the most tokens up to `most` whose step is predicted to take at most `target_s` seconds, by bisection:
-        the prediction grows with the tokens.
+        """Return the most tokens up to `most` whose step is predicted to take at most `target_s` seconds.
+
+        The prediction grows with the tokens, so bisection finds them.
         """
         fits, too_many = 0, min(most, waiting.tokens) + 1
         while too_many - fits > 1:
@@ -69,8 +71,9 @@ class StepPolicy:
 
 
 class _Progress:
-    """Forces a chunk after `PATIENCE` steps that gave waiting prompts less than the minimal chunk. No prompt starves,
-    and such long steps are too few to matter at the 99th percentile of a request's gaps.
+    """Forces a chunk after `PATIENCE` steps that gave waiting prompts less than the minimal chunk.
+
+    No prompt starves, and such long steps are too few to matter at the 99th percentile of a request's gaps.
     """
 
     def __init__(self, budget: int) -> None:
