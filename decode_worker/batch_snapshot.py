@@ -116,7 +116,7 @@ class BatchSnapshot:
         if not owners.masks and not without:
             return [RoutedTokens(owners.router, everything)]
         found = []
-        for router, mask in (owners.masks or {owners.router: b"\1" * len(self)}).items():
+        for router, mask in (owners.masks or {owners.router: bytearray(b"\1") * len(self)}).items():
             keep = bytearray(mask)
             for row in without:
                 keep[row] = 0
@@ -260,5 +260,9 @@ class TokenBuffer:
 
 def _select_rows(tokens: StepTokens, keep: Sequence[int]) -> StepTokens:
     """Return the rows whose entry in `keep` [n] is not 0."""
-    columns = tokens.request_ids, tokens.attempts, tokens.indices, tokens.token_ids
-    return StepTokens(*(list(compress(column, keep)) for column in columns))
+    return StepTokens(
+        list(compress(tokens.request_ids, keep)),
+        list(compress(tokens.attempts, keep)),
+        list(compress(tokens.indices, keep)),
+        list(compress(tokens.token_ids, keep)),
+    )

@@ -61,7 +61,7 @@ class Draws(Sequence[Draw]):
     scored: bool
     """Whether any wants log probabilities."""
     may_not_end: bool = False
-    """Whether any answer is shorter than its `min_tokens` (`engine/least_lengths.py`)."""
+    """Whether any answer is shorter than its `min_tokens` (`engine/logits_mask.py`)."""
 
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> "Draws":
