@@ -193,8 +193,11 @@ class DecodeAdmission:
             self._changed()
 
     def notice(self, notice: TransferNotice) -> None:
-        """Transfer thread: every byte of the prompt's KV has arrived. A notice of an old lease is dropped and counted;
-        one that does not fit the reservation fails the request, which is prefilled again."""
+        """Transfer thread: every byte of the prompt's KV has arrived.
+
+        A notice of an old lease is dropped and counted; one that does not fit the reservation fails the request, which
+        is prefilled again.
+        """
         seen = EdgeStamp.now(Edge.NOTICE_SEEN)
         with self._lock:
             try:
@@ -267,8 +270,10 @@ class DecodeAdmission:
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
-        """Outside the lock: leases may have ended and pages become free. `work`: that, or a request that is ready, may
-        be news for the step loop, which must not be woken in vain where others need the interpreter at once.
+        """Outside the lock: leases may have ended and pages become free.
+
+        `work`: that, or a request that is ready, may be news for the step loop, which must not be woken in vain where
+        others need the interpreter at once.
         """
         with self._lock:
             self._expect(self._leases.open_leases)

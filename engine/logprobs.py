@@ -12,8 +12,9 @@ _LOW_HALF = (1 << 31) - 1
 
 
 def score(logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> list[TokenLogprobs | None]:
-    """The log probabilities that `draws` ask for beside their `tokens` [rows], one for each row of logits [rows, vocab]
-    as the model gave them; empty if none asks.
+    """Return the log probabilities of `tokens` [rows] that `draws` ask for; empty if none asks.
+
+    logits [rows, vocab] are the model's own.
     """
     asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
     if not asking:
@@ -53,7 +54,7 @@ def scores_of(
 
 
 def wants_logprobs(draw: Draw) -> bool:
-    """Whether log probabilities go with this draw's token."""
+    """Return True if log probabilities go with this draw's token."""
     return draw.sampling.logprobs is not None
 
 

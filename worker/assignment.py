@@ -1,9 +1,4 @@
-"""What a worker does now: which halves are open, and how its steps are made. It changes while the worker runs.
-
-A half that opens is ready at once: weights, graphs and the page pool are the same in every role. A half that closes
-takes nothing new and finishes what it has; what is left after the grace is given up, with an event on which routers
-send it elsewhere, behind the tokens that are out. Only then does the half leave the role.
-"""
+"""The assignment of a worker: the halves that are open, and how its steps are made; it changes while it runs."""
 
 import asyncio
 import contextlib
@@ -28,7 +23,7 @@ OTHER_ROLE, DRAINS = "has another role now", "drains"
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """What it takes to open and close one half of a worker; `role` is PREFILL or DECODE."""
+    """The calls that open and close one half of a worker; `role` is PREFILL or DECODE."""
 
     role: Role
     open: Callable[[], None]
@@ -37,7 +32,7 @@ class Half:
     refs: Callable[[], list[tuple[str, RequestRef]]]
     abort: Callable[[str, Sequence[RequestRef]], None]
     requests: Callable[[], int]
-    """How many are not over."""
+    """Returns the number of requests that are not over."""
 
 
 class WorkerAssignment:
@@ -53,11 +48,12 @@ class WorkerAssignment:
         set_steps: Callable[[Assignment], None],
         emit: Callable[[RoutedEvent], None],
     ) -> None:
-        """`resize` fits the halves' limits to the role, `set_steps` applies the assignment to the steps, `emit` tells
-        routers which requests are given up. Sizes and steps follow `assignment` already.
+        """`resize` fits the halves' limits to the role, `set_steps` applies an assignment to the steps.
+
+        `emit` tells routers which requests are given up. Sizes and steps follow `assignment` already.
         """
         self.assignment = assignment
-        """What it was told to do last."""
+        """The newest assignment."""
         self.role = assignment.role
         """The halves that are open or still finish what they have."""
         self.draining = False

@@ -1,10 +1,9 @@
-"""What the engine computes in one step: rows of tokens, each row a piece of one request.
+"""The work of the engine in one step: rows of tokens, each row a piece of one request.
 
 Rows of one token each are columns that read as objects: a decode step of hundreds of rows is made, packed and sampled
 in a few operations on arrays, and an object for each row would take longer than a small model's step.
 
-A decode row is a piece of one token, a prefill row a chunk of the prompt; the engine does not tell them apart
-by name, only by length.
+A decode row is a piece of one token, a prefill row a chunk of the prompt; the engine tells them apart by length only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,8 +55,9 @@ class StepRow(NamedTuple):
 
 
 class RowColumns(NamedTuple):
-    """n rows of one token each, which all draw. Their pages are good until the next step is planned, nothing else of
-    them changes.
+    """n rows of one token each, which all draw.
+
+    Their pages are good until the next step is planned, nothing else of them changes.
     """
 
     token_ids: NDArray[np.int64]
@@ -79,8 +79,10 @@ class RowColumns(NamedTuple):
 
 
 class TokenRows(Sequence[StepRow]):
-    """n rows of one token each. Their columns are made when they are first asked for, before anything of the next step
-    is planned: who only counts rows, as a simulation does, pays for none.
+    """n rows of one token each.
+
+    Their columns are made when they are first asked for, before anything of the next step is planned: who only counts
+    rows, as a simulation does, pays for none.
     """
 
     __slots__ = ("_columns", "_make", "_rows", "context_tokens")
@@ -168,7 +170,7 @@ class StepBatch:
 
     @property
     def draws(self) -> Draws:
-        """Of the rows that draw, in their order."""
+        """The draws of all rows that have one, in their order."""
         draws = self.tokens.columns.draws
         return draws.followed_by([row.draw for row in self.chunks if row.draw is not None]) if self.chunks else draws
 

@@ -90,9 +90,7 @@ def _fill_rows(
 
 
 def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None:
-    """Behind so many rows, tokens and draws there are rows without tokens, tokens of no row, and draws of nobody: they
-    see nothing, and are stored nowhere.
-    """
+    """Fill the buffer behind these rows, tokens and draws with empty ones, which read and store nothing."""
     into.table[rows:] = 0
     into.contexts[rows:] = 0
     into.token_ids[tokens:] = into.positions[tokens:] = 0

@@ -44,7 +44,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """How long each section of the buffer is, in elements.
+    """The lengths of the buffer's sections, in elements.
 
     In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table. Each begins at
     a multiple of 16 bytes, as kernels are compiled once more for addresses that do not.
@@ -76,7 +76,7 @@ class StepSizes:
 
     @property
     def words(self) -> int:
-        """Of 8 bytes, for all sections."""
+        """The number of words of 8 bytes for all sections."""
         return bounds_of(self).words
 
     @property
@@ -87,7 +87,7 @@ class StepSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """Where each section of a buffer lies, in its own elements."""
+    """The place of each section in the buffer, in its own elements."""
 
     token_ids: slice
     slots: slice
@@ -101,9 +101,7 @@ class _Bounds:
     """Words before the first of 32 bits."""
     words: int
     starts: Words
-    """Where token_ids, slots and drawn begin, the words of 32 bits, and, counted in these, positions, sources, row
-    starts, contexts and table.
-    """
+    """The starts of token_ids, slots and drawn, then of the words of 32 bits, then, in these, of all other sections."""
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""From rows to tensors: one host buffer a step, which goes to the device in one piece."""
+"""Packs rows into tensors: one host buffer a step, which goes to the device in one piece."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,8 +46,9 @@ class StepPacker:
         self._row_limits = np.array([limits.page_tokens, limits.vocab_size, limits.pages])
 
     def sizes(self, batch: StepBatch) -> StepSizes:
-        """What `batch` needs as it is; raises Internal for one that is empty, too long, or malformed in a chunk. What
-        rows of one token bring is checked as they are packed. Either way its maker should have refused the request.
+        """Return the sizes of `batch`; raises Internal for one that is empty, too long, or malformed in a chunk.
+
+        Rows of one token are checked as they are packed. Either way its maker should have rejected the request.
         """
         singles, chunks = len(batch.tokens), batch.chunks
         if not singles and not chunks:
@@ -72,9 +73,10 @@ class StepPacker:
         drawn_before: Sequence[int] = (),
         chunks_at: int | None = None,
     ) -> None:
-        """Fill `words` [sizes.words]. `sizes` may have more rows and tokens than `batch`: the rest read and write
-        nothing. The chunks' rows and tokens begin at number `chunks_at`, None = behind the rows of one token: without
-        chunks those are all rows.
+        """Fill `words` [sizes.words].
+
+        `sizes` may have more rows and tokens than `batch`: the rest read and write nothing. The chunks' rows and tokens
+        begin at number `chunks_at`, None = behind the rows of one token: without chunks those are all rows.
         `drawn_before`: for each row of the step before, which of its draws is this row's; empty if each row's is its
         own.
         """
@@ -128,7 +130,7 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
 def view_step(
     words: Tensor, sizes: StepSizes, *, max_row_tokens: int, max_context: int, single_rows: int
 ) -> PackedStep:
-    """As `unpack`, for any batch of these bounds."""
+    """Return views as `unpack` does, for any batch of these bounds."""
     wide = sum(sizes.wide_room)
     token_ids, slots, drawn = _cut(words[:wide], sizes.wide_room, sizes.wide)
     narrow = words[wide:].view(torch.int32)
