@@ -128,9 +128,10 @@ class BatchSnapshot:
         """Return for each row [n] the row of the step before that draws its token."""
         if before is self:
             return self._row_numbers
+        if before is None:
+            return np.full(len(self), FROM_HOST, dtype=np.int32)
         rows = np.full(len(self._columns), FROM_HOST, dtype=np.int32)
-        if before is not None:
-            rows[before.indices] = before._row_numbers
+        rows[before.indices] = before._row_numbers
         return rows[self.indices]
 
     @cached_property
