@@ -93,7 +93,7 @@ class Turns:
         """
         self._tokens, self._steps = 0, -1
         self._left = steps
-        self._meter.tell = self._both if on else self._count
+        self._meter.on_step = self._both if on else self._count
         while self._steps < steps:
             await asyncio.sleep(_LOOK_S)
             if self._tested.report.load().decode_requests < self._requests:

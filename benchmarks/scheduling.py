@@ -44,7 +44,8 @@ from wire import convert
 from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
-from worker.outbox import Outbox, RouterStream
+from worker.outbox import Outbox
+from worker.router_stream import RouterStream
 from worker.scheduler import StepScheduler
 from worker.step_meter import StepMeter
 from worker.worker import Worker

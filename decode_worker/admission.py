@@ -23,7 +23,8 @@ from decode_worker.kv_arrival import ArrivalCheck, ArrivalHandler
 from decode_worker.leased import LeasedRequests
 from decode_worker.page_budget import PageBudget
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.requests import DecodeRequests, RunningRequests
+from decode_worker.requests import DecodeRequests
+from decode_worker.running_requests import RunningRequests
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, Lives, nobody_knows
@@ -192,8 +193,10 @@ class DecodeAdmission:
             self._changed()
 
     def notice(self, notice: TransferNotice) -> None:
-        """Transfer thread: every byte of the prompt's KV has arrived. A notice of an old lease is dropped and counted;
-        one that does not fit the reservation fails the request, which is prefilled again.
+        """Transfer thread: every byte of the prompt's KV has arrived.
+
+        A notice of an old lease is dropped and counted; one that does not fit the reservation fails the request, which
+        is prefilled again.
         """
         seen = EdgeStamp.now(Edge.NOTICE_SEEN)
         with self._lock:
@@ -267,8 +270,10 @@ class DecodeAdmission:
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
-        """Outside the lock: leases may have ended and pages become free. `work`: that, or a request that is ready, may
-        be news for the step loop, which must not be woken in vain where others need the interpreter at once.
+        """Outside the lock: leases may have ended and pages become free.
+
+        `work`: that, or a request that is ready, may be news for the step loop, which must not be woken in vain where
+        others need the interpreter at once.
         """
         with self._lock:
             self._expect(self._leases.open_leases)

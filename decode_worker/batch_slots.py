@@ -1,11 +1,10 @@
-"""The slots of the running batch: which steps have a row of a request, its columns, and tokens its answer lacks yet.
+"""The slots of the running batch: the steps that have a row of each request, and the columns that describe the rows.
 
 Steps are numbered from 0 as they are launched. A request that has a row in each step from `first_step` to `last_step`
 is described by constants: its row of step n has position `position_offset` + n. So nothing about it changes from step
 to step, and a step of hundreds of rows is a few operations on columns.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +18,6 @@ SlotIndices = NDArray[np.intp]
 
 NEVER = 1 << 62
 """The number of a step that is never launched."""
-BUFFERED_STEPS = 64
-"""Steps whose tokens are kept in the buffer before they are appended to their answers."""
 _FIRST_PAGES = 16
 _EMPTY = -1
 """The last step of a slot without a request."""
@@ -48,13 +45,15 @@ class BatchSlot:
     """The request gets no more tokens either."""
 
     def has_row_in(self, step: int) -> bool:
-        """Whether that step has a row of the request."""
+        """Return True if that step has a row of the request."""
         return self.first_step <= step <= self.last_step and step not in self.skipped_steps
 
 
 class SlotColumns:
-    """What steps need of every running request, as columns by slot. They are written when a request joins and when it
-    gets a page. Owned by the running batch; page numbers are copies, the pages belong to the requests.
+    """The data that steps need of each running request, as columns by slot.
+
+    They are written when a request joins and when it gets a page. Owned by the running batch; page numbers are copies,
+    the pages belong to the requests.
     """
 
     def __init__(self) -> None:
@@ -77,11 +76,12 @@ class SlotColumns:
         """The last token that has arrived from the engine."""
         self.settings = np.zeros((0, SETTINGS), dtype=np.float64)
         self.seeds = np.zeros(0, dtype=np.uint64)
-        """What `seeded.start_of` makes of each seed."""
+        """`seeded.start_of` of each seed."""
         self.page_count = np.zeros(0, dtype=np.int32)
         self.page_table = np.zeros((0, _FIRST_PAGES), dtype=np.int32)
 
     def __len__(self) -> int:
+        """Return the number of slots."""
         return len(self.last_step)
 
     def grow(self, more: int) -> range:
@@ -93,7 +93,7 @@ class SlotColumns:
         return range(first, first + more)
 
     def enter(self, slot: BatchSlot) -> None:
-        """Write the columns of a request that joins; its pages are still to be copied."""
+        """Write the columns of a request that joins; `copy_pages` follows."""
         at, request, sampling = slot.index, slot.request, slot.request.reservation.sampling
         self.slots[at] = slot
         self.request_ids[at] = request.reservation.ref.request_id
@@ -114,7 +114,7 @@ class SlotColumns:
         self.reschedule(slot)
 
     def reschedule(self, slot: BatchSlot) -> None:
-        """The request has its rows in other steps than before."""
+        """Copy the steps of a request whose rows moved to other steps."""
         self.last_step[slot.index] = slot.last_step
         self.position_offset[slot.index] = slot.position_offset
 
@@ -125,7 +125,7 @@ class SlotColumns:
         self.slots[at] = self.samplings[at] = self.histories[at] = None
 
     def copy_pages(self, slot: BatchSlot) -> None:
-        """The request has more pages than before."""
+        """Copy the numbers of pages that the request has got."""
         at, pages = slot.index, slot.request.pages
         known, count = int(self.page_count[at]), len(pages)
         if count > self.page_table.shape[1]:
@@ -137,61 +137,3 @@ class SlotColumns:
         else:
             self.page_table[at, known:count] = pages[known:]
         self.page_count[at] = count
-
-
-class TokenBuffer:
-    """Tokens that have arrived and are not yet part of their answers, by step and slot. To append to hundreds of lists
-    in each step would take longer than everything else that a step's tokens need.
-
-    Owned by the running batch. A request's answer is complete once its slot was flushed.
-    """
-
-    def __init__(self) -> None:
-        self.completed_steps = 0
-        """Steps whose tokens have arrived."""
-        self._tokens = np.zeros((BUFFERED_STEPS, 0), dtype=np.int64)
-
-    def grow(self, more: int) -> None:
-        """Add `more` slots."""
-        self._tokens = np.concatenate((self._tokens, np.zeros((BUFFERED_STEPS, more), dtype=np.int64)), axis=1)
-
-    def store(
-        self, step: int, indices: SlotIndices, tokens: NDArray[np.int64], all_slots: Collection[BatchSlot]
-    ) -> None:
-        """Take the tokens of a step, one for each of the slots `indices`."""
-        self._tokens[step % BUFFERED_STEPS, indices] = tokens
-        self.completed_steps = step + 1
-        if not self.completed_steps % BUFFERED_STEPS:
-            self._flush_all(all_slots)
-
-    def flush(self, slot: BatchSlot) -> None:
-        """Append the buffered tokens of a request to its answer."""
-        end = min(self.completed_steps, slot.last_step + 1)
-        if not slot.dropped and slot.buffered_from < end:
-            first = self.completed_steps - 1 - (self.completed_steps - 1) % BUFFERED_STEPS
-            tokens = self._tokens[slot.buffered_from - first : end - first, slot.index].tolist()
-            if slot.skipped_steps:
-                numbered = enumerate(tokens, slot.buffered_from)
-                tokens = [token for step, token in numbered if step not in slot.skipped_steps]
-            slot.request.answer.extend(tokens)
-            slot.buffered_from = end
-
-    def skip(self, steps: int, all_slots: Collection[BatchSlot]) -> None:
-        """Act as if `steps` more steps had completed, each with token 0 for every slot."""
-        for slot in all_slots:
-            self.flush(slot)
-            slot.request.answer.extend([0] * steps)
-            slot.buffered_from += steps
-        self.completed_steps += steps
-
-    def _flush_all(self, slots: Collection[BatchSlot]) -> None:
-        """Empty the buffer before it is used again. At once, this takes a fraction of the time that slots one by one
-        would take.
-        """
-        columns, end = self._tokens.T.tolist(), self.completed_steps
-        for slot in slots:
-            if slot.skipped_steps or slot.dropped or slot.last_step < end - 1:
-                self.flush(slot)
-            elif slot.buffered_from < end:
-                slot.request.answer.extend(columns[slot.index][slot.buffered_from - end :])
-                slot.buffered_from = end

@@ -1,10 +1,9 @@
-"""The composition of the batch in steps with the same requests, and what such steps bring once they have completed."""
+"""The composition of the batch in steps with the same requests, and the tokens of completed steps."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from typing import overload
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +14,13 @@ from engine.steps.batch import FROM_HOST, RowColumns
 from engine.steps.draws import Draws, History, all_greedy
 from wire.messages import RoutedEvent, RoutedTokens, SamplingParams, StepTokens
 
+BUFFERED_STEPS = 64
+"""Steps whose tokens are kept in the buffer before they are appended to their answers."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """How the rows draw, as far as it is the same in each step."""
+    """The part of the rows' draws that is the same in each step."""
 
     samplings: Sequence[SamplingParams]
     histories: Sequence[History | None]
@@ -35,24 +37,25 @@ class _Drawing:
 
 @dataclass(frozen=True, slots=True)
 class _Owners:
-    """Whose the rows are."""
+    """The requests and routers that the rows belong to."""
 
     request_ids: list[str]
     attempts: list[int]
     answer_offset: NDArray[np.int64]
     """Index of each row's token in its answer, less the number of the step."""
-    rows: dict[str, list[int]]
-    """The rows of each router; empty if there is only one router."""
+    masks: dict[str, bytearray]
+    """For each router [n]: 1 for its rows, else 0; empty if there is only one router."""
     router: str
     """The router of the first row."""
 
 
 class BatchSnapshot:
-    """The requests that go through steps together, row by row. It is valid for every step until somebody joins, leaves
-    or misses a step.
+    """The requests that go through steps together, row by row.
 
-    What is derived from the columns is copied when it is first asked for: what drawing needs before the next step is
-    launched, what the routers need when a step completes. All requests are still in their slots then.
+    It is valid for every step until a request joins, leaves or misses a step.
+
+    Derived data is copied from the columns when it is first asked for: before the next step is launched for draws, when
+    a step completes for routers. All requests are still in their slots then.
     """
 
     def __init__(self, columns: SlotColumns, indices: SlotIndices) -> None:
@@ -65,10 +68,11 @@ class BatchSnapshot:
         self._longest = int(offset.max()) + 1
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self.slots)
 
     def context_tokens(self, step: int) -> int:
-        """Tokens that the rows of this step attend to, themselves included: Σ (position_offset + step + 1)."""
+        """Return the tokens that this step's rows attend to, themselves included: Σ (position_offset + step + 1)."""
         return self._offset_sum + len(self.slots) * (step + 1)
 
     @cached_property
@@ -77,7 +81,7 @@ class BatchSnapshot:
         return min(slot.last_step for slot in self.slots)
 
     def rows(self, step: int, before: "BatchSnapshot | None") -> RowColumns:
-        """The rows of this step; `before` is the snapshot of the step just before it, if that is in flight."""
+        """Return the rows of this step; `before` is the snapshot of the step just before it, if that is in flight."""
         columns, indices, drawing = self._columns, self.indices, self._drawing
         return RowColumns(
             self._in_flight_tokens if before is self else columns.newest_token[indices],
@@ -102,30 +106,32 @@ class BatchSnapshot:
         )
 
     def answer_index(self, row: int, step: int) -> int:
-        """Index, in its answer, of the token that a row of this step brings."""
+        """Return the index, in its answer, of the token that a row of this step draws."""
         return int(self._position_offset[row]) + step + 1 - self.slots[row].request.prompt_tokens
 
     def tokens(self, step: int, token_ids: Sequence[int], without: set[int]) -> list[RoutedTokens]:
-        """The tokens of this step, one for each row but those in `without`, by router."""
+        """Return the tokens of this step, one for each row but those in `without`, by router."""
         owners = self._owners
         everything = StepTokens(owners.request_ids, owners.attempts, (owners.answer_offset + step).tolist(), token_ids)
-        if not owners.rows:
-            left = _without_rows(everything, without) if without else everything
-            return [RoutedTokens(owners.router, left)] if len(left) else []
+        if not owners.masks and not without:
+            return [RoutedTokens(owners.router, everything)]
         found = []
-        for router, rows in owners.rows.items():
-            kept = [row for row in rows if row not in without] if without else rows
-            if kept:
-                found.append(RoutedTokens(router, _only_rows(everything, kept)))
+        for router, mask in (owners.masks or {owners.router: bytearray(b"\1") * len(self)}).items():
+            keep = bytearray(mask)
+            for row in without:
+                keep[row] = 0
+            if any(keep):
+                found.append(RoutedTokens(router, _select_rows(everything, keep)))
         return found
 
     def _sources(self, before: "BatchSnapshot | None") -> NDArray[np.int32]:
-        """For each row [n], the row of the step before that draws its token."""
+        """Return for each row [n] the row of the step before that draws its token."""
         if before is self:
             return self._row_numbers
+        if before is None:
+            return np.full(len(self), FROM_HOST, dtype=np.int32)
         rows = np.full(len(self._columns), FROM_HOST, dtype=np.int32)
-        if before is not None:
-            rows[before.indices] = before._row_numbers
+        rows[before.indices] = before._row_numbers
         return rows[self.indices]
 
     @cached_property
@@ -158,89 +164,106 @@ class BatchSnapshot:
     def _owners(self) -> _Owners:
         columns, indices = self._columns, self.indices
         routers = columns.routers[indices].tolist()
-        rows: dict[str, list[int]] = {}
+        masks: dict[str, bytearray] = {}
         for row, router in enumerate(routers if len(set(routers)) > 1 else ()):
-            rows.setdefault(router, []).append(row)
+            masks.setdefault(router, bytearray(len(routers)))[row] = 1
         return _Owners(
             columns.request_ids[indices].tolist(),
             columns.attempts[indices].tolist(),
             columns.answer_offset[indices] + self._position_offset,
-            rows,
+            masks,
             routers[0],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step whose tokens have arrived. It must be read before the next step is planned."""
+    """The tokens of a step, for the routers. It must be read before the next step is planned."""
 
     step: int
     snapshot: BatchSnapshot
     token_ids: Sequence[int]
-    special: Sequence[int]
-    """Rows that need an event: their token may be the last one, or there is more to tell than a token. Ascending."""
-    silent: set[int]
-    """These, and the rows of requests that were over before."""
+    event_rows: Sequence[int]
+    """Rows that need an event, ascending: their token may be the last one, or carries more than its id."""
+    excluded_rows: set[int]
+    """Rows without a plain token: those that need an event, and those of requests that were over before."""
+    events: list[RoutedEvent] = field(default_factory=list)
+    """The events of the rows that need one; the decode half adds them."""
 
     def token(self, row: int) -> tuple[DecodeRequest, int, int]:
-        """The request of a row, the index of its token in the answer, and the token."""
+        """Return the request of a row, the index of its token in the answer, and the token."""
         snapshot = self.snapshot
         return snapshot.slots[row].request, snapshot.answer_index(row, self.step), self.token_ids[row]
 
     def plain_tokens(self) -> list[RoutedTokens]:
-        """The tokens of all rows that are not `silent`, by router."""
-        return self.snapshot.tokens(self.step, self.token_ids, self.silent)
+        """Return the tokens of all rows that are not excluded, by router."""
+        return self.snapshot.tokens(self.step, self.token_ids, self.excluded_rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepOutput(Sequence[RoutedEvent]):
-    """What a step brought for the routers; it names a request at most once. As a sequence it is all of that as events,
-    made anew each time.
+class TokenBuffer:
+    """Tokens that have arrived and are not yet part of their answers, by step and slot.
+
+    Appending to hundreds of lists in each step would take longer than all else that a step's tokens need. A request's
+    answer is complete once its slot was flushed.
     """
 
-    events: Sequence[RoutedEvent] = ()
-    completed: CompletedStep | None = None
-    """The step that has the tokens of all requests without an event."""
+    def __init__(self) -> None:
+        self.completed_steps = 0
+        """Steps whose tokens have arrived."""
+        self._tokens = np.zeros((BUFFERED_STEPS, 0), dtype=np.int64)
 
-    @property
-    def tokens(self) -> Sequence[RoutedTokens]:
-        """Tokens of requests without an event, by router, made anew each time. They must be asked for before the next
-        step is planned.
+    def grow(self, more: int) -> None:
+        """Add `more` slots."""
+        self._tokens = np.concatenate((self._tokens, np.zeros((BUFFERED_STEPS, more), dtype=np.int64)), axis=1)
+
+    def store(
+        self, step: int, indices: SlotIndices, tokens: NDArray[np.int64], all_slots: Collection[BatchSlot]
+    ) -> None:
+        """Take the tokens of a step, one for each of the slots `indices`."""
+        self._tokens[step % BUFFERED_STEPS, indices] = tokens
+        self.completed_steps = step + 1
+        if not self.completed_steps % BUFFERED_STEPS:
+            self._flush_all(all_slots)
+
+    def flush(self, slot: BatchSlot) -> None:
+        """Append the buffered tokens of a request to its answer."""
+        end = min(self.completed_steps, slot.last_step + 1)
+        if not slot.dropped and slot.buffered_from < end:
+            first = self.completed_steps - 1 - (self.completed_steps - 1) % BUFFERED_STEPS
+            tokens = self._tokens[slot.buffered_from - first : end - first, slot.index].tolist()
+            if slot.skipped_steps:
+                numbered = enumerate(tokens, slot.buffered_from)
+                tokens = [token for step, token in numbered if step not in slot.skipped_steps]
+            slot.request.answer.extend(tokens)
+            slot.buffered_from = end
+
+    def skip(self, steps: int, all_slots: Collection[BatchSlot]) -> None:
+        """Act as if further steps had completed, each with token 0 for every slot."""
+        for slot in all_slots:
+            self.flush(slot)
+            slot.request.answer.extend([0] * steps)
+            slot.buffered_from += steps
+        self.completed_steps += steps
+
+    def _flush_all(self, slots: Collection[BatchSlot]) -> None:
+        """Empty the buffer before it is used again.
+
+        At once, this takes a fraction of the time that slots one by one would take.
         """
-        return () if self.completed is None else self.completed.plain_tokens()
-
-    def __len__(self) -> int:
-        return sum(len(each.tokens) for each in self.tokens) + len(self.events)
-
-    def __iter__(self) -> Iterator[RoutedEvent]:
-        plain = (RoutedEvent(each.router_id, event) for each in self.tokens for event in each.tokens.events())
-        return chain(self.events, plain)
-
-    @overload
-    def __getitem__(self, at: int) -> RoutedEvent: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[RoutedEvent]: ...
-    def __getitem__(self, at: int | slice) -> RoutedEvent | Sequence[RoutedEvent]:
-        return list(self)[at]
+        columns, end = self._tokens.T.tolist(), self.completed_steps
+        for slot in slots:
+            if slot.skipped_steps or slot.dropped or slot.last_step < end - 1:
+                self.flush(slot)
+            elif slot.buffered_from < end:
+                slot.request.answer.extend(columns[slot.index][slot.buffered_from - end :])
+                slot.buffered_from = end
 
 
-NO_OUTPUT = StepOutput()
-
-
-def _without_rows(tokens: StepTokens, rows: set[int]) -> StepTokens:
-    """All rows but a few."""
-    names, attempts = list(tokens.request_ids), list(tokens.attempts)
-    indices, token_ids = list(tokens.indices), list(tokens.token_ids)
-    for row in sorted(rows, reverse=True):
-        del names[row], attempts[row], indices[row], token_ids[row]
-    return StepTokens(names, attempts, indices, token_ids)
-
-
-def _only_rows(tokens: StepTokens, rows: Sequence[int]) -> StepTokens:
-    """Some of the rows."""
+def _select_rows(tokens: StepTokens, keep: Sequence[int]) -> StepTokens:
+    """Return the rows whose entry in `keep` [n] is not 0."""
     return StepTokens(
-        [tokens.request_ids[row] for row in rows],
-        [tokens.attempts[row] for row in rows],
-        [tokens.indices[row] for row in rows],
-        [tokens.token_ids[row] for row in rows],
+        list(compress(tokens.request_ids, keep)),
+        list(compress(tokens.attempts, keep)),
+        list(compress(tokens.indices, keep)),
+        list(compress(tokens.token_ids, keep)),
     )

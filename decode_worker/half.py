@@ -4,12 +4,12 @@ A step may be scheduled while the one before it runs: a request's newest token i
 
 The path of a request, by its queues (`decode_worker/request.py`):
   1. and 2. belong to `decode_worker/admission.py`
-  3. `schedule`  takes ready requests into the batch at the step's boundary, and gives each one row. Where an answer
-                 needs a page and there is none, the youngest request leaves for it (`preemption.py`), or it waits
-  4. `apply`     appends what was sampled; a request that ends or gives way leaves with its pages, once no step uses
-                 them
+  3. `schedule`  takes ready requests into the batch at the step's boundary, and gives each one row. If a request needs
+                 a page and none is free, the youngest request is preempted (`preemption.py`), or the request waits
+  4. `apply`     appends the sampled tokens; a request that ends or is preempted leaves with its pages, once no step
+                 uses them
 
-Engine thread only. What all requests need in a step is columns (`decode_worker/running_batch.py`).
+It belongs to the engine thread. `decode_worker/running_batch.py` keeps the data of all requests as columns.
 """
 
 import logging
@@ -17,11 +17,11 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import cast
 
-from decode_worker.batch_snapshot import NO_OUTPUT, CompletedStep, StepOutput
+from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.requests import RunningRequests
 from decode_worker.running_batch import RunningBatch
+from decode_worker.running_requests import RunningRequests
 from engine.steps.batch import History, TokenRows
 from wire.ending import Ending, failure_event
 from wire.errors import Internal
@@ -35,7 +35,7 @@ NO_ROWS = TokenRows.of(())
 
 
 class DecodeHalf:
-    """Owns the running batch; the requests' pages are theirs until they leave."""
+    """Owns the running batch; a request owns its pages until it leaves."""
 
     def __init__(
         self, *, requests: RunningRequests, model: ModelFacts, page_tokens: int, max_batch_requests: int
@@ -45,52 +45,54 @@ class DecodeHalf:
         self._max_batch = max_batch_requests
         self._batch = RunningBatch(max_batch_requests, page_tokens)
         self._cancelled = 0
-        """Of those counted so far, how many were looked for."""
+        """The number of cancelled requests that were dropped from the batch."""
         self.gap_targets: list[float] = []
-        """What the requests of the batch bear between tokens, in seconds and rising; infinite = anything."""
+        """The longest gap between tokens that each request tolerates, in seconds, ascending; infinite = any."""
 
     def schedule(self, budget: int) -> TokenRows:
-        """One row of one token for each running request, at most `budget`; the pages stay the requests'.
+        """Return one row of one token for each running request, at most `budget`; the requests keep their pages.
 
-        A request whose last token is on its way gets none: it ends, whatever that token is.
+        A request whose last token is in flight gets none: it ends, whatever that token is.
         """
         self._notice_cancelled()
-        self._let_go()
+        self._release_stopped()
         self._take_ready(budget)
-        self._give_pages()
-        # All that ran may have given way just now, to older ones that are ready: nobody else would wake the loop.
+        self._allocate_pages()
+        # All running requests may have been preempted for older ready ones: nothing else would wake the loop.
         while not self._batch.requests and self._take_ready(budget):
-            self._give_pages()
+            self._allocate_pages()
         return self._batch.launch() or NO_ROWS
 
-    def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> StepOutput:
-        """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear.
+    def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> CompletedStep:
+        """Take the results of the oldest step in flight, row by row; returns the step's tokens and events.
 
         `logprobs` is empty or has an entry for each row.
         """
-        if not token_ids:
-            return NO_OUTPUT
         self._notice_cancelled()
         completed = self._batch.complete(cast("Sequence[int]", token_ids))
-        events = [self._tell_or_fail(completed, row, logprobs[row] if logprobs else None) for row in completed.special]
-        self._let_go()
-        return StepOutput(events, completed)
+        for row in completed.event_rows:
+            completed.events.append(self._event_or_failure(completed, row, logprobs[row] if logprobs else None))
+        self._release_stopped()
+        return completed
 
     def limit(self, max_batch_requests: int) -> None:
-        """Let so many requests run at most; those that run go on. From any thread."""
+        """Limit the batch to so many requests; those that run go on. Any thread may call it."""
         self._max_batch = max_batch_requests
 
     def running_requests(self) -> int:
-        """Requests in the batch."""
+        """Return the number of requests in the batch."""
         return len(self._batch)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is in the batch or waits to join it."""
-        return not (self._batch.requests or self._requests.ready)
+        """True if no request is in the batch or waits to join it."""
+        return not (self.gap_targets or self._requests.ready)
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """The engine is lost: the whole batch leaves. Returns those of launched steps, each with its router."""
+        """Remove the whole batch, as the engine is lost.
+
+        Returns the requests of launched steps, each with its router.
+        """
         computed = {slot.request: None for _, snapshot in self._batch.in_flight_steps for slot in snapshot.slots}
         self._batch.in_flight_steps.clear()
         for request in list(self._batch.requests):
@@ -98,8 +100,7 @@ class DecodeHalf:
         return [(request.reservation.router_id, request.reservation.ref) for request in computed]
 
     def _take_ready(self, budget: int) -> bool:
-        """Into the batch, if there is room; whether there was anybody."""
-        # Who becomes ready behind this look is in the next step.
+        """Take ready requests into the batch up to its limit; returns True if any joined."""
         if not self._requests.ready or self._batch.waits_for_pages:
             return False
         joining = self._requests.join(min(self._max_batch, budget) - len(self._batch))
@@ -123,19 +124,19 @@ class DecodeHalf:
             for request in [each for each in self._batch.requests if each.cancelled]:
                 self._batch.drop(request)
 
-    def _give_pages(self) -> None:
-        """To those that need one for their next row; others may leave or stop for it."""
-        needy = self._batch.without_page()
-        if not needy:
+    def _allocate_pages(self) -> None:
+        """Allocate a page to each request that needs one for its next row; others may be preempted for it."""
+        needs_page = self._batch.without_page()
+        if not needs_page:
             return
-        needy.sort(key=age)  # or who waits for an older one that gives way itself would wait for nobody
-        staying = [request for request in needy if request.stage is Stage.RUNNING and not request.leaving]
+        needs_page.sort(key=age)  # the oldest first, so that no request waits for one that is preempted itself
+        staying = [request for request in needs_page if request.stage is Stage.RUNNING and not request.leaving]
         if not staying or self._requests.grow_all(staying):
             for request in staying:
                 self._batch.page_added(request)
             return
         preemptions, short = self._requests.preemptions, False
-        for request in needy:
+        for request in needs_page:
             if request.stage is not Stage.RUNNING or request.leaving:
                 continue
             if self._requests.grow(request, self._batch.requests):
@@ -148,32 +149,32 @@ class DecodeHalf:
     def _follow_preemption(self) -> None:
         for request in list(self._batch.requests):
             if request.stage is not Stage.RUNNING:
-                self._part(request)
-            elif request.yielding:
+                self._remove(request)
+            elif request.preempting:
                 self._batch.stop(request)
 
-    def _let_go(self) -> None:
-        """Of those that get no more rows, once no launched step writes to their pages."""
+    def _release_stopped(self) -> None:
+        """Remove the requests that get no more rows, once no launched step writes to their pages."""
         for request in self._batch.drained():
-            if request.yielding and not request.cancelled and not request.ended:
-                self._part(request)
+            if request.preempting and not request.cancelled and not request.ended:
+                self._remove(request)
                 self._requests.preempt(request)
             else:
                 self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
-        self._part(request)
+        self._remove(request)
         self._requests.leave(request)
 
-    def _part(self, request: DecodeRequest) -> None:
-        """It is in the batch no more."""
+    def _remove(self, request: DecodeRequest) -> None:
+        """Remove a request from the batch."""
         self._batch.leave(request)
         del self.gap_targets[bisect_left(self.gap_targets, request.reservation.gap_target_s)]
 
-    def _tell_or_fail(self, completed: CompletedStep, row: int, score: TokenLogprobs | None) -> RoutedEvent:
-        """A request whose result cannot be handled leaves the batch alone, with Internal."""
+    def _event_or_failure(self, completed: CompletedStep, row: int, score: TokenLogprobs | None) -> RoutedEvent:
+        """Return a row's event; a request whose result cannot be handled fails alone, with Internal."""
         try:
-            return self._tell(completed, row, score)
+            return self._event_for(completed, row, score)
         except Exception:
             request = completed.token(row)[0]
             reservation = request.reservation
@@ -183,8 +184,8 @@ class DecodeHalf:
             self._batch.drop(request)
             return RoutedEvent(reservation.router_id, failure_event(ref, reason))
 
-    def _tell(self, completed: CompletedStep, row: int, score: TokenLogprobs | None) -> RoutedEvent:
-        """A token of which there may be more to tell: that it is the last, say."""
+    def _event_for(self, completed: CompletedStep, row: int, score: TokenLogprobs | None) -> RoutedEvent:
+        """Return the event of a token that may be the last, or carries edges or log probabilities."""
         request, index, token_id = completed.token(row)
         edges, request.edges = tuple(request.edges), []
         reason = request.ending.reason(token_id, index)

@@ -37,8 +37,9 @@ class ArrivalCheck:
         return self.stamps_refused + self.checksum_failures
 
     def stamp_problem(self, request: DecodeRequest, notice: TransferNotice) -> str:
-        """The first field of a notice that does not fit the reservation, in words; empty if all fit. Returns at once,
-        under the admission's lock.
+        """The first field of a notice that does not fit the reservation, in words; empty if all fit.
+
+        Returns at once, under the admission's lock.
         """
         problem = self._stamp_problem(request, notice)
         self.stamps_refused += bool(problem)
@@ -99,8 +100,9 @@ class ArrivalCheck:
 
 
 class ArrivalHandler:
-    """Has what arrived checked, at once or in the background, and makes the request ready or fails it. Shares the
-    admission's lock.
+    """Has what arrived checked, at once or in the background, and makes the request ready or fails it.
+
+    Shares the admission's lock.
     """
 
     def __init__(

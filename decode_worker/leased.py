@@ -1,5 +1,6 @@
-"""Requests whose KV is still to come: from the promise of pages, over pages that somebody writes, to the end of the
-lease, which is the arrival or anything else that the lease table knows of.
+"""Requests whose KV has not come: from the promise of pages to the end of the lease.
+
+A lease ends with the arrival of the KV, or in any other way that the lease table knows of.
 """
 
 import logging
@@ -19,8 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class LeasedRequests:
-    """Does with requests and pages what the lease table says. Every call under its owner's lock, so that these are
-    exactly the requests whose lease the table holds and has not revoked.
+    """Does with requests and pages what the lease table says.
+
+    Every call under its owner's lock, so that these are exactly the requests whose lease the table holds and has not
+    revoked.
     """
 
     def __init__(self, table: LeaseTable, cache: PrefixCache, budget: PageBudget, requests: DecodeRequests) -> None:
@@ -36,8 +39,9 @@ class LeasedRequests:
         return iter(self._by_epoch.values())
 
     def grant(self, reservation: Reservation, prefix: Prefix) -> DecodeRequest:
-        """A new one, with what it is promised beside the cached pages of `prefix`; refuses as `PageBudget.promise` and
-        `LeaseTable.grant` do, and has taken nothing then.
+        """Make a request with a lease and a promise of pages beside the cached pages of `prefix`.
+
+        It fails as `PageBudget.promise` and `LeaseTable.grant` do, and has taken nothing then.
         """
         pages, promised = self._budget.promise(reservation, prefix)
         prompt_pages, skipped = pages_for(len(reservation.prompt_token_ids), self._page_tokens), len(prefix.pages)
@@ -68,8 +72,9 @@ class LeasedRequests:
         return tuple(missing)
 
     def settle(self, change: LeaseChange) -> DecodeRequest | None:
-        """Whose KV has arrived, by what the table says of a notice; it is leased no more. None if it was over before,
-        and its pages only waited for the end of the writes.
+        """Whose KV has arrived, by what the table says of a notice; it is leased no more.
+
+        None if it was over before, and its pages only waited for the end of the writes.
         """
         if change.action is PageAction.ADMIT:
             return self._by_epoch.pop(change.lease.epoch)
@@ -77,7 +82,7 @@ class LeasedRequests:
         return None
 
     def revoke(self, request: DecodeRequest) -> None:
-        """It is over before its KV came; no event is sent."""
+        """End a request whose KV has not come; no event is sent."""
         self.follow(self._table.revoke(request.lease), None)
 
     def follow_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:

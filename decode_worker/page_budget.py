@@ -22,7 +22,7 @@ from wire.errors import InvalidArgument, ResourceExhausted, RoleClosed
 from wire.messages import ModelFacts, Reservation
 
 RETURN_S = 1.0
-"""How long pages are left for a request that gave way: long enough to come back if no other worker has pages."""
+"""Seconds for which pages are reserved for a preempted request: enough to return if no other worker has pages."""
 
 
 class PageClaims:
@@ -44,25 +44,29 @@ class PageClaims:
         """Pages that the requests hold, those for prompts in transfer included."""
 
     def limit(self, limit: int | None) -> None:
-        """Limit the pages that are claimed or held, each counted for every request that reads it; None, as at first,
-        means that the pool alone is the limit, and shared pages count once. Existing claims stay.
+        """Limit the pages that are claimed or held, each counted for every request that reads it.
+
+        With None, as at first, the pool alone is the limit, and shared pages count once. Existing claims stay.
         """
         self._limit = limit
 
     @property
     def left(self) -> int:
-        """Pages that the requests may hold in addition, if the pool has them."""
+        """The pages that the requests may hold in addition, if the pool has them."""
         return max(0, (self._pool.total if self._limit is None else self._limit) - self._held)
 
-    def enter(self, prefix: Prefix, pages: int, prompt_pages: int, prompt_tokens: int, aside: int) -> int:
-        """Claim `pages`, less those of the prefix that are cached, which are read from now on; returns how many are
-        claimed. At least `aside` pages must be left. ResourceExhausted changes nothing.
+    def enter(
+        self, prefix: Prefix, pages: int, prompt_pages: int, prompt_tokens: int, reserved_for_preempted: int
+    ) -> int:
+        """Claim `pages`, less the cached pages of the prefix, which are read from now on; returns the claimed pages.
+
+        At least `reserved_for_preempted` pages must be left. ResourceExhausted changes nothing.
         """
         self._balance()
         short = self._backed < self._claims
-        if short or (self._limit is not None and self.committed + pages + aside > self._limit):
+        if short or (self._limit is not None and self.committed + pages + reserved_for_preempted > self._limit):
             raise ResourceExhausted("answers have outgrown their forecasts; come back later")
-        promised = self._cache.promise(prefix, pages, prompt_tokens, aside=aside)
+        promised = self._cache.promise(prefix, pages, prompt_tokens, aside=reserved_for_preempted)
         self.committed += pages
         self._claims += promised
         self._backed += promised
@@ -71,7 +75,7 @@ class PageClaims:
         return promised
 
     def spend_on_prompt(self, request: DecodeRequest, pages: int) -> None:
-        """So many promised pages now belong to the lease."""
+        """Move promised pages to the lease."""
         request.promised -= pages
         self._claims -= pages
         self._backed -= pages
@@ -173,7 +177,7 @@ class PageBudget:
         self._claims = PageClaims(cache)
         self._lengths = AnswerLengths()
         self._preempted: dict[tuple[str, str], tuple[int, float]] = {}
-        """Requests that gave way, by router and id: pages that are left for each, and until when."""
+        """Preempted requests, by router and id: the pages reserved for each, and until when."""
         self._closed = ""
 
     @property
@@ -188,7 +192,7 @@ class PageBudget:
 
     @property
     def left(self) -> int:
-        """See `PageClaims.left`."""
+        """The pages that the requests may hold in addition, if the pool has them."""
         return self._claims.left
 
     def expected_pages(self, reservation: Reservation, tokens: int) -> int:
@@ -216,9 +220,9 @@ class PageBudget:
             raise self._come_back(f"worker {self._worker_id} promises nothing for now: {self.not_ready}")
         pages = self.expected_pages(reservation, reservation.answered)
         prompt_pages = pages_for(prompt_tokens, self._page_tokens)
-        aside = self._set_aside(reservation, self._limit - pages)
+        reserved_for_preempted = self._reserved_for_preempted(reservation, self._limit - pages)
         try:
-            promised = self._claims.enter(prefix, pages, prompt_pages, prompt_tokens, aside)
+            promised = self._claims.enter(prefix, pages, prompt_pages, prompt_tokens, reserved_for_preempted)
         except ResourceExhausted:
             message = f"worker {self._worker_id} has no KV pages left to promise; come back later"
             raise self._come_back(message) from None
@@ -230,7 +234,7 @@ class PageBudget:
         self._claims.give_back(pages, promised, prompt_pages, prompt_pages - skipped)
 
     def spend_on_prompt(self, request: DecodeRequest, pages: int) -> None:
-        """So many promised pages were taken from the pool for the request's lease."""
+        """Note that promised pages were allocated for the request's lease."""
         self._claims.spend_on_prompt(request, pages)
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
@@ -249,7 +253,7 @@ class PageBudget:
         self._claims.leave(request)
 
     def expect_return(self, request: DecodeRequest) -> None:
-        """Leave pages for a request that gave way, for a while. To be called before `give_back`."""
+        """Reserve pages for a preempted request, for a while. It must be called before `give_back`."""
         self._preempted[request.key] = request.committed, self._clock() + RETURN_S
 
     def learn(self, request: DecodeRequest) -> None:
@@ -265,8 +269,9 @@ class PageBudget:
         self._closed = ""
 
     def limit(self, max_pages: int | None) -> None:
-        """Promise so many pages at most from now on, quarantined ones aside; None, as at first, = the whole pool. What
-        is promised already stays so.
+        """Limit the promised pages, quarantined ones not counted; None, as at first, means the whole pool.
+
+        Existing promises stay.
         """
         self._limit = self._pool.total if max_pages is None else max_pages
         self._claims.limit(max_pages)
@@ -292,8 +297,8 @@ class PageBudget:
         shortest = len(reservation.prompt_token_ids)
         return max(shortest, min(longest, reservation.question_tokens + answer - 1))
 
-    def _set_aside(self, reservation: Reservation, most: int) -> int:
-        """Pages, at most `most`, that are left for requests that gave way, unless this is one of them."""
+    def _reserved_for_preempted(self, reservation: Reservation, most: int) -> int:
+        """Return the pages, at most `most`, that are reserved for preempted requests, unless this is one of them."""
         now = self._clock()
         self._preempted = {key: entry for key, entry in self._preempted.items() if entry[1] > now}
         if (reservation.router_id, reservation.ref.request_id) in self._preempted:

@@ -48,9 +48,9 @@ class DecodeRequest:
     promised: int
     """The part of them not yet taken from the pool: its claim (`page_budget.py`)."""
     token_hash: bytes
-    """Of the tokens that are prefilled: made when there is time, compared when there is none."""
+    """The hash of the prefilled tokens: made when there is time, compared when there is none."""
     prefix: Prefix
-    """What of it the prefix cache knows; `prefix.pages` are read by this request until it is over."""
+    """The part of the prompt that the prefix cache knows; this request reads `prefix.pages` until it is over."""
     skipped: int
     """The prompt's first pages, which were there when it was reserved: nobody sends them."""
     stage: Stage = Stage.LEASED
@@ -58,23 +58,23 @@ class DecodeRequest:
     answer: list[int] = field(default_factory=list)
     """The beginning of `token_ids`: while it runs, the batch keeps the newest."""
     check_until: float = 0.0
-    """By when it must be known what its pages hold, by the admission's clock."""
+    """The time at which the check of its pages is late, by the admission's clock."""
     first_draw: int = 1
     """Number of the random draw of answer token 1."""
     cancelled: bool = False
     """Checking or running, but to be dropped when its pages are no longer read."""
     ended: bool = False
     """Its last token is here; a step that was launched before may still use its pages."""
-    yielding: bool = False
-    """Running, but to give way when the launched steps with a row of it are over."""
+    preempting: bool = False
+    """Running, but preempted once the launched steps with a row of it are over."""
     batch: "Batch | None" = None
-    """The one it runs in; that one's to change."""
+    """The batch it runs in, which alone changes this."""
     prompt_tokens: int = field(init=False)
-    """Of the client's own prompt."""
+    """The number of tokens of the client's own prompt."""
     ending: Ending = field(init=False)
-    """Of a running request: when its answer is complete."""
+    """The end conditions of a running request."""
     history: History | None = None
-    """Of a running request with penalties."""
+    """The tokens that penalties look back on, for a running request with penalties."""
     edges: list[EdgeStamp] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,26 +82,27 @@ class DecodeRequest:
 
     @property
     def token_ids(self) -> list[int]:
-        """The answer so far: what earlier attempts brought, one token that came with the notice, what follows."""
+        """The answer so far: tokens of earlier attempts, the one of the notice, and those that followed."""
         if self.batch is not None:
             self.batch.flush_tokens(self)
         return self.answer
 
     @property
     def leaving(self) -> bool:
-        """Running, but its pages are going to be free without anything being done."""
-        return self.cancelled or self.ended or self.yielding
+        """True if it runs, but its pages will be free without any further action."""
+        return self.cancelled or self.ended or self.preempting
 
     def stored_from(self, position: int) -> list[int]:
-        """Of a running request, the tokens from `position` of the prompt on whose KV is in its pages: all but the
-        newest, which may not have been fed.
+        """Return the tokens of a running request from `position` on whose KV is in its pages.
+
+        The newest token is excluded, as it may not have been fed.
         """
         reservation = self.reservation
         return [*reservation.prompt_token_ids[position:], *self.token_ids[reservation.answered : -1]]
 
     @property
     def in_flight(self) -> int:
-        """Launched steps with a row of it whose tokens are not here yet."""
+        """The number of launched steps with a row of it whose tokens have not arrived."""
         return 0 if self.batch is None else self.batch.in_flight(self)
 
     @property
@@ -110,10 +111,10 @@ class DecodeRequest:
 
 
 class Batch(Protocol):
-    """What a running request asks of the batch it is in."""
+    """The batch that a running request is in."""
 
     def flush_tokens(self, request: DecodeRequest) -> None:
         """Append the tokens that have arrived to the request's `answer`."""
 
     def in_flight(self, request: DecodeRequest) -> int:
-        """Launched steps with a row of it whose tokens are not here yet."""
+        """The number of launched steps with a row of it whose tokens have not arrived."""

@@ -1,6 +1,5 @@
 """The requests of the decode half: each has a promise of pages and, once its KV has arrived, pages of its own."""
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 
@@ -14,8 +13,10 @@ from wire.messages import Lease, RequestEvent, RequestRef, RoutedEvent, Transfer
 from wire.tracing.timeline import Edge, EdgeStamp
 
 ADMITTED_REMEMBERED = 4096
-"""Epochs of leases whose KV has arrived that are remembered, so that a heartbeat that crosses a notice does not read as
-a loss."""
+"""The number of epochs of leases whose KV has arrived that are remembered.
+
+A heartbeat that crosses a notice must not read as a loss.
+"""
 
 
 class DecodeRequests:
@@ -27,21 +28,17 @@ class DecodeRequests:
         self._budget = budget
         self._emit = emit
         self._by_key: dict[tuple[str, str], DecodeRequest] = {}
-        self._ready: deque[DecodeRequest] = deque()
+        self.ready: deque[DecodeRequest] = deque()
+        """Requests that wait for the running batch, oldest first."""
         self._arrived: OrderedDict[int, None] = OrderedDict()
         self.preemptions = 0
-        """Requests that gave way."""
+        """The number of preempted requests."""
         self.cancelled = 0
-        """Requests that were cancelled while their pages were in use."""
+        """The number of requests that were cancelled while their pages were in use."""
 
     def __len__(self) -> int:
         """Requests that are not over."""
         return len(self._by_key)
-
-    @property
-    def ready(self) -> int:
-        """Requests that wait for the running batch."""
-        return len(self._ready)
 
     def find(self, router_id: str, request_id: str) -> DecodeRequest | None:
         """The latest attempt at a request, unless it is over."""
@@ -56,7 +53,7 @@ class DecodeRequests:
         self._by_key[request.key] = request
 
     def adopt(self, request: DecodeRequest, check_until: float) -> None:
-        """The writer is quiet: the lease's pages are the request's, whatever they hold, which is to be checked."""
+        """Make the lease's pages the request's, as the writer is quiet; their content is still to be checked."""
         request.check_until = check_until
         request.pages = [*request.prefix.pages, *self._pool.adopt(request.lease, request.reservation.ref)]
         request.stage = Stage.CHECKING
@@ -65,45 +62,47 @@ class DecodeRequests:
             self._arrived.popitem(last=False)
 
     def has_arrived(self, lease: Lease) -> bool:
-        """Whether the KV of this lease came, not too long ago."""
+        """Return True if the KV of this lease has come, not too long ago."""
         return lease.epoch in self._arrived
 
     def admit(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        """Its KV is right: it waits for the next step, and others may read its prompt's full pages."""
+        """Make a request ready, as its KV is right; others may read its prompt's full pages."""
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
         answer = request.reservation.answer
         request.answer = [*answer, notice.first_token_id]
         request.first_draw = notice.next_draw - len(answer)
         request.edges.append(EdgeStamp.now(Edge.DECODE_ADMITTED))
         request.stage = Stage.READY
-        self._ready.append(request)
+        self.ready.append(request)
 
     def join(self, most: int) -> list[DecodeRequest]:
-        """At most `most` ready requests, oldest first, which run from now on."""
-        joining = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+        """Start at most `most` ready requests, oldest first."""
+        joining = [self.ready.popleft() for _ in range(min(most, len(self.ready)))]
         for request in joining:
             request.stage = Stage.RUNNING
         return joining
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Take one more page for each of these running requests, if no other has to give way, or for none."""
+        """Allocate one more page to each of these running requests, if that preempts none, or to none."""
         return self._budget.grow_all(requests)
 
     def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
-        """Take one more page for a running request; a ready or `running` one, perhaps itself, gives way if necessary.
-        False if there is no page yet: the request waits for the next step.
+        """Allocate one more page to a running request, if need be by preemption of it or another one.
+
+        A ready or `running` request may be preempted. Returns False if there is no page yet: the request waits for the
+        next step.
         """
         while not self._budget.grow(request):
             staying = [each for each in running if each.stage is Stage.RUNNING]
             if any(each.leaving for each in staying):
                 return False
-            victim = preemption.choose(request, [*self._ready, *staying])
+            victim = preemption.choose(request, [*self.ready, *staying])
             if victim is None:
                 # Alone it goes on, even if the limit is lower now than when it came.
-                alone = len(self._ready) + len(staying) == 1
+                alone = len(self.ready) + len(staying) == 1
                 return alone and self._budget.grow(request, beyond_limit=True)
             if victim.in_flight:
-                victim.yielding = True
+                victim.preempting = True
                 return False
             self.preempt(victim)
             if victim is request:
@@ -111,9 +110,9 @@ class DecodeRequests:
         return True
 
     def preempt(self, request: DecodeRequest) -> None:
-        """A ready or running request gives way; its router has it computed again behind the tokens that are here."""
+        """Preempt a ready or running request; its router has it recomputed behind the tokens that are here."""
         if request.stage is Stage.READY:
-            self._ready.remove(request)
+            self.ready.remove(request)
         self.preemptions += 1
         reservation = request.reservation
         edges = (*request.edges, EdgeStamp.now(Edge.PREEMPTED))
@@ -123,8 +122,9 @@ class DecodeRequests:
         self._emit(RoutedEvent(reservation.router_id, event))
 
     def end_late_checks(self, now: float) -> bool:
-        """Requests whose check takes too long fail; their pages are free once it has its result. Whether there were
-        any.
+        """Requests whose check takes too long fail; their pages are free once it has its result.
+
+        Whether there were any.
         """
         late = [one for one in self._by_key.values() if one.stage is Stage.CHECKING and now > one.check_until]
         for request in late:
@@ -133,9 +133,9 @@ class DecodeRequests:
         return bool(late)
 
     def cancel(self, request: DecodeRequest) -> None:
-        """Nobody waits for this request any more, whose KV has arrived."""
+        """Cancel a request whose KV has arrived."""
         if request.stage is Stage.READY:
-            self._ready.remove(request)
+            self.ready.remove(request)
             self.free(request)
         else:
             # Its pages may be read now: the batch drops it at the step's end, the check when it has its result.
@@ -144,25 +144,26 @@ class DecodeRequests:
             self._by_key.pop(request.key, None)
 
     def leave(self, request: DecodeRequest) -> None:
-        """A running request is over, and its answer with it."""
+        """End a running request, and its answer with it."""
         self._budget.learn(request)
         self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
-        """Others may read what of its answer fills pages."""
+        """Let others read the pages that its answer fills."""
         named = len(request.prefix.digests) * self._cache.page_tokens
         self._cache.extend(request.prefix, request.stored_from(named))
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
         self.free(request)
 
     def free(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
-        """Its pages are read no more: they are free, and it is over."""
+        """Free the pages of a request, which are read no more, and end it."""
         self._cache.leave(request.reservation.ref, request.prefix, request.pages)
         self.end(request, failure)
 
     def end(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
-        """Give back what is left of the promise, and read nothing any more; its own pages, if any, are somebody else's
-        now. Its router hears of a failure.
+        """End a request: give back the rest of its promise and read nothing any more.
+
+        Its own pages, if any, have another owner by now. Its router is told of a failure.
         """
         self._cache.let_go(request.prefix)
         self._budget.give_back(request)
@@ -175,57 +176,3 @@ class DecodeRequests:
     def _tell(self, request: DecodeRequest, failure: TandemError) -> None:
         reservation = request.reservation
         self._emit(RoutedEvent(reservation.router_id, failure_event(reservation.ref, failure)))
-
-
-class RunningRequests:
-    """The access of the running batch to the requests: those that are ready, pages for their answers, and their end.
-    The engine thread calls the methods, which return at once, under the admission's lock; any thread may read counts.
-    """
-
-    def __init__(self, requests: DecodeRequests, lock: threading.Lock) -> None:
-        self._requests = requests
-        self._lock = lock
-
-    def join(self, most: int) -> list[DecodeRequest]:
-        """At most `most` ready requests, oldest first, for the batch to run until they `leave`."""
-        with self._lock:
-            return self._requests.join(most)
-
-    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Take one more page for each of these requests of the batch, if no other has to give way; otherwise nothing
-        changes, and the caller calls `grow`.
-        """
-        with self._lock:
-            return self._requests.grow_all(requests)
-
-    def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
-        """Take one more page for a request of the batch `running`, of which others, or it itself, may have to give
-        way: those without a step in flight leave at once, the others are `yielding`. False if this step has no page.
-        """
-        with self._lock:
-            return self._requests.grow(request, running)
-
-    def preempt(self, request: DecodeRequest) -> None:
-        """A yielding request, of which no step is in flight any more, is over: its router hears, its pages are free."""
-        with self._lock:
-            self._requests.preempt(request)
-
-    def leave(self, request: DecodeRequest) -> None:
-        """A running request is over: its pages are free or cached at once."""
-        with self._lock:
-            self._requests.leave(request)
-
-    @property
-    def ready(self) -> int:
-        """Requests that wait for the running batch to take them."""
-        return self._requests.ready
-
-    @property
-    def preemptions(self) -> int:
-        """Requests that had to give way to older ones."""
-        return self._requests.preemptions
-
-    @property
-    def cancelled(self) -> int:
-        """Requests that were cancelled while they ran or were checked, so far: with each, it is to be looked for."""
-        return self._requests.cancelled

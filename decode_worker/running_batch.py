@@ -1,8 +1,8 @@
-"""The running batch: which requests have a row in the next step, and what becomes of the tokens of earlier steps.
+"""The running batch: the requests that have a row in the next step, and the tokens of earlier steps.
 
-A request takes a slot when it joins and gives it back when it leaves (`batch_slots.py`). Its rows, tokens and pages
-follow from the number of the step, so nothing is counted from step to step: that a request ends, or needs a page, is
-noted under the number of the step in which it will. A step of hundreds of requests that all go on looks at none.
+A request takes a slot when it joins and returns it when it leaves (`batch_slots.py`). Its rows, tokens and pages follow
+from the number of the step, so nothing is counted from step to step: the step in which a request ends or needs a page
+is noted in advance. A step of hundreds of requests that all go on looks at none of them.
 """
 
 from collections import deque
@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decode_worker.batch_slots import NEVER, BatchSlot, SlotColumns, TokenBuffer
-from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep
+from decode_worker.batch_slots import NEVER, BatchSlot, SlotColumns
+from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
 from decode_worker.request import DecodeRequest
 from engine.steps.batch import TokenRows
 
@@ -20,7 +20,7 @@ class RunningBatch:
     """Engine thread only. The pages belong to the requests."""
 
     def __init__(self, slots: int, page_tokens: int) -> None:
-        """`slots` is how many requests may run before the batch has to grow."""
+        """`slots` is the number of requests that may run before the batch has to grow."""
         self.page_tokens = page_tokens
         self._columns = SlotColumns()
         self._tokens = TokenBuffer()
@@ -31,7 +31,7 @@ class RunningBatch:
         self.in_flight_steps: deque[tuple[int, BatchSnapshot]] = deque()
         """Launched steps whose tokens have not arrived, oldest first, each with its number."""
         self._snapshot: BatchSnapshot | None = None
-        """The snapshot of the next step, if nobody joins or leaves before."""
+        """The snapshot of the next step, unless a request joins or leaves before."""
         self._last_steps: dict[int, list[BatchSlot]] = {}
         """Slots by their last step; in this and the next one, some may have been stopped since."""
         self._page_steps: dict[int, list[BatchSlot]] = {}
@@ -41,22 +41,22 @@ class RunningBatch:
         self._stopped: list[BatchSlot] = []
         """Slots that were stopped and not given back."""
         self._with_events: list[BatchSlot] = []
-        """Slots of which there is more to tell than the next token."""
+        """Slots whose next token needs an event."""
         self._with_history: list[BatchSlot] = []
         """Slots of requests with penalties, whose answer has to be complete after each step."""
         self._stop_sets: dict[frozenset[int], int] = {}
-        """Sets of tokens that end an answer, and how many of the requests have each."""
+        """Sets of tokens that end an answer, each with the number of requests that have it."""
         self._stop_tokens: frozenset[int] = frozenset()
         """All of these tokens."""
         self._grow(slots)
 
     def __len__(self) -> int:
-        """Requests that were not stopped."""
+        """Return the number of requests that were not stopped."""
         return self._unstopped
 
     @property
     def requests(self) -> Collection[DecodeRequest]:
-        """All of them, including those that were stopped and are in a step in flight."""
+        """All requests, including those that were stopped and are in a step in flight."""
         return self._slots.keys()
 
     def join(self, request: DecodeRequest) -> None:
@@ -82,7 +82,7 @@ class RunningBatch:
         self._copy_pages(slot)
 
     def page_added(self, request: DecodeRequest) -> None:
-        """The request has a page for its next row now."""
+        """Copy a request's new page, which its next row needs."""
         slot = self._slots[request]
         self._without_page.remove(slot)
         self._copy_pages(slot)
@@ -107,7 +107,7 @@ class RunningBatch:
         self._slots[request].dropped = True
 
     def drained(self) -> list[DecodeRequest]:
-        """Requests that were stopped or dropped and are in no step in flight any more."""
+        """Return the requests that were stopped or dropped and are in no step in flight any more."""
         return [slot.request for slot in self._stopped if not self.in_flight(slot.request)]
 
     def leave(self, request: DecodeRequest) -> None:
@@ -132,29 +132,30 @@ class RunningBatch:
         self._tokens.flush(self._slots[request])
 
     def in_flight(self, request: DecodeRequest) -> int:
-        """Launched steps with a row of the request whose tokens have not arrived."""
+        """Return the number of launched steps with a row of the request whose tokens have not arrived."""
         slot = self._slots[request]
         return sum(slot.has_row_in(step) for step, _ in self.in_flight_steps)
 
     @property
     def waits_for_pages(self) -> bool:
-        """Whether a request that had no page for its row still has none."""
+        """True if a request that had no page for its row still has none."""
         return bool(self._without_page)
 
     def without_page(self) -> list[DecodeRequest]:
-        """Requests that have no page for a row of the next step."""
+        """Return the requests that have no page for a row of the next step."""
         step, page_steps = self._next_step, self._page_steps
         if step in page_steps:
             self._without_page += [slot for slot in page_steps.pop(step) if not slot.stopped]
         if not self._without_page:
             return []
-        due = sorted((slot for slot in self._without_page if slot.last_step >= step), key=_index)
+        due = sorted((slot for slot in self._without_page if slot.last_step >= step), key=lambda slot: slot.index)
         return [slot.request for slot in due]
 
     def launch(self) -> TokenRows | None:
-        """The rows of the next step, None if there are none: one for each request that is due and has a page. Its
-        newest token, which may still be in flight, takes the position behind those before it. A request that ends with
-        a token in flight has no row.
+        """Return the rows of the next step, None if there are none: one for each request that is due and has a page.
+
+        Its newest token, which may still be in flight, takes the next position. A request that ends with a token in
+        flight has no row.
         """
         step = self._next_step
         snapshot = self._snapshot_of(step)
@@ -170,27 +171,26 @@ class RunningBatch:
         return TokenRows(len(snapshot), snapshot.context_tokens(step), lambda: snapshot.rows(step, before))
 
     def complete(self, token_ids: Sequence[int]) -> CompletedStep:
-        """Take the tokens of the oldest step in flight, one for each of its rows; those of dropped requests are
-        discarded.
-        """
+        """Take the tokens of the oldest step in flight, row by row; those of dropped requests are discarded."""
         step, snapshot = self.in_flight_steps.popleft()
         tokens = np.array(token_ids, dtype=np.int64)
         self._columns.newest_token[snapshot.indices] = tokens
         self._tokens.store(step, snapshot.indices, tokens, self._slots.values())
         for slot in self._with_history:
             self._tokens.flush(slot)
-        over, special = self._rows_with_events(step, snapshot, token_ids)
-        return CompletedStep(step, snapshot, token_ids, sorted(special), over | special)
+        over, with_events = self._rows_with_events(step, snapshot, token_ids)
+        return CompletedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:
-        """What there was to tell of the request is told; log probabilities come with every token."""
+        """Note that an event was sent for the request: it needs no other, unless it asks for log probabilities."""
         slot = self._slots[request]
         if slot in self._with_events and request.reservation.sampling.logprobs is None:
             self._with_events.remove(slot)
 
     def identical_steps(self) -> int:
-        """How many more steps have a row of every request and end none; 0 if there is more to tell of any of them than
-        a token. Whether pages are free is another question.
+        """Return the number of further steps that have a row of every request and end none, if pages are free.
+
+        It is 0 if any request needs an event.
         """
         snapshot = self._snapshot
         if self._with_events or self._stopped or snapshot is None or len(snapshot) < len(self._slots):
@@ -198,12 +198,13 @@ class RunningBatch:
         return snapshot.first_end + 1 - self._next_step
 
     def steps_without_new_page(self) -> int:
-        """How many more steps, at least, need no more pages."""
+        """Return the number of further steps, at least, that need no more pages."""
         return 0 if self._without_page else min(self._page_steps, default=NEVER) - self._next_step
 
     def skip(self, steps: int) -> None:
-        """Act as if so many steps, `identical_steps` and `steps_without_new_page`, had been launched behind those in
-        flight, and as many had completed with tokens 0. For a simulation, which has no device.
+        """Act as if so many steps had been launched and as many had completed with tokens 0, for simulations.
+
+        At most `identical_steps` and `steps_without_new_page` may be skipped.
         """
         self._tokens.skip(steps, self._slots.values())
         self._columns.newest_token[:] = 0
@@ -213,7 +214,7 @@ class RunningBatch:
         self.in_flight_steps = deque((step + steps, snapshot) for step, snapshot in self.in_flight_steps)
 
     def _snapshot_of(self, step: int) -> BatchSnapshot | None:
-        """Who has a row in this step; None if nobody has."""
+        """Return the requests with a row in this step; None if there are none."""
         if self._snapshot is None or self._without_page:
             indices = np.flatnonzero(self._columns.last_step >= step)
             if self._without_page:
@@ -224,7 +225,7 @@ class RunningBatch:
         return self._snapshot
 
     def _skip_step(self, slot: BatchSlot, step: int) -> None:
-        """A step is launched without a row of a request that is due: all of its rows come one step later."""
+        """Move all rows of a request without a page one step later."""
         if slot.last_step < step:
             return
         if slot.first_step == step:
@@ -239,7 +240,7 @@ class RunningBatch:
     def _rows_with_events(
         self, step: int, snapshot: BatchSnapshot, token_ids: Sequence[int]
     ) -> tuple[set[int], set[int]]:
-        """Rows of requests that are over, and other rows that need an event."""
+        """Return the rows of requests that are over, and the other rows that need an event."""
         over: set[int] = set()
         if self._stopped:
             over = {row for row, slot in enumerate(snapshot.slots) if slot.dropped}
@@ -247,11 +248,11 @@ class RunningBatch:
         slots = [slot for slot in ending if slot.last_step == step and slot.has_row_in(step)]
         if self._with_events:
             slots += [slot for slot in self._with_events if slot.has_row_in(step)]
-        special = {snapshot.slots.index(slot) for slot in slots} if slots else set()
+        with_events = {snapshot.slots.index(slot) for slot in slots} if slots else set()
         if self._stop_tokens and not self._stop_tokens.isdisjoint(token_ids):
             drawn = enumerate(zip(token_ids, snapshot.slots, strict=True))
-            special |= {row for row, (token, slot) in drawn if token in slot.request.ending.stops}
-        return over, special - over
+            with_events |= {row for row, (token, slot) in drawn if token in slot.request.ending.stops}
+        return over, with_events - over
 
     def _copy_pages(self, slot: BatchSlot) -> None:
         self._columns.copy_pages(slot)
@@ -264,7 +265,3 @@ class RunningBatch:
     def _grow(self, more: int) -> None:
         self._free.extend(reversed(self._columns.grow(more)))
         self._tokens.grow(more)
-
-
-def _index(slot: BatchSlot) -> int:
-    return slot.index

@@ -8,8 +8,9 @@ from torch import Tensor
 from engine.cache.paged_cache import PagedCache
 from engine.graph_use import GraphUse
 from engine.kernels.base import Feed
+from engine.logprobs import score
 from engine.models.llama import LlamaModel
-from engine.sampler import sample, score
+from engine.sampler import sample
 from engine.steps.batch import PendingStep, StepBatch, rows_of
 from engine.steps.step_packer import PackedStep, StepPacker, unpack
 
@@ -50,9 +51,9 @@ class HostStepper:
         if logits is None:
             result = rows_of([], batch)
         else:
-            draws = list(batch.draws)
+            draws = batch.draws
             tokens = sample(logits, draws, self._eos_token_ids)
-            result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens))
+            result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens) if draws.scored else ())
         return lambda: result
 
     def logits(self, batch: StepBatch) -> Tensor | None:

@@ -66,12 +66,12 @@ class ModelRunner:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `launch` returns before the step has run, so that it pays to launch the next one meanwhile."""
+        """True if `launch` returns before the step has run, so that it pays to launch the next one meanwhile."""
         return self.stepper.asynchronous
 
     @property
     def graph_use(self) -> GraphUse:
-        """What graphs have done so far; may be read from any thread."""
+        """The use of graphs so far; any thread may read it."""
         return self.stepper.graph_use
 
     def run(self, batch: StepBatch) -> StepResult:
@@ -79,14 +79,16 @@ class ModelRunner:
         return self.launch(batch)()
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """As `run`, but without waiting where `asynchronous`. At most two steps may be in flight, and their results
-        are asked for in the order of the launches; only then may pages of their rows go to somebody else.
+        """Launch a step without waiting for it where `asynchronous`; otherwise it is like `run`.
+
+        At most two steps may be in flight, and their results are asked for in the order of the launches; only then may
+        pages of their rows get another owner.
         """
         with torch.inference_mode():
             return self.stepper.launch(batch)
 
     def logits(self, batch: StepBatch) -> Tensor:
-        """As `run`, but the logits [rows with a draw, vocab] themselves, in the model's dtype, on the device.
+        """Return the logits [rows with a draw, vocab] in the model's dtype, on the device.
 
         They are good until the next step.
         """
@@ -105,7 +107,7 @@ class ModelRunner:
         self.roofline = replace(self.roofline, ceilings=measure_ceilings(cache.device, cache.dtype, threads))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
-        """What two workers must share, as (name, value), before KV may move between them."""
+        """Return what two workers must share, as (name, value), before KV may move between them."""
         cache = self.cache
         return (
             ("model", self._revision),

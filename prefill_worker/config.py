@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How much the prefill half takes on."""
+    """The limits of the prefill half."""
 
     max_requests: int = 1024
     """Most requests it knows at a time, waiting or not; routers bind late, so this is a backstop, not a queue."""

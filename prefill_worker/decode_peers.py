@@ -41,8 +41,9 @@ class DecodePeers(ABC):
 
     @abstractmethod
     async def allot(self, destination: Destination, pages: int) -> Allotment:
-        """Where to write the last of the prompt's `pages`: those before them are there already. Asked again it gives
-        the same pages for as long as the first time. StaleEpoch if the lease is over.
+        """Where to write the last of the prompt's `pages`: those before them are there already.
+
+        Asked again it gives the same pages for as long as the first time. StaleEpoch if the lease is over.
         """
 
     @abstractmethod

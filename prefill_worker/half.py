@@ -7,7 +7,7 @@ The path of a request, by its queues (`prefill_worker/request.py`):
                  what earlier prompts have left in the cache
   3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then.
                  A local prompt is the decode half's before this returns, and is in the next step that is planned
-  4. `take_updates` tells the handoffs, which write the pages of all others, end the request and call `forget`
+  4. `take_updates` tells the handoffs, which write the pages of all others, end the request and call `free`
 
 `schedule`, `apply`, `take_updates` and `deliver_updates` are called on the engine thread, everything else on the event
 loop. One lock guards both, and no call waits for anything but this lock.
@@ -25,11 +25,10 @@ from engine.steps.batch import StepRow
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.decode_peers import LocalDecode
-from prefill_worker.progress import EventThread, Progress, ProgressUpdates
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.registry import PendingTransfers, RequestRegistry
-from prefill_worker.request import Abortable, PrefillRequest, make_notice
+from prefill_worker.request import Abortable, EventThread, PrefillRequest, Progress, ProgressUpdates, make_notice
 from wire.ending import pages_for, reason_to_end
 from wire.errors import Internal, InvalidArgument, TandemError
 from wire.logging.logs import about
@@ -110,7 +109,7 @@ class PrefillHalf:
         self._wake()
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
-        """Forget these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
+        """Abort these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
         for ref in refs:
             with self._lock:
                 request = self._registry.find(router_id, ref)
@@ -118,7 +117,7 @@ class PrefillHalf:
                 request.handoff.abort()
 
     def abort_router(self, router_id: str) -> list[RequestRef]:
-        """Forget every request of a router; returns them."""
+        """Abort every request of a router; returns them."""
         with self._lock:
             refs = [request.task.ref for owner, request in self._registry if owner == router_id]
         self.abort(router_id, refs)
@@ -146,13 +145,13 @@ class PrefillHalf:
             self.queue.remove(request)
         request.progress.release()
 
-    def outlived(self, request: PrefillRequest) -> None:
-        """It is over and released by the engine, and its writes move on: its pages are lost until `forget`."""
+    def transfer_outlives_request(self, request: PrefillRequest) -> None:
+        """Note that a request is over while its writes go on: its pages are lost until `free`."""
         with self._lock:
             self._pending_transfers.add(request)
 
-    def forget(self, request: PrefillRequest) -> None:
-        """The last of a request: released by the engine, its writes quiet. Gives its pages back."""
+    def free(self, request: PrefillRequest) -> None:
+        """Free the pages of a request, which the engine has released and no write reads."""
         with self._lock:
             self._registry.remove(request)
             self._pending_transfers.discard(request)
@@ -162,7 +161,7 @@ class PrefillHalf:
         self._wake()
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """The engine is lost: what it computed is released. Returns the requests of launched steps, with routers."""
+        """Release what the lost engine computed; returns the requests of launched steps, with their routers."""
         with self._lock:
             left = self._steps.abandon()
         for request in left:
@@ -225,11 +224,11 @@ class PrefillHalf:
         self._updates.add(partial(request.progress.release, reason))
 
     def take_updates(self) -> Sequence[Callable[[], None]]:
-        """What the last step did, for the handoffs; behind the step's events, so that none overtakes."""
+        """Return the last step's updates for the handoffs, to be delivered after the step's events."""
         return self._updates.take()
 
     def deliver_updates(self) -> None:
-        """Have the event loop told by itself."""
+        """Deliver the updates to the event loop without a step's events."""
         self._updates.deliver()
 
     # ---- facts ----
@@ -247,7 +246,7 @@ class PrefillHalf:
             return sum(request.prompt_tokens - request.computed for request in self.queue)
 
     def waiting(self) -> WaitingPrompts:
-        """What the next step could compute."""
+        """Return the prompts that the next step could compute."""
         if not len(self.queue):
             return NO_PROMPTS
         with self._lock:
@@ -255,7 +254,7 @@ class PrefillHalf:
 
     @property
     def not_ready(self) -> str:
-        """Why no prompts are taken for now, in words; empty = they are."""
+        """The reason why no prompts are accepted for now; empty if they are."""
         return self._pending_transfers.not_ready
 
     def pending_transfer_pages(self) -> int:
@@ -283,7 +282,7 @@ class PrefillHalf:
         return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, edges=edges)
 
     def _start(self, request: PrefillRequest) -> StartResult:
-        """Give it its pages, if there is room."""
+        """Allocate the pages of a request, if there are enough."""
         try:
             if not self._pages.take(request):
                 return StartResult.NO_PAGES

@@ -47,14 +47,14 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 """Between two tries to give a lease back; the wait doubles."""
 
 
-class Engine(Protocol):
-    """What a handoff asks of the prefill half."""
+class PrefillHalfView(Protocol):
+    """The part of the prefill half that a handoff uses."""
 
     def withdraw(self, request: PrefillRequest) -> None: ...
 
-    def outlived(self, request: PrefillRequest) -> None: ...
+    def transfer_outlives_request(self, request: PrefillRequest) -> None: ...
 
-    def forget(self, request: PrefillRequest) -> None: ...
+    def free(self, request: PrefillRequest) -> None: ...
 
 
 class Handoff:
@@ -64,7 +64,7 @@ class Handoff:
         self,
         *,
         request: PrefillRequest,
-        engine: Engine,
+        half: PrefillHalfView,
         me: PeerRef,
         page_tokens: int,
         sender: Sender,
@@ -78,7 +78,7 @@ class Handoff:
         checks: PageChecks | None = None,
     ) -> None:
         self._request = request
-        self._engine = engine
+        self._half = half
         self._me = me
         self._page_tokens = page_tokens
         self._backend = backend
@@ -122,12 +122,12 @@ class Handoff:
         await self._give_back_unless_delivered()
 
     async def _settle(self) -> None:
-        self._engine.withdraw(self._request)
+        self._half.withdraw(self._request)
         await self._request.progress.until_released()
         if self._writes.in_progress:
-            self._engine.outlived(self._request)
+            self._half.transfer_outlives_request(self._request)
         await self._writes.settled()
-        self._engine.forget(self._request)
+        self._half.free(self._request)
 
     async def _give_back_unless_delivered(self) -> None:
         destination = self._request.task.destination
@@ -226,7 +226,7 @@ class Handoff:
         return sent
 
     def _goes_on(self) -> bool:
-        """Whether there is a first token and the answer does not end with it."""
+        """Return True if there is a first token and the answer does not end with it."""
         progress = self._request.progress
         return progress.first_token_id is not None and progress.finish_reason is None
 
@@ -266,7 +266,7 @@ class Handoff:
 
 
 def _failure_of(delivery: asyncio.Future[None]) -> TandemError | None:
-    """What the router hears: typed errors keep their name, all else is a failed transfer."""
+    """Return the error for the router: typed errors stay, all else is a failed transfer."""
     if delivery.cancelled():
         return TransferFailed("the connection to the decode worker was dropped; prefill again elsewhere")
     error = delivery.exception()

@@ -14,8 +14,10 @@ from wire.tracing.timeline import Edge, EdgeStamp
 
 
 class WritingTime:
-    """Seconds with writes in progress, summed over hand-overs; one that never ends counts as well. No timer runs: the
-    sum is brought up to date when a hand-over begins or ends to write, and when it is read. From any thread.
+    """Seconds with writes in progress, summed over hand-overs; one that never ends counts as well.
+
+    No timer runs: the sum is brought up to date when a hand-over begins or ends to write, and when it is read. From any
+    thread.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
@@ -47,8 +49,9 @@ class WritingTime:
 
 
 class OutgoingWrites:
-    """The writes of one hand-over, in the order in which they were posted, until none is in progress any more. The
-    hand-over owns it and frees the pages. Lives on the event loop.
+    """The writes of one hand-over, in the order in which they were posted, until none is in progress any more.
+
+    The hand-over owns it and frees the pages. Lives on the event loop.
     """
 
     def __init__(self, sender: Sender, deadline_s: float, writing: WritingTime) -> None:
@@ -106,14 +109,16 @@ class OutgoingWrites:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether any has not landed whole. One that failed is quiet here, but what a broken connection had taken may
-        lie at the peer and land when that looks.
+        """Whether any has not landed whole.
+
+        One that failed is quiet here, but what a broken connection had taken may lie at the peer and land when that
+        looks.
         """
         return any(not write.done() or write.exception() is not None for write in self._posted)
 
     @property
     def in_progress(self) -> bool:
-        """Whether any write still reads pages here."""
+        """True if any write still reads pages here."""
         return not all(write.done() for write in self._awaited)
 
     async def settled(self) -> None:
@@ -129,7 +134,7 @@ class OutgoingWrites:
         return sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
 
     def edges(self) -> tuple[EdgeStamp, ...]:
-        """Of writes that have all landed, the last of them with the notice."""
+        """Return the edges of writes that have all landed, the last of them with the notice."""
         done = [write.result() for write in self._awaited]
         return (
             EdgeStamp(Edge.TRANSFER_STARTED, done[0].begun_nanos),
@@ -146,8 +151,9 @@ class OutgoingWrites:
 
 
 class OutgoingChecksums:
-    """The checksums of the chosen pages of one request. Each is begun as soon as its page is final, so that
-    nothing waits for it. The hand-over owns it and frees the pages.
+    """The checksums of the chosen pages of one request.
+
+    Each is begun as soon as its page is final, so that nothing waits for it. The hand-over owns it and frees the pages.
     """
 
     def __init__(self, checks: PageChecks | None, lease: Lease, prompt_tokens: int, skipped: int) -> None:

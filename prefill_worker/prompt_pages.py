@@ -8,8 +8,9 @@ from wire.messages import PeerRef
 
 
 class PromptPages:
-    """A prompt's pages are read-only as far as they were cached before, and the request's own behind that, or its
-    lease's where it is local. Full pages are cached once they are computed.
+    """Allocates the pages of prompts: cached ones are read, the others belong to the request, or to a local lease.
+
+    Full pages are cached once they are computed.
     """
 
     def __init__(self, cache: PrefixCache, me: PeerRef, local: LocalDecode) -> None:

@@ -33,15 +33,13 @@ class StartResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompts:
-    """What the step policy needs to know about the prompts that wait."""
+    """The prompts that wait, as far as the step policy needs to know."""
 
     prompts: int = 0
     tokens: int = 0
     """Prompt tokens that no step was launched for; those that turn out to be cached are still counted."""
     context: int = 0
-    """Tokens that a chunk attends to: the computed or cached ones of the oldest or the shortest prompt, whichever are
-    more.
-    """
+    """Tokens that a chunk attends to: computed or cached ones of the oldest or shortest prompt, the larger count."""
 
 
 NO_PROMPTS = WaitingPrompts()
@@ -114,7 +112,7 @@ class PromptQueue:
         return list(parts.items())
 
     def _start(self, request: PrefillRequest, start: Callable[[PrefillRequest], StartResult]) -> bool:
-        """StartResult a request; returns whether those behind it may start as well."""
+        """Start a request; returns True if those behind it may start as well."""
         match start(request):
             case StartResult.STARTED:
                 del self._waiting[request]

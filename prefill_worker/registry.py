@@ -15,8 +15,9 @@ _Key = tuple[str, str]
 
 
 class RequestRegistry:
-    """The newest attempt of each request, by router and name, and those that newer ones have replaced, until their
-    handoffs have ended. Guarded by the prefill half's lock.
+    """The newest attempt of each request, by router and name, and replaced ones until their handoffs have ended.
+
+    Guarded by the prefill half's lock.
     """
 
     def __init__(self, me: PeerRef, max_requests: int) -> None:
@@ -42,13 +43,15 @@ class RequestRegistry:
         return None if request is None or request.task.ref.attempt > ref.attempt else request
 
     def knows(self, task: PrefillTask) -> bool:
-        """Whether this very attempt is here already."""
+        """Return True if this very attempt is here already."""
         known = self._requests.get(_key_of(task))
         return known is not None and known.task.ref.attempt == task.ref.attempt
 
     def check_accepts(self, task: PrefillTask, not_ready: str) -> None:
-        """StaleEpoch for what comes too late, RoleClosed while closed, ResourceExhausted when too many are known or the
-        worker is `not_ready`, which says why.
+        """Raise an error unless the task is accepted.
+
+        StaleEpoch if a newer attempt is known, RoleClosed while closed, ResourceExhausted if too many are known or the
+        worker is `not_ready`, which is the reason.
         """
         known = self._requests.get(_key_of(task))
         if known is not None and known.task.ref.attempt > task.ref.attempt:
@@ -82,9 +85,10 @@ class RequestRegistry:
 
 
 class PendingTransfers:
-    """Prompts that are over while writes still read their pages. The pages stay allocated until nothing reads them any
-    more, for as long as that takes: a decode worker that stands still with its connection intact keeps them. Guarded by
-    the prefill half's lock.
+    """Prompts that are over while writes still read their pages.
+
+    The pages stay allocated until nothing reads them any more, for as long as that takes: a decode worker that stands
+    still with its connection intact keeps them. Guarded by the prefill half's lock.
     """
 
     def __init__(self, lost: LostPages, pool_pages: int) -> None:

@@ -2,21 +2,71 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.cache.prefix_cache import Prefix
 from engine.steps.batch import Draw, History, StepRow
-from prefill_worker.progress import Progress
-from wire.errors import Internal
-from wire.messages import PageChecksum, PeerRef, PrefillTask, TransferNotice
+from wire.errors import Internal, TandemError
+from wire.messages import FinishReason, PageChecksum, PeerRef, PrefillTask, TransferNotice
 from wire.tracing.timeline import Edge, EdgeStamp
+
+log = logging.getLogger(__name__)
 
 
 class Abortable(Protocol):
-    """What hands a prompt over, and can be told that nobody waits for it."""
+    """A hand-over that can be aborted."""
 
     def abort(self) -> None: ...
+
+
+class Progress:
+    """The engine's progress with one prompt.
+
+    It lives on the event loop: the engine thread's updates arrive there as calls, so nothing here is locked.
+
+    `released` means that the engine never touches this request's pages again.
+    """
+
+    def __init__(self) -> None:
+        self.computed_tokens = 0
+        self.first_token_id: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.failure: TandemError | None = None
+        self.released = False
+        self._changed = asyncio.Event()
+
+    def advance(self, computed_tokens: int) -> None:
+        """The KV of the first `computed_tokens` positions is in the pages."""
+        self.computed_tokens = computed_tokens
+        self._changed.set()
+
+    def finish(self, first_token_id: int, finish_reason: FinishReason | None) -> None:
+        """The whole prompt is computed; `finish_reason` is set when the first token is the last as well."""
+        self.first_token_id = first_token_id
+        self.finish_reason = finish_reason
+        self.release()
+
+    def release(self, failure: TandemError | None = None) -> None:
+        """The engine is through with this request; `failure` says why if it did not finish by itself."""
+        self.failure = self.failure or failure
+        self.released = True
+        self._changed.set()
+
+    async def beyond(self, tokens: int) -> None:
+        """Wait until more than `tokens` positions are computed or the engine has released the request."""
+        while self.computed_tokens <= tokens and not self.released:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def until_released(self) -> None:
+        """Wait until the engine never touches the pages again."""
+        while not self.released:
+            self._changed.clear()
+            await self._changed.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +80,7 @@ class PrefillRequest:
                        being written to the decode worker
       3. handing over  all is computed, the first token is out (PREFILL_FINISHED) and others may read its full pages;
                        the last pages are on their way
-    then `forget`: the pages are free or cached. The handoff ends every request, finished or not; nobody else frees.
+    then `free`: the pages are free or cached. The handoff ends every request, finished or not; nobody else frees.
 
     All fields are guarded by the half's lock; `progress` belongs to the event loop.
     """
@@ -38,12 +88,12 @@ class PrefillRequest:
     task: PrefillTask
     pages_needed: int
     local: bool
-    """Whether the KV is built straight in the pages this very worker's decode half allotted; the lease owns them."""
+    """True if the KV is built in pages that this worker's own decode half allotted; the lease owns them."""
     progress: Progress
     prefix: Prefix
-    """What of the prompt the prefix cache knows; `prefix.pages` are read by this request until it is forgotten."""
+    """The part of the prompt that the prefix cache knows; this request reads `prefix.pages` until it is freed."""
     token_hash: bytes = b""
-    """Of the tokens of a local prompt."""
+    """The hash of the tokens of a local prompt."""
     arrival: int = 0
     """The number of prompts that the queue had taken when it came."""
     handoff: Abortable | None = None
@@ -84,6 +134,43 @@ class PrefillRequest:
         return Draw(task.sampling, task.answered, history)
 
 
+class EventThread(Protocol):
+    """The event loop on which updates are delivered."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object: ...
+
+
+class ProgressUpdates:
+    """Calls to be made on the event loop, in order. Only the engine thread uses it."""
+
+    def __init__(self, events: EventThread) -> None:
+        self._events = events
+        self._calls: list[Callable[[], None]] = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Deliver this call with the next ones."""
+        self._calls.append(call)
+
+    def take(self) -> Sequence[Callable[[], None]]:
+        """Return all calls, to a caller who delivers them."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def deliver(self) -> None:
+        """Have the event loop make the calls."""
+        if calls := self.take():
+            self._events.call_soon_threadsafe(call_all, calls)
+
+
+def call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Make each call, even if others fail: they concern different requests."""
+    for call in calls:
+        try:
+            call()
+        except Exception:
+            log.exception("a hand-over did not hear of its step")
+
+
 def make_notice(
     request: PrefillRequest,
     me: PeerRef,
@@ -93,8 +180,9 @@ def make_notice(
     skipped: int,
     checksums: tuple[PageChecksum, ...] = (),
 ) -> TransferNotice:
-    """The notice that tells a decode worker of a prompt whose KV it has. The prompt's first `skipped` pages were there
-    already.
+    """The notice that tells a decode worker of a prompt whose KV it has.
+
+    The prompt's first `skipped` pages were there already.
     """
     task = request.task
     if task.destination is None:

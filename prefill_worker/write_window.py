@@ -32,8 +32,9 @@ MOST_LEASES = 1024
 
 
 class WriteWindow:
-    """The window of one lease, renewed for the length of a `with`. Its time counts from before the request for it left,
-    so it closes here before it closes at the decode worker.
+    """The window of one lease, renewed for the length of a `with`.
+
+    Its time counts from before the request for it left, so it closes here before it closes at the decode worker.
     """
 
     def __init__(self, peers: DecodePeers, renewals: WindowRenewals, destination: Destination, pages: int) -> None:
@@ -59,8 +60,9 @@ class WriteWindow:
         return self.destination.lease
 
     async def pages(self) -> tuple[int, ...]:
-        """The decode worker's pages for the last of the prompt's; asked for once. StaleEpoch when the lease is
-        over, Unavailable or DeadlineExceeded when nobody answers.
+        """The decode worker's pages for the last of the prompt's; asked for once.
+
+        StaleEpoch when the lease is over, Unavailable or DeadlineExceeded when nobody answers.
         """
         if self._remote is None:
             asked_at = time.monotonic()

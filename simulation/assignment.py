@@ -29,7 +29,7 @@ class VirtualAssignment:
         self._halves, self._clock, self._visit = halves, clock, visit
         self._closing: dict[Role, int] = {}
         self._changes = 0
-        for half in halves.listeners():
+        for half in halves.half_controls():
             if role | half.role is not role:
                 half.close(OTHER_ROLE)
 
@@ -45,7 +45,7 @@ class VirtualAssignment:
             before, self._changes = self.role, self._changes + 1
             self.wanted, self.role = role, before | role
             self._halves.resize(self.role)
-            for half in self._halves.listeners():
+            for half in self._halves.half_controls():
                 if role | half.role is role:
                     self._closing.pop(half.role, None)
                     half.open()

@@ -74,7 +74,7 @@ class SteadyDecodeHalf(DecodeHalf):
                 self._batch.skip(paged)
                 steps -= paged
             else:
-                self._give_pages()
+                self._allocate_pages()
 
 
 def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, ahead: Ahead) -> SteadyRun:

@@ -30,7 +30,7 @@ from wire.messages import (
 )
 from wire.tracing.timeline import Edge
 from worker.config import WorkerConfig
-from worker.outbox import RouterStream
+from worker.router_stream import RouterStream
 from worker.servicer import WorkerServicer
 from worker.worker import Worker
 

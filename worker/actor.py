@@ -88,8 +88,9 @@ class WorkerActor:
         return WorkerDescription(self._me, process.assignment, process.serves, served_of(config), tuning_of(config))
 
     async def follow(self, controller_address: str, outlive_s: float) -> str:
-        """See `WorkerProcess.follow`; host:port of its metrics. From now on it lives for `outlive_s` seconds without a
-        controller.
+        """See `WorkerProcess.follow`; host:port of its metrics.
+
+        From now on it lives for `outlive_s` seconds without a controller.
         """
         self._called()
         await asyncio.to_thread(self._process.follow, controller_address)

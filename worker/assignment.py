@@ -1,9 +1,4 @@
-"""What a worker does now: which halves are open, and how its steps are made. It changes while the worker runs.
-
-A half that opens is ready at once: weights, graphs and the page pool are the same in every role. A half that closes
-takes nothing new and finishes what it has; what is left after the grace is given up, with an event on which routers
-send it elsewhere, behind the tokens that are out. Only then does the half leave the role.
-"""
+"""The assignment of a worker: the halves that are open, and how its steps are made; it changes while it runs."""
 
 import asyncio
 import contextlib
@@ -28,7 +23,7 @@ OTHER_ROLE, DRAINS = "has another role now", "drains"
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """What it takes to open and close one half of a worker; `role` is PREFILL or DECODE."""
+    """The calls that open and close one half of a worker; `role` is PREFILL or DECODE."""
 
     role: Role
     open: Callable[[], None]
@@ -37,7 +32,7 @@ class Half:
     refs: Callable[[], list[tuple[str, RequestRef]]]
     abort: Callable[[str, Sequence[RequestRef]], None]
     requests: Callable[[], int]
-    """How many are not over."""
+    """Returns the number of requests that are not over."""
 
 
 class WorkerAssignment:
@@ -50,14 +45,15 @@ class WorkerAssignment:
         halves: Sequence[Half],
         *,
         resize: Callable[[Role], None],
-        steer: Callable[[Assignment], None],
+        set_steps: Callable[[Assignment], None],
         emit: Callable[[RoutedEvent], None],
     ) -> None:
-        """`resize` fits the halves' limits to the role, `steer` hands a new policy to the steps, `emit` tells routers
-        of what is given up. Sizes and steps are `assignment`'s already.
+        """`resize` fits the halves' limits to the role, `set_steps` applies an assignment to the steps.
+
+        `emit` tells routers which requests are given up. Sizes and steps follow `assignment` already.
         """
         self.assignment = assignment
-        """What it was told to do last."""
+        """The newest assignment."""
         self.role = assignment.role
         """The halves that are open or still finish what they have."""
         self.draining = False
@@ -66,7 +62,7 @@ class WorkerAssignment:
         self._me = me
         self._halves = halves
         self._resize = resize
-        self._steer = steer
+        self._set_steps = set_steps
         self._emit = emit
         self._closing: dict[Role, asyncio.Task[None]] = {}
         for half in halves:
@@ -91,7 +87,7 @@ class WorkerAssignment:
         log.info("%s: from %s to %s, %s", self._me.worker_id, self.role, assignment.role, assignment.steps)
         before = self.role
         self.assignment, self.role = assignment, before | assignment.role
-        self._steer(assignment)
+        self._set_steps(assignment)
         self._resize(self.role)
         for half in self._halves:
             if assignment.role | half.role is assignment.role:

@@ -14,14 +14,14 @@ CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What one worker loads, what it does at first, and whom it talks to."""
+    """The settings of one worker: its model, its first assignment, and its peers."""
 
     worker_id: str
     """Its name in the cluster; outlives the process."""
     role: Role
-    """Which halves take work at first."""
+    """The halves that take work at first."""
     engine: EngineConfig
-    """What the engine loads, and its sizes."""
+    """The engine's model and sizes."""
     model_name: str = ""
     """The name clients use; empty = the model folder's."""
     controller_address: str | None = None
@@ -39,8 +39,10 @@ class WorkerConfig:
     lease_s: float = 5.0
     """Life of a lease without a heartbeat from its router, in seconds."""
     quarantine_s: float = 5.0
-    """From the death of a prefill worker on this host, and the end of its permission to write, until the pages it might
-    have written are free, in seconds."""
+    """Seconds from the death of a local prefill worker until the pages it might have written are free.
+
+    They count from the end of its permission to write.
+    """
     quarantine_far_s: float = 60.0
     """The same where it was on another host, or nobody knows: what it sent may be on the way for long."""
     write_window_s: float = 10.0
@@ -48,26 +50,35 @@ class WorkerConfig:
     transfer_deadline_s: float = 30.0
     """Seconds after which a posted KV write that has not completed counts as failed."""
     quarantine_share_max: float = 0.5
-    """Part of a half's pages that may be lost to transfers, 0 to 1. Above it the worker says that it is not ready and
-    takes nothing new, until silent prefill workers have given back enough of those that its decode half keeps in
-    quarantine, or decode workers have taken enough of those that its prefill half still writes."""
+    """Part of a half's pages that may be lost to transfers, 0 to 1.
+
+    Above it the worker says that it is not ready and takes nothing new, until silent prefill workers have given back
+    enough of those that its decode half keeps in quarantine, or decode workers have taken enough of those that its
+    prefill half still writes.
+    """
     kv_checksum_rate: float = 0.05
     """Part of each transfer's pages whose checksums are compared, 0 to 1, at least one page of each prompt; 0 = none.
-    The same for all workers of a cluster: the handshake refuses others."""
+
+    The same for all workers of a cluster: the handshake refuses others.
+    """
     prefix_cache: bool = True
-    """Whether full KV pages are kept as long as there is room, to be read by requests that begin alike."""
+    """True to keep full KV pages while pages are free, for requests that begin alike."""
     transfer_backend: str = "nixl"
-    """What moves KV pages: `nixl`."""
+    """The transport of KV pages: `nixl`."""
     trusted_network: bool = False
-    """Whether nobody but this cluster's workers reaches what UCX listens at, so that KV pages may cross a network. The
-    same for all workers of a cluster: the handshake refuses others."""
+    """Whether nobody but this cluster's workers reaches what UCX listens at, so that KV pages may cross a network.
+
+    The same for all workers of a cluster: the handshake refuses others.
+    """
     rpc_timeout_s: float = 5.0
     """Deadline of each call to another worker or the controller, in seconds."""
     attach_grace_s: float = 5.0
-    """How long requests of a router without an event stream may live, in seconds."""
+    """The seconds that requests of a router without an event stream may live."""
     step_deadline_s: float | None = None
-    """How long a step may take before its engine counts as stuck: its requests fail, and the process has to end, in
-    seconds; None = 60 on GPUs, 600 on CPUs, where a step of many tokens is slow."""
+    """The seconds of a step after which its engine counts as stuck; None = 60 on GPUs, 600 on CPUs.
+
+    Its requests fail then, and the process has to end. On CPUs a step of many tokens is slow.
+    """
     gather_s: float = 0.0
     """How long an idle worker waits, from a first prompt on, for others that can share its step, in seconds."""
     step_policy: PolicyName = PolicyName.DECODE_PRIORITY
@@ -75,25 +86,26 @@ class WorkerConfig:
     step_budget: int | None = None
     """Most tokens of a step, decode rows included, where the policy has a budget; None = 512."""
     itl_target_s: float | None = None
-    """Longest time between two tokens of any answer, in seconds: where decoding alone is slower, the batch does not
-    grow, and prompts are computed in what is left of it. None = only the answers' own targets count."""
+    """The longest time between two tokens of any request, in seconds; None = only the requests' targets count.
+
+    Where decoding alone is slower the batch does not grow, and prompts are computed in the rest of this time.
+    """
     ceilings: Ceilings | None = None
-    """What its device can do at best, which utilization is told by; None = it is measured at the start."""
+    """The ceilings of its device, for utilization; None = they are measured at the start."""
     outlive_s: float = 0.0
-    """How long it goes on without having heard a controller, in seconds; then it ends by itself. 0 = its process ends
-    with whoever started it."""
+    """The seconds without a controller after which the worker ends by itself."""
     max_prefill_requests: int = 1024
     """Most prompts the prefill half knows at a time."""
 
     @property
     def step_deadline(self) -> float:
-        """What `step_deadline_s` means on this device."""
+        """Return `step_deadline_s` on this device."""
         default = CPU_STEP_DEADLINE_S if self.engine.device == "cpu" else GPU_STEP_DEADLINE_S
         return default if self.step_deadline_s is None else self.step_deadline_s
 
     @property
     def assignment(self) -> Assignment:
-        """What it does at first; the controller may change it while it runs (`assignment.py`)."""
+        """Return the first assignment; the controller may change it while the worker runs (`assignment.py`)."""
         return Assignment(self.role, self.step_policy, self.step_budget, self.itl_target_s)
 
     @property

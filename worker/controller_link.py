@@ -88,8 +88,9 @@ class ControllerLink:
         self._begin()
 
     async def follow(self, address: str) -> None:
-        """Belong to the controller at `address` from now on. Unavailable when it does not answer, or when this worker
-        leaves; then nothing has changed.
+        """Belong to the controller at `address` from now on.
+
+        Unavailable when it does not answer, or when this worker leaves; then nothing has changed.
         """
         if self._left:
             raise Unavailable(f"worker {self._me.worker_id} has left; start it again")

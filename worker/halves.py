@@ -1,4 +1,4 @@
-"""Both halves of a worker as one: how much they may take, what they have, and how it is given up."""
+"""Both halves of a worker as one: their limits, their requests, and their end."""
 
 import logging
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from worker.config import WorkerConfig
 log = logging.getLogger(__name__)
 
 DIES = "has lost its engine"
-"""Why nothing new is taken then."""
+"""The reason why nothing new is taken then."""
 
 
 class Halves:
-    """Says to both what is said to the worker. They own their requests and pages; both are over only together."""
+    """Applies to both halves what is asked of the worker; they own their requests and pages."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Halves:
         self._longest = pages_for(model.max_context, cache.page_tokens)
         self.resize(config.role)
 
-    def listeners(self) -> tuple[Half, Half]:
-        """What it takes to open and close each of them."""
+    def half_controls(self) -> tuple[Half, Half]:
+        """Return the calls that open and close each half to new requests."""
         prefill, admission = self.prefill, self.admission
         return (
             Half(Role.PREFILL, prefill.open, prefill.close, prefill.refs, prefill.abort, prefill.known_requests),
@@ -56,25 +56,25 @@ class Halves:
         )
 
     def batch_limit(self, role: Role) -> int:
-        """Most requests that decode in one step in this role."""
+        """Return the most requests that decode in one step in this role."""
         return decode_batch(role, self._engine)
 
     def resize(self, role: Role) -> None:
-        """Fit the decode half to a role: the prompts of an open prefill half need room beside it."""
+        """Fit the decode half to a role: prompts of an open prefill half need pages as well."""
         self.decode.limit(self.batch_limit(role))
         self.admission.limit(decode_pages(role, self._pages, self._longest))
 
     @property
     def not_ready(self) -> str:
-        """Why either half takes nothing for now, in words; empty = both do."""
+        """The reason why either half takes nothing for now; empty if both do."""
         return "; ".join(why for why in (self.admission.not_ready, self.prefill.not_ready) if why)
 
     def open_requests(self) -> int:
-        """Requests either half knows."""
+        """Return the number of requests that either half knows."""
         return self.prefill.known_requests() + self.admission.open_requests
 
     def refs(self) -> list[tuple[str, RequestRef]]:
-        """These, with their routers; one that both know comes twice."""
+        """Return the requests with their routers; one that both halves know comes twice."""
         return [*self.prefill.refs(), *self.admission.refs()]
 
     def close(self, why: str) -> None:
@@ -83,12 +83,12 @@ class Halves:
         self.admission.close(why)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
-        """Forget these requests; unknown ones are ignored."""
+        """Abort these requests; unknown ones are ignored."""
         self.prefill.abort(router_id, refs)
         self.admission.abort(router_id, refs)
 
     def router_gone(self, router_id: str) -> list[RequestEvent]:
-        """Forget every request of a router; returns what an event stream that replaces the lost one must hear."""
+        """Abort every request of a router; returns the events for an event stream that replaces the lost one."""
         refs = {*self.prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
         if refs:
             log.info("router %s is gone: %d requests aborted", router_id, len(refs))
@@ -96,16 +96,16 @@ class Halves:
         return [failure_event(ref, reason) for ref in refs]
 
     def abort_all(self) -> None:
-        """Forget every request."""
+        """Abort every request."""
         for router_id in {router_id for router_id, _ in self.refs()}:
             self.router_gone(router_id)
 
     def engine_gone(self, reason: TandemError) -> list[RoutedEvent]:
-        """Take nothing new and give up what the engine was computing; returns what their routers must hear."""
+        """Take nothing new and give up the requests of launched steps; returns the events for their routers."""
         self.close(DIES)
         lost = set(self.refs()).intersection(self.abandon())
         return [RoutedEvent(router_id, failure_event(ref, reason)) for router_id, ref in lost]
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """The requests of launched steps, with their routers: no step will end any more."""
+        """Give up launched steps, of which none will end; returns their requests, with their routers."""
         return [*self.prefill.abandon(), *self.decode.abandon()]

@@ -38,10 +38,10 @@ class Handovers:
         self._renewals = WindowRenewals(self.peers)
 
     def begin(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
-        """Of a request that has just been queued."""
+        """Begin the hand-over of a request that has just been queued."""
         handoff = Handoff(
             request=request,
-            engine=half,
+            half=half,
             me=self.me,
             page_tokens=self.page_tokens,
             sender=self.transport,

@@ -1,4 +1,4 @@
-"""What a worker asks of an engine that is ready to run."""
+"""The interface of an engine that is ready to run."""
 
 from typing import Protocol
 
@@ -37,6 +37,6 @@ class LoadedEngine(Runner, Protocol):
 
 
 def engine_facts(engine: LoadedEngine, layout: KVLayout) -> Facts:
-    """What the engine knows beside the layout; a fact both name is the layout's to state."""
+    """Return the engine's facts that the layout does not name."""
     stated = {name for name, _ in layout_facts(layout)}
     return tuple((name, value) for name, value in engine.compatibility_facts() if name not in stated)

@@ -1,12 +1,12 @@
-"""The step loop: schedule, launch, postprocess; on a thread of its own that waits for nothing but work and the engine.
+"""The step loop: schedule, launch, postprocess; on a thread of its own that waits only for work and for the engine.
 
 Where the engine is asynchronous, a step is scheduled and launched while the one before it still runs: the halves plan
-with what is certain, and hear of a step's tokens one step late.
+with what is certain, and receive a step's tokens one step late.
 
-What is in a step the scheduler says (`scheduler.py`), by what steps have taken until now (`step_meter.py`).
+`scheduler.py` decides what is in a step. `step_meter.py` measures each step; between two steps the cost model learns.
 
-A device can hang, and a thread that waits for one cannot be ended: whoever looks after the worker gives up such a
-step with `give_up_stuck`, and ends the process.
+A device can hang, and a thread that waits for one cannot be ended: the watchdog gives up such a step with
+`give_up_stuck`, and ends the process.
 """
 
 import threading
@@ -24,11 +24,11 @@ from worker.scheduler import StepScheduler
 from worker.step_meter import StepMeter
 
 _JOIN_S = 0.1
-"""Between two looks at whether a thread that was told to stop is stuck."""
+"""The interval at which `stop` checks whether the thread is stuck."""
 
 
 class Runner(Protocol):
-    """What the loop asks of an engine."""
+    """The interface of an engine."""
 
     @property
     def asynchronous(self) -> bool: ...
@@ -38,16 +38,16 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A launched step: its first rows are the decode half's, one for each of `work.decode_rows`."""
+    """A launched step; its first `work.decode_rows` rows belong to the decode half."""
 
     result: PendingStep
     work: StepWork
     began: float
-    """By the meter's clock."""
+    """The begin of the step by the meter's clock."""
 
 
 class StepLoop:
-    """Runs the engine for both halves until `stop` or until a step fails, which is a defect: `on_death` hears of it."""
+    """Runs the engine for both halves until `stop`, or until a step fails: a defect that is passed to `on_death`."""
 
     def __init__(
         self,
@@ -63,8 +63,10 @@ class StepLoop:
         publish: Callable[[int, Sequence[RoutedEvent], Sequence[RoutedTokens], Sequence[Callable[[], None]]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`deadline_s` is how long a step may take, from its schedule to its result, before it counts as stuck.
-        `gather_s` is how long an idle loop waits for more prompts before it computes the first. Both in seconds.
+        """`deadline_s` limits a step, from its schedule to its result: a longer one counts as stuck.
+
+        `gather_s` is the time that an idle loop waits for more prompts before it computes the first. Both are in
+        seconds.
 
         `publish` and `on_death` are called on the loop's thread and return at once; `publish` has the event loop take a
         step's events and tokens, and then make the calls.
@@ -81,44 +83,47 @@ class StepLoop:
         self._publish = publish
         self._on_death = on_death
         self._work = threading.Event()
-        self._hands = threading.Lock()
-        """Held while the halves hear of a step, so that they are never taken from a thread that has come back."""
+        self._publish_lock = threading.Lock()
+        """Held while results are applied and published: a thread that returns after it was given up does neither."""
         self._busy_since: float | None = None
         self._stopping = False
         self._given_up = False
         self._running: _Step | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
-        """Engine steps so far."""
+        """The number of steps that have ended."""
 
     @property
     def decoding(self) -> StepWork:
         """The decode rows of the newest step."""
         return self._scheduler.decoding
 
-    def steer(self, assignment: Assignment) -> None:
-        """Plan as this assignment says from the next step on. From any thread."""
-        self._scheduler.steer(assignment)
+    def set_assignment(self, assignment: Assignment) -> None:
+        """Follow this assignment from the next step on. Any thread may call it."""
+        self._scheduler.set_assignment(assignment)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """There may be work: something was queued, or pages became free. From any thread."""
+        """Notify the loop of possible work: a request was queued, or pages became free. Any thread may call it."""
         self._work.set()
 
     def stop(self) -> None:
-        """End after the running step; returns when the thread is gone or given up. Idempotent."""
+        """End after the step in flight; returns when the thread has ended or was given up. Idempotent."""
         self._stopping = True
         self._work.set()
         while self._thread.is_alive() and not self.give_up_stuck():
             self._thread.join(_JOIN_S)
 
     def give_up_stuck(self) -> bool:
-        """Whether the engine has been at one step for longer than the deadline. Nothing more is heard of this step
-        then, nor of the thread; what it may still write to must not be used again. From any thread.
+        """Return True if a step exceeds the deadline.
+
+        That step and the thread publish nothing from then on; the memory that the step may still write to must not be
+        used again. Any thread may call it.
         """
-        with self._hands:
+        with self._publish_lock:
             began = self._busy_since
             if began is not None and time.monotonic() - began > self._deadline_s:
                 self._given_up = self._stopping = True
@@ -127,9 +132,11 @@ class StepLoop:
     def _run(self) -> None:
         try:
             while self._begin():
-                # Cleared before looking for work, so that what is queued meanwhile wakes the loop again.
+                # Cleared before the step looks for work, so that a request queued meanwhile wakes the loop again.
                 self._work.clear()
-                if not self._step():
+                if self._step():
+                    self._meter.learn()
+                else:
                     self._busy_since = None
                     self._work.wait()
                     self._gather()
@@ -142,21 +149,21 @@ class StepLoop:
             self._busy_since = None
 
     def _begin(self) -> bool:
-        """Whether another step may be looked for."""
-        with self._hands:
+        """Return True if the loop goes on."""
+        with self._publish_lock:
             self._busy_since = time.monotonic()
             return not self._stopping
 
     def _gather(self) -> None:
-        """The prompts of a burst come within milliseconds: the first waits for the others, and they share its step.
+        """Have the first prompt of a burst wait for the others, which arrive within milliseconds, to share its step.
 
-        What decodes never waits.
+        Decoding requests never wait.
         """
         if self._gather_s > 0.0 and self._prefill.queue.length and not self._decode.running_requests():
             time.sleep(self._gather_s)
 
     def _step(self) -> bool:
-        """Launch a step, take in what is finished; False when there was nothing to do."""
+        """Launch a step and postprocess the one that has ended; returns False if there was nothing to do."""
         launched = finished = self._launch()
         if self._runner.asynchronous:
             finished, self._running = self._running, launched
@@ -165,7 +172,7 @@ class StepLoop:
         return launched is not None or finished is not None
 
     def _launch(self) -> _Step | None:
-        """The next step over both halves' rows, if there are any."""
+        """Launch the next step over both halves' rows, if there are any."""
         began = self._meter.begin()
         planned = self._scheduler.plan()
         if planned is None:
@@ -174,12 +181,11 @@ class StepLoop:
 
     def _postprocess(self, step: _Step) -> None:
         result = step.result()
-        seconds = self._meter.end(step.began)
-        with self._hands:
+        self._meter.end(step.work, step.began)
+        with self._publish_lock:
             if self._given_up:
                 return
             self.steps += 1
-            news = self._scheduler.apply(step.work, result)
+            output = self._scheduler.apply(step.work, result)
             updates = self._prefill.take_updates() if step.work.prefill_tokens else ()
-            self._publish(self.steps, news.events, news.tokens, updates)
-        self._meter.learn(step.work, seconds)
+            self._publish(self.steps, output.events, output.tokens, updates)

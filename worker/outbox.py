@@ -12,64 +12,14 @@ router's first request, `on_gone` is told.
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from prefill_worker.progress import call_all
+from prefill_worker.request import call_all
 from wire.messages import RequestEvent, RoutedEvent, RoutedTokens, StepEvents, StepTokens, WorkerLoad
 from wire.prefixes import PrefixChanges
+from worker.router_stream import RouterStream
 
 log = logging.getLogger(__name__)
-
-PREFIX_BATCHES_MAX = 64
-"""Batches of one stream that wait to be sent; with more, the oldest is lost."""
-
-Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...], tuple[StepTokens, ...]], StepEvents]
-
-
-class RouterStream:
-    """What waits to be sent to one router."""
-
-    def __init__(self, router_id: str, snapshot: Snapshot, *, prefixes: bool = False) -> None:
-        """`prefixes`: whether it is told what changes in the prefix cache."""
-        self.router_id = router_id
-        self.pending: list[RequestEvent] = []
-        self.tokens: list[StepTokens] = []
-        """Behind `pending`."""
-        self.prefixes = prefixes
-        self.changes: deque[PrefixChanges] = deque(maxlen=PREFIX_BATCHES_MAX)
-        self.attached = False
-        self.closed = False
-        self._snapshot = snapshot
-        self._changed = asyncio.Event()
-
-    def add(self, event: RequestEvent) -> None:
-        """To be sent behind everything that waits."""
-        for some in self.tokens:
-            self.pending.extend(some.events())
-        self.tokens.clear()
-        self.pending.append(event)
-
-    def wake(self) -> None:
-        """There is something to send."""
-        self._changed.set()
-
-    def close(self) -> None:
-        """The reader ends once it has sent what is pending."""
-        self.closed = True
-        self._changed.set()
-
-    async def messages(self) -> AsyncIterator[StepEvents]:
-        """One message at once, then one for each step, or for several when the reader is slower."""
-        self._changed.set()
-        while not self.closed or self.pending or self.tokens:
-            await self._changed.wait()
-            self._changed.clear()
-            pending, self.pending = self.pending, []
-            tokens, self.tokens = self.tokens, []
-            changes = tuple(self.changes)
-            self.changes.clear()
-            yield self._snapshot(tuple(pending), changes, tuple(tokens))
 
 
 class Outbox:
@@ -84,6 +34,7 @@ class Outbox:
         changes: Callable[[], PrefixChanges | None] = lambda: None,
     ) -> None:
         """`on_gone(router_id)` aborts its requests and returns what a stream that replaces the lost one must hear.
+
         `changes` gives the next batch of the prefix cache's, if there is one.
         """
         self._events = events
@@ -122,8 +73,9 @@ class Outbox:
             self._events.call_later(self._attach_grace_s, self._lose_unattached, stream)
 
     def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
-        """The stream of one router. A second attach ends the first stream, and its requests with it: the router hears
-        of each on the new one.
+        """The stream of one router.
+
+        A second attach ends the first stream, and its requests with it: the router hears of each on the new one.
         """
         known = self._streams.get(router_id)
         stream = RouterStream(router_id, self._snapshot, prefixes=prefixes)

@@ -1,34 +1,49 @@
-"""What is in the next step, and who hears of its results: the policies and both halves, without a clock or a device.
+"""Plans the next step over both halves and hands its results back to them, without a clock or a device.
 
-Whoever owns an engine, real or simulated, asks for a plan, runs it and gives back what it drew, in that order and
+The owner of an engine, real or simulated, asks for a plan, runs it and gives back what was drawn, in that order and
 perhaps several plans ahead.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from costs.step_cost import NOTHING, StepCost, StepWork
-from decode_worker.batch_snapshot import StepOutput
-from decode_worker.half import DecodeHalf
-from engine.steps.batch import StepBatch, StepResult
+from costs.chunks import tightest_kept
+from costs.step_cost import NOTHING, StepCost, StepWork, chunk_pairs
+from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.half import NO_ROWS, DecodeHalf
+from engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows
 from prefill_worker.half import PrefillHalf
-from wire.messages import Assignment
-from worker.batch_growth import BatchGrowth
-from worker.step_meter import decode_work, with_prompts
+from wire.messages import Assignment, RoutedEvent, RoutedTokens
 from worker.step_policy import StepPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step's rows, at least one; the first `work.decode_rows` are the decode half's."""
+    """A step's rows, at least one; the first `work.decode_rows` belong to the decode half."""
 
     batch: StepBatch
     work: StepWork
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The output of a step for the routers; it names a request at most once."""
+
+    events: Sequence[RoutedEvent]
+    completed: CompletedStep | None
+    """The step with the tokens of all requests without an event; None if no request decoded in it."""
+
+    @property
+    def tokens(self) -> Sequence[RoutedTokens]:
+        """Tokens of requests without an event, by router, to be read once and before the next step is planned."""
+        return () if self.completed is None else self.completed.plain_tokens()
+
+
 class StepScheduler:
-    """Fills steps from both halves. How much of a step may be prompts is the policy's to say (`step_policy.py`), how
-    many requests may decode the growth's (`batch_growth.py`). One thread's.
+    """Fills steps from both halves.
+
+    `StepPolicy` limits the prompt tokens of a step, `BatchGrowth` the decode rows. One thread uses it.
     """
 
     def __init__(
@@ -40,28 +55,30 @@ class StepScheduler:
         cost: Callable[[], StepCost],
         assignment: Assignment,
     ) -> None:
-        """`cost` gives the newest fit of what steps take."""
+        """`cost` returns the newest fit of the cost model."""
         self._decode = decode
         self._prefill = prefill
         self._max_step_tokens = max_step_tokens
         self._cost = cost
         self.decoding = NOTHING
         """The decode rows of the newest step."""
-        self.steer(assignment)
+        self.set_assignment(assignment)
 
-    def steer(self, assignment: Assignment) -> None:
-        """Plan as this assignment says from the next plan on. From any thread."""
+    def set_assignment(self, assignment: Assignment) -> None:
+        """Follow this assignment from the next plan on. Any thread may call it."""
         self._policy = StepPolicy(assignment, self._cost, self._max_step_tokens)
         self._growth = BatchGrowth(self._cost, assignment.itl_target_s)
 
     def plan(self) -> StepPlan | None:
-        """The next step over both halves' rows, None if there are none, or prompts alone that the step which runs makes
-        wait: then there is one when that was applied.
+        """Return the next step over both halves' rows; None if there are none.
+
+        It is also None if all rows are prompts that wait for the step in flight; once that was applied there is a plan.
         """
-        if not self.decoding.decode_rows and not self._prefill.queue.length and self._decode.idle:
+        targets, decode_rows = self._decode.gap_targets, NO_ROWS
+        if not self._decode.idle:
+            decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
+        elif not self.decoding.decode_rows and not self._prefill.queue.length:
             return None
-        targets = self._decode.gap_targets
-        decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
         self.decoding = decode_work(decode_rows)
         if not self._prefill.queue.length:
             self._policy.steps_without_prompts += 1
@@ -76,13 +93,72 @@ class StepScheduler:
         return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(self.decoding, prefill_rows))
 
     def apply(self, work: StepWork, result: StepResult) -> StepOutput:
-        """Give both halves the results of the oldest plan that was not applied; returns what the routers must hear. The
-        caller delivers `PrefillHalf.take_updates` once that is on its way.
+        """Give both halves the results of the oldest plan that was not applied; returns the output for the routers.
+
+        The caller delivers `PrefillHalf.take_updates` after that output.
         """
         decoded, prefilled = result.split(work.decode_rows)
-        output = self._decode.apply(decoded.token_ids, decoded.logprobs)
-        if not prefilled.token_ids:
-            return output
-        return StepOutput(
-            [*output.events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)], output.completed
-        )
+        completed = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
+        events = [] if completed is None else completed.events
+        if work.prefill_tokens:
+            events = [*events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)]
+        return StepOutput(events, completed)
+
+
+class BatchGrowth:
+    """Limits the decode batch to what keeps the inter-token targets of all requests in it.
+
+    Requests beyond the limit wait with their KV until others end, oldest first.
+
+    Routers place by the same costs and should not have sent them: this is the last line of defense.
+    """
+
+    def __init__(self, cost: Callable[[], StepCost], itl_target_s: float | None) -> None:
+        """`cost` returns the newest fit. Without a target here or of a request there is no limit."""
+        self._cost = cost
+        self._target_s = itl_target_s
+        self._context = 0.0
+        """Mean context tokens of a row in the newest step that had rows."""
+
+    def rows(self, running: StepWork, most: int, targets: Sequence[float] = ()) -> int:
+        """Return the rows that the next step may have: at least those that run already, at most `most`.
+
+        `targets` are those of the running requests, in seconds, ascending, infinite for none.
+
+        A request that joins is assumed to have the mean context of the rows that run or ran last. A target that a
+        batch of one would miss limits nothing: it could not be met by making all requests wait.
+        """
+        if running.decode_rows:
+            self._context = running.decode_context_tokens / running.decode_rows
+        if self._target_s is None and (not targets or targets[0] == math.inf):
+            return most
+        cost = self._cost()
+        decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
+        target_s = tightest_kept(targets, decoding_s)
+        if self._target_s is not None:
+            target_s = min(self._target_s, target_s)
+        if target_s == math.inf:
+            return most
+        p = cost.parameters
+        spare = target_s - p.base_s
+        row_s = p.row_s + p.context_s * self._context
+        if spare < row_s or row_s <= 0.0:
+            return most
+        return min(most, max(running.decode_rows, int(spare / row_s)))
+
+
+def decode_work(rows: TokenRows) -> StepWork:
+    """Return the work of decode rows."""
+    return StepWork(decode_rows=len(rows), decode_context_tokens=rows.context_tokens)
+
+
+def with_prompts(work: StepWork, rows: Sequence[StepRow]) -> StepWork:
+    """Return `work` with the chunks of prompts added."""
+    if not rows:
+        return work
+    tokens, pairs = 0, 0.0
+    for row in rows:
+        chunk = len(row.token_ids)
+        tokens += chunk
+        pairs += chunk_pairs(chunk, row.start)
+    return StepWork(tokens, pairs, work.decode_rows, work.decode_context_tokens)

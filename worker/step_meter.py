@@ -1,71 +1,57 @@
-"""How long steps took, and what was in them: what the cost model learns from."""
+"""Measures steps and teaches the cost model what they took."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from costs.step_cost import CostParameters, StepCost, StepWork, chunk_pairs
+from costs.step_cost import CostParameters, StepCost, StepWork
 from costs.step_fit import StepFit
-from engine.steps.batch import StepRow, TokenRows
-
-
-def decode_work(rows: TokenRows) -> StepWork:
-    """Of rows of one token each."""
-    return StepWork(decode_rows=len(rows), decode_context_tokens=rows.context_tokens)
-
-
-def with_prompts(work: StepWork, rows: Sequence[StepRow]) -> StepWork:
-    """And rows of prompts."""
-    if not rows:
-        return work
-    tokens, pairs = 0, 0.0
-    for row in rows:
-        chunk = len(row.token_ids)
-        tokens += chunk
-        pairs += chunk_pairs(chunk, row.start)
-    return StepWork(tokens, pairs, work.decode_rows, work.decode_context_tokens)
 
 
 class StepMeter:
-    """Engine thread, but for `parameters`, which any thread may read.
+    """Belongs to the engine thread; any thread may read `parameters`.
 
-    A step that was launched while another ran has begun when that one's results were here: back to back, from result to
-    result, is the time tokens take to follow each other. After a gap it has begun with its own schedule.
+    A step that was launched while another ran begins when that one's results are here: the time from result to result
+    is the time between tokens. After a gap a step begins with its own schedule.
     """
 
     def __init__(
         self,
         guess: CostParameters,
         clock: Callable[[], float] = time.perf_counter,
-        tell: Callable[[StepWork, float, float], None] = lambda _work, _seconds, _predicted_s: None,
+        on_step: Callable[[StepWork, float, float], None] = lambda _work, _seconds, _predicted_s: None,
     ) -> None:
-        """`guess` is what predictions begin with; `clock` in seconds; `tell` hears of each step, of the seconds
-        that it took, and of those that were predicted.
+        """`guess` is what predictions begin with; `clock` returns seconds.
+
+        `on_step` is called for each step with its work, the seconds it took and the seconds that were predicted.
         """
         self._fit = StepFit(guess)
         self._clock = clock
-        self.tell = tell
+        self.on_step = on_step
         self._last_end = float("-inf")
+        self._ended: list[tuple[StepWork, float]] = []
+        """Steps that were not learned from yet, each with its seconds."""
 
     @property
     def parameters(self) -> CostParameters:
-        """The newest fit, and how good it is."""
+        """The newest fit and its error."""
         return self._fit.parameters
 
     def cost(self) -> StepCost:
-        """Predicts with the newest fit."""
+        """Return the cost model with the newest fit."""
         return StepCost(self._fit.parameters)
 
     def begin(self) -> float:
-        """Now: give it back with the step's end."""
+        """Return the time, for `end`."""
         return self._clock()
 
-    def end(self, began: float) -> float:
-        """The results of a step are here → how many seconds it took; `learn` of it when nobody waits any more."""
+    def end(self, work: StepWork, began: float) -> None:
+        """Note a step whose results are here."""
         now = self._clock()
-        seconds, self._last_end = now - max(began, self._last_end), now
-        return seconds
+        self._ended.append((work, now - max(began, self._last_end)))
+        self._last_end = now
 
-    def learn(self, work: StepWork, seconds: float) -> None:
-        """A step with this work took so long."""
-        predicted_s = self._fit.observe(work, seconds)
-        self.tell(work, seconds, predicted_s)
+    def learn(self) -> None:
+        """Learn from the steps that have ended. It belongs between steps, when no router waits for their output."""
+        for work, seconds in self._ended:
+            self.on_step(work, seconds, self._fit.observe(work, seconds))
+        self._ended.clear()

@@ -1,8 +1,7 @@
-"""How many prompt tokens a step computes beside requests that decode.
+"""Limits the prompt tokens of a step that has decode rows.
 
-Prompt tokens in a step delay the next token of every answer in it; a prompt that waits delays its own first token. The
-limits of a step are `costs.chunks.step_limit`, which routers predict with as well. Without decode rows nobody is
-delayed, and without prompts there is nothing to decide.
+Prompt tokens in a step delay the next token of every request that decodes in it; a prompt that waits delays its own
+first token. The limits of a step are `costs.chunks.step_limit`, which routers predict with as well.
 """
 
 import math
@@ -21,17 +20,15 @@ from prefill_worker.queue import WaitingPrompts
 from wire.messages import Assignment
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
-_PIECES = 8
-"""Where steps are small: part of a budget that is a piece."""
+_BUDGET_CHUNKS = 8
+"""The minimal chunk is at most the budget ÷ this number."""
 
 Cost = Callable[[], StepCost]
-"""The newest fit."""
+"""Returns the newest fit of the cost model."""
 
 
 class StepPolicy:
-    """Decides the prompt tokens of each step by the worker's assignment. It is asked before each step that could have
-    prompts.
-    """
+    """Limits the prompt tokens of each step that could have prompts, by the worker's assignment."""
 
     def __init__(self, assignment: Assignment, cost: Cost, max_step_tokens: int) -> None:
         self._assignment = assignment
@@ -41,11 +38,12 @@ class StepPolicy:
             self._most = min(assignment.step_budget or CHUNKED_BUDGET, max_step_tokens)
         self._progress = _Progress(self._most)
         self.steps_without_prompts = 0
-        """Steps since the last call that it was not asked about, as no prompt waited."""
+        """Steps since the last call of `prefill_tokens` in which no prompt waited."""
 
     def prefill_tokens(self, decode_work: StepWork, waiting: WaitingPrompts, targets: Sequence[float] = ()) -> int:
-        """Most prompt tokens of the step that has `decode_work` already; the engine's own limit comes on top. `targets`
-        are the longest gaps between tokens that its answers tolerate, in seconds, rising.
+        """Return the most prompt tokens of a step with `decode_work`; the engine's own limit applies as well.
+
+        `targets` are the longest gaps between tokens that its decoding requests tolerate, in seconds, ascending.
         """
         self._progress.steps += self.steps_without_prompts
         self.steps_without_prompts = 0
@@ -60,13 +58,14 @@ class StepPolicy:
             tokens = self._fitting(cost, decode_work, waiting, limit.seconds, tokens)
         if not rows:
             return tokens
-        return self._progress.at_least(tokens if self._progress.is_any(tokens, waiting) else 0, waiting)
+        return self._progress.at_least(tokens if self._progress.is_chunk(tokens, waiting) else 0, waiting)
 
     def _fitting(
         self, cost: StepCost, decode_work: StepWork, waiting: WaitingPrompts, target_s: float, most: int
     ) -> int:
-        """The largest number of tokens up to `most` whose step is predicted to take `target_s` seconds or less, found
-        by bisection: predicted seconds grow with the tokens.
+        """Return the most tokens up to `most` whose step is predicted to take at most `target_s` seconds.
+
+        The prediction grows with the tokens, so bisection finds them.
         """
         fits, too_many = 0, min(most, waiting.tokens) + 1
         while too_many - fits > 1:
@@ -79,24 +78,25 @@ class StepPolicy:
 
 
 class _Progress:
-    """One step in more than `FORCED_CHUNK_INTERVAL` has enough for prompts that wait and get less than a minimal chunk:
-    none of them starves, and such long steps are too few to matter at the 99th percentile of an answer's gaps.
+    """Forces a chunk after `FORCED_CHUNK_INTERVAL` steps that gave waiting prompts less than the minimal chunk.
+
+    No prompt starves, and such long steps are too few to matter at the 99th percentile of a request's gaps.
     """
 
     def __init__(self, budget: int) -> None:
-        self._piece = min(MIN_CHUNK_TOKENS, max(1, budget // _PIECES))
-        self._enough = min(FORCED_CHUNK_TOKENS, budget)
+        self._minimal_chunk = min(MIN_CHUNK_TOKENS, max(1, budget // _BUDGET_CHUNKS))
+        self._forced_chunk = min(FORCED_CHUNK_TOKENS, budget)
         self.steps = FORCED_CHUNK_INTERVAL
-        """Steps with answers in them since the last one with enough for prompts."""
+        """Steps since the last one with a chunk."""
 
-    def is_any(self, tokens: int, waiting: WaitingPrompts) -> bool:
-        """Whether it is a piece, or all there is."""
-        return tokens >= min(self._piece, waiting.tokens)
+    def is_chunk(self, tokens: int, waiting: WaitingPrompts) -> bool:
+        """Return True if this is at least the minimal chunk, or all prompt tokens that wait."""
+        return tokens >= min(self._minimal_chunk, waiting.tokens)
 
     def at_least(self, tokens: int, waiting: WaitingPrompts) -> int:
-        """Must be asked for each step with answers in it."""
+        """Count a step that would have so many prompt tokens; returns how many it gets."""
         self.steps += 1
-        if not waiting.prompts or self.steps <= FORCED_CHUNK_INTERVAL or self.is_any(tokens, waiting):
+        if not waiting.prompts or self.steps <= FORCED_CHUNK_INTERVAL or self.is_chunk(tokens, waiting):
             return tokens
         self.steps = 0
-        return self._enough
+        return self._forced_chunk

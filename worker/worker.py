@@ -37,12 +37,13 @@ from worker.halves import Halves
 from worker.handovers import Handovers
 from worker.loaded_engine import LoadedEngine, engine_facts
 from worker.loop import StepLoop
-from worker.outbox import Outbox, RouterStream
+from worker.outbox import Outbox
 from worker.peers.peers import Peers
 from worker.peers.warm_ups import WarmUps
 from worker.reporting.metrics import Utilization, WorkerMetrics
 from worker.reporting.report import WorkerReport
 from worker.reporting.watchdog import Watchdog
+from worker.router_stream import RouterStream
 from worker.step_meter import StepMeter
 from worker.validation import check_prefill, check_reservation
 
@@ -68,7 +69,7 @@ class Worker:
         """Set when a step failed: the process must end."""
         used = Utilization(engine.roofline, given=config.ceilings)
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
-        """What is counted here; export `worker_facts` beside it."""
+        """The metrics of this worker; export `worker_facts` with them."""
         self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
         self._outbox = Outbox(self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes)
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
@@ -77,13 +78,18 @@ class Worker:
         self.peers = self._make_peers(engine, layout)
         self._handovers = self._make_handovers(engine)
         self._halves = self._make_halves()
-        self._meter = StepMeter(engine.cost_guess, tell=self.metrics.step)
+        self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
         self._loop = self._make_loop(engine)
         halves, loop, post = self._halves, self._loop, self._outbox.post
         self.assignment = WorkerAssignment(
-            me, config.assignment, halves.listeners(), resize=halves.resize, steer=loop.steer, emit=post
+            me,
+            config.assignment,
+            halves.half_controls(),
+            resize=halves.resize,
+            set_steps=loop.set_assignment,
+            emit=post,
         )
-        """What this worker does now."""
+        """The assignment of this worker."""
         self._warm_ups = WarmUps(
             self.peers, lambda: self.assignment.assignment.role.prefills and not self.assignment.draining
         )
@@ -99,7 +105,7 @@ class Worker:
             assignment=self.assignment,
             watchdog=self._watchdog,
         )
-        """What it says of itself."""
+        """The report of this worker."""
 
     def start(self) -> None:
         """Begin to step, and to end what is due."""
@@ -140,15 +146,16 @@ class Worker:
     # ---- other workers ----
 
     def peer_joined(self, info: WorkerInfo) -> None:
-        """Another worker serves, perhaps one that was believed dead, or has opened other halves. Who will hand prompts
-        over to it gets ready for that now, not with a user's prompt.
+        """Another worker serves, perhaps one that was believed dead, or has opened other halves.
+
+        Who will hand prompts over to it gets ready for that now, not with a user's prompt.
         """
         self.admission.peer_back(info.peer)
         self.peers.welcome(info.peer)
         self._warm_ups.see(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
-        """That run of another worker, and so its earlier ones, is believed dead."""
+        """Take that run of another worker, and its earlier ones, for dead."""
         log.info("%s is gone up to incarnation %d", peer.worker_id, peer.incarnation)
         self.admission.peer_gone(peer)
         self.peers.forget(peer)

@@ -14,8 +14,8 @@ from engine.config import GPU_PAGE_TOKENS
 from engine.cuda.cuda_graphs import graph_sizes
 from engine.cuda.sampler_cuda import PARAMS, DeviceSampler
 from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
-from engine.steps.step_buffer import StepSizes
-from engine.steps.step_packer import StepLimits, StepPacker
+from engine.steps.step_buffer import StepLimits, StepSizes
+from engine.steps.step_packer import StepPacker
 from kv_transfer.layout import KVLayout
 from wire.cost_parameters import UNMEASURED
 from wire.messages import ModelFacts

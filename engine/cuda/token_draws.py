@@ -11,8 +11,9 @@ from torch import Tensor
 from engine.cuda.penalty_counts import PenaltyCounts
 from engine.cuda.sampler_cuda import MANY_ROWS, PARAMS, DeviceSampler
 from engine.kernels.sampling.triton_logprobs import MOST_TOP, logprobs
-from engine.least_lengths import HeldLogits
-from engine.steps.batch import Draw, History, scores_of, wants_logprobs
+from engine.logits_mask import MaskedLogits
+from engine.logprobs import scores_of, wants_logprobs
+from engine.steps.batch import Draw, History
 from engine.steps.draws import Draws
 from wire.messages import SamplingParams, TokenLogprobs
 
@@ -104,9 +105,9 @@ class TokenDraws:
         """
         draws = Draws.of(draws)
         if draws.may_not_end:
-            held = HeldLogits(logits, draws, self._eos_token_ids)
+            masked = MaskedLogits(logits, draws, self._eos_token_ids)
             self._sample(logits, draws, late, memory)
-            held.let_go()
+            masked.restore()
         elif not (greedy_is_drawn and draws.greedy and not draws.penalized):
             self._sample(logits, draws, late, memory)
         count = len(draws)

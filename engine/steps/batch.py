@@ -1,10 +1,9 @@
-"""What the engine computes in one step: rows of tokens, each row a piece of one request.
+"""The work of the engine in one step: rows of tokens, each row a piece of one request.
 
 Rows of one token each are columns that read as objects: a decode step of hundreds of rows is made, packed and sampled
 in a few operations on arrays, and an object for each row would take longer than a small model's step.
 
-A decode row is a piece of one token, a prefill row a chunk of the prompt; the engine does not tell them apart
-by name, only by length.
+A decode row is a piece of one token, a prefill row a chunk of the prompt; the engine tells them apart by length only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +28,6 @@ __all__ = [
     "StepRow",
     "TokenRows",
     "rows_of",
-    "scores_of",
-    "wants_logprobs",
 ]
 
 _Drawn = TypeVar("_Drawn")
@@ -58,31 +55,34 @@ class StepRow(NamedTuple):
 
 
 class RowColumns(NamedTuple):
-    """n rows of one token each, which all draw. Their pages are good until the next step is planned, nothing else of
-    them changes.
+    """n rows of one token each, which all draw.
+
+    Their pages are good until the next step is planned, nothing else of them changes.
     """
 
     token_ids: NDArray[np.int64]
     """[n]"""
-    shift: NDArray[np.int64]
-    """[n]: positions of the tokens, less `number`."""
-    number: int
+    position_offset: NDArray[np.int64]
+    """[n]: positions of the tokens, less `step`."""
+    step: int
     sources: NDArray[np.int32]
     """[n], FROM_HOST for rows without."""
-    places: NDArray[np.intp]
-    """[n]: where each row's pages are."""
+    slot_indices: NDArray[np.intp]
+    """[n]: each row's slot in `table` and `page_counts`."""
     table: NDArray[np.int32]
-    """[places, at least max(held)]: pages, anything behind the last of them."""
-    held: NDArray[np.int32]
-    """[places]: how many pages there are."""
+    """[slots, at least max(page_counts)]: pages; entries behind a slot's last page mean nothing."""
+    page_counts: NDArray[np.int32]
+    """[slots]: the number of pages of each slot."""
     longest: int
     """Tokens that the row of most context attends to, itself included; 0 without rows."""
     draws: Draws
 
 
 class TokenRows(Sequence[StepRow]):
-    """n rows of one token each. Their columns are made when they are first asked for, before anything of the next step
-    is planned: who only counts rows, as a simulation does, pays for none.
+    """n rows of one token each.
+
+    Their columns are made when they are first asked for, before anything of the next step is planned: who only counts
+    rows, as a simulation does, pays for none.
     """
 
     __slots__ = ("_columns", "_make", "_rows", "context_tokens")
@@ -98,8 +98,8 @@ class TokenRows(Sequence[StepRow]):
     def of(cls, rows: Sequence[StepRow]) -> "TokenRows":
         """Those of `rows` before the first that has more tokens or draws none."""
         first = list(takewhile(lambda row: len(row.token_ids) == 1 and row.draw is not None, rows))
-        held = np.array([len(row.page_ids) for row in first], dtype=np.int32)
-        table = np.zeros((len(first), held.max(initial=0)), dtype=np.int32)
+        page_counts = np.array([len(row.page_ids) for row in first], dtype=np.int32)
+        table = np.zeros((len(first), page_counts.max(initial=0)), dtype=np.int32)
         for into, row in zip(table, first, strict=True):
             into[: len(row.page_ids)] = row.page_ids
         starts = np.array([row.start for row in first], dtype=np.int64)
@@ -110,7 +110,7 @@ class TokenRows(Sequence[StepRow]):
             np.array([FROM_HOST if row.source is None else row.source for row in first], dtype=np.int32),
             np.arange(len(first)),
             table,
-            held,
+            page_counts,
             int(starts.max(initial=-1)) + 1,
             Draws.of([row.draw for row in first if row.draw is not None]),
         )
@@ -137,11 +137,11 @@ class TokenRows(Sequence[StepRow]):
 
     def _row(self, at: int) -> StepRow:
         columns = self.columns
-        source, place = int(columns.sources[at]), columns.places[at]
+        source, slot = int(columns.sources[at]), columns.slot_indices[at]
         return StepRow(
             (int(columns.token_ids[at]),),
-            int(columns.shift[at]) + columns.number,
-            columns.table[place, : columns.held[place]].tolist(),
+            int(columns.position_offset[at]) + columns.step,
+            columns.table[slot, : columns.page_counts[slot]].tolist(),
             columns.draws[at],
             None if source == FROM_HOST else source,
         )
@@ -170,7 +170,7 @@ class StepBatch:
 
     @property
     def draws(self) -> Draws:
-        """Of the rows that draw, in their order."""
+        """The draws of all rows that have one, in their order."""
         draws = self.tokens.columns.draws
         return draws.followed_by([row.draw for row in self.chunks if row.draw is not None]) if self.chunks else draws
 
@@ -216,25 +216,3 @@ def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogp
 def _at_their_rows(drawn: Sequence[_Drawn], chunks: Sequence[StepRow]) -> list[_Drawn | None]:
     each = iter(drawn)
     return [None if row.draw is None else next(each) for row in chunks]
-
-
-def scores_of(
-    draws: Sequence[Draw], values: Sequence[Sequence[float]], top_ids: Sequence[Sequence[int]]
-) -> list[TokenLogprobs | None]:
-    """One entry for each draw, None where it asks for no log probabilities.
-
-    For those that ask, in their order: `values`, of the drawn token and then of the most likely ones, and the most
-    likely tokens' `top_ids`; as many as any of them asks for.
-    """
-    scores = iter(zip(values, top_ids, strict=True))
-    return [_score(each.sampling.logprobs, *next(scores)) if wants_logprobs(each) else None for each in draws]
-
-
-def wants_logprobs(draw: Draw) -> bool:
-    """Whether log probabilities go with this draw's token."""
-    return draw.sampling.logprobs is not None
-
-
-def _score(top: int | None, values: Sequence[float], top_ids: Sequence[int]) -> TokenLogprobs:
-    count = top or 0
-    return TokenLogprobs(values[0], tuple(top_ids[:count]), tuple(values[1 : 1 + count]))

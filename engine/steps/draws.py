@@ -1,4 +1,4 @@
-"""What is to be drawn: for one row as an object, for many as columns that read as such objects."""
+"""The draws of a step: an object for one row, columns that read as such objects for many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ TEMPERATURE, NUMBER = 0, 4
 
 @dataclass(slots=True, eq=False)
 class History:
-    """What penalties look back on. The half that runs the request makes one and keeps it for all its draws.
+    """The tokens that penalties look back on; the half that runs a request keeps one for all its draws.
 
-    `answer` holds the tokens that are here, one less than there are where the row's own token is still on its way
-    (`StepRow.source`). It grows between steps; engines read it while a step is launched. An engine may keep what it
-    counted of a history for the next draw: nobody needs to tell it that the request has ended.
+    `answer` holds the tokens that are here: one fewer where the row's own token is still in flight (`StepRow.source`).
+    It grows between steps; engines read it while a step is launched. An engine may keep what it counted of a history
+    for the next draw: it is not told when the request ends.
     """
 
     prompt: Sequence[int]
@@ -55,13 +55,13 @@ class Draws(Sequence[Draw]):
     indices: NDArray[np.int64]
     """[n]"""
     greedy: bool
-    """Whether none is random."""
+    """True if no draw is random."""
     penalized: bool
-    """Whether any has penalties."""
+    """True if any draw has penalties."""
     scored: bool
-    """Whether any wants log probabilities."""
+    """True if any draw wants log probabilities."""
     may_not_end: bool = False
-    """Whether any answer is shorter than its `min_tokens` (`engine/least_lengths.py`)."""
+    """True if any answer is shorter than its `min_tokens` (`engine/logits_mask.py`)."""
 
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> "Draws":
@@ -128,13 +128,15 @@ class Draws(Sequence[Draw]):
 
 
 def all_greedy(settings: NDArray[np.float64]) -> bool:
-    """Whether none of these `Draws.settings` is random."""
+    """Return True if none of these `Draws.settings` is random."""
     return not settings[:, TEMPERATURE].any()
 
 
 def settings_of(sampling: SamplingParams) -> tuple[float, ...]:
-    """A row of `Draws.settings`: temperature, top_k, top_p, min_p, room for the number, and the repetition, presence
-    and frequency penalties.
+    """Return a row of `Draws.settings`.
+
+    It is temperature, top_k, top_p, min_p, space for the drawn number, and the repetition, presence and frequency
+    penalties.
     """
     return (
         sampling.temperature,

@@ -1,5 +1,6 @@
-"""The random numbers of seeded draws: splitmix64 (Steele et al. 2014) at a counter, so that number i of a seed's
-sequence is found without the numbers before it.
+"""The random numbers of seeded draws: splitmix64 (Steele et al.
+
+2014) at a counter, so that number i of a seed's sequence is found without the numbers before it.
 """
 
 import numpy as np
@@ -9,11 +10,11 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNUSED_BITS = 11
-"""Of 64: a float64 has 53 bits of mantissa."""
+"""The unused bits of 64: a float64 has 53 bits of mantissa."""
 
 
 def start_of(seed: int) -> int:
-    """Where the sequence of a seed begins, for `uniforms`; 0 <= … < 2**64."""
+    """Return the start of a seed's sequence, for `uniforms`; 0 <= … < 2**64."""
     return _mix(seed & _MASK)
 
 

@@ -14,14 +14,37 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.kernels.cpu.compiled_cache import cached_entry
+from wire.errors import Internal
 
 Words = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The bounds of rows: beyond them memory of other requests would be read or written."""
+
+    vocab_size: int
+    max_context: int
+    pages: int
+    page_tokens: int
+
+    def pages_of(self, context: int) -> int:
+        """Return the number of pages that `context` tokens fill."""
+        return -(-context // self.page_tokens)
+
+    def wrong_token(self) -> Internal:
+        """Return the error of a token id outside of the vocabulary."""
+        return Internal(f"A token id is outside 0 .. {self.vocab_size - 1}.")
+
+    def wrong_page(self) -> Internal:
+        """Return the error of a page id outside of the cache."""
+        return Internal(f"A page id is outside 0 .. {self.pages - 1}.")
+
+
+@dataclass(frozen=True, slots=True)
 class StepSizes:
-    """How long each section of the buffer is, in elements.
+    """The lengths of the buffer's sections, in elements.
 
     In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table. Each begins at
     a multiple of 16 bytes, as kernels are compiled once more for addresses that do not.
@@ -53,18 +76,18 @@ class StepSizes:
 
     @property
     def words(self) -> int:
-        """Of 8 bytes, for all sections."""
-        return _bounds(self).words
+        """The number of words of 8 bytes for all sections."""
+        return bounds_of(self).words
 
     @property
     def starts(self) -> Words:
         """[9] of all sections, see `_Bounds`."""
-        return _bounds(self).starts
+        return bounds_of(self).starts
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """Where each section of a buffer lies, in its own elements."""
+    """The place of each section in the buffer, in its own elements."""
 
     token_ids: slice
     slots: slice
@@ -78,13 +101,11 @@ class _Bounds:
     """Words before the first of 32 bits."""
     words: int
     starts: Words
-    """Where token_ids, slots and drawn begin, the words of 32 bits, and, counted in these, positions, sources, row
-    starts, contexts and table.
-    """
+    """The starts of token_ids, slots and drawn, then of the words of 32 bits, then, in these, of all other sections."""
 
 
 @lru_cache(maxsize=256)
-def _bounds(sizes: StepSizes) -> _Bounds:
+def bounds_of(sizes: StepSizes) -> _Bounds:
     """Asked for in each step, and the same in most of them."""
     wide, narrow = sizes.wide_room, sizes.narrow_room
     token_ids, slots, drawn = _slices(wide, sizes.wide)
@@ -101,58 +122,42 @@ def _slices(rooms: list[int], lengths: list[int]) -> list[slice]:
     return [slice(end - room, end - room + length) for end, room, length in zip(ends, rooms, lengths, strict=True)]
 
 
-@dataclass(slots=True)
-class Sections:
-    """Views into one buffer."""
-
-    token_ids: Words
-    slots: Words
-    drawn: Words
-    positions: Narrow
-    sources: Narrow
-    row_starts: Narrow
-    contexts: Narrow
-    table: Narrow
-
-    @classmethod
-    def of(cls, words: Words, sizes: StepSizes) -> "Sections":
-        at = _bounds(sizes)
-        narrow = words[at.wide :].view(np.int32)
-        return cls(
-            words[at.token_ids],
-            words[at.slots],
-            words[at.drawn],
-            narrow[at.positions],
-            narrow[at.sources],
-            narrow[at.row_starts],
-            narrow[at.contexts],
-            narrow[at.table].reshape(sizes.rows, sizes.width),
-        )
-
-
 FINE = -1
 SHORT_OF_PAGES, WRONG_TOKEN, WRONG_PAGE = range(3)
-"""What is wrong with a row."""
+"""The faults of a row."""
 _FAULTS = 3
 
 
 def fault_of(found: int) -> tuple[int, int]:
-    """What `fill_rows` found, unless it was FINE → what is wrong, and with which row."""
+    """Return the fault and the row that `fill_rows` found, unless it found FINE."""
     return found % _FAULTS, found // _FAULTS
 
 
 def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled function has no others
-    words, at, shift, number, token_ids, sources, drawn_before, places, table, held, end, width, limits
+    words,
+    at,
+    position_offset,
+    step,
+    token_ids,
+    sources,
+    drawn_before,
+    slot_indices,
+    table,
+    page_counts,
+    end,
+    width,
+    limits,
 ):
-    """Fill `words` [int64], whose sections begin at `at` (`StepSizes.starts`), for n rows and, behind them, rows up to
-    `end` that read and write nothing; the page table is `width` wide.
+    """Write n rows of one token each into `words` [int64], and rows up to `end` that read and write nothing.
 
-    shift [n] int64: positions, less `number`; token_ids [n] int64; sources [n] int32, of the rows of the step before;
-    drawn_before int64: the draw of each of those, empty = its own number; places [n]: where each row's pages are in
-    table [places, pages] int32, and in held [places] int32 how many there are. limits [3] int64: tokens of a page, size
-    of the vocabulary, pages of the cache.
+    The sections of `words` begin at `at` (`StepSizes.starts`); the page table is `width` wide.
 
-    → FINE, or what is wrong with the last row that anything is wrong with.
+    position_offset [n] int64: positions, less `step`; token_ids [n] int64; sources [n] int32: rows of the step before;
+    drawn_before int64: the draw of each of those rows, empty = its own number; slot_indices [n]: each row's slot in
+    table [slots, pages] int32 and in page_counts [slots] int32. limits [3] int64: tokens of a page, size of the
+    vocabulary, pages of the cache.
+
+    Returns FINE, or the fault of the last row that has one, for `fault_of`.
     """
     page_tokens, vocab_size, pages = limits[0], limits[1], limits[2]
     narrow = words[at[3] :].view(np.int32)
@@ -160,9 +165,9 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     positions, from_rows, row_starts = narrow[at[4] :], narrow[at[5] :], narrow[at[6] :]
     contexts, into = narrow[at[7] :], narrow[at[8] :]
     found = FINE
-    for row in range(len(shift)):
-        place = places[row]
-        position, has = shift[row] + number, held[place]
+    for row in range(len(position_offset)):
+        slot = slot_indices[row]
+        position, has = position_offset[row] + step, page_counts[slot]
         page = position // page_tokens
         if position < 0 or page >= has:
             return row * _FAULTS + SHORT_OF_PAGES
@@ -170,7 +175,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
             found = row * _FAULTS + WRONG_TOKEN
         source = sources[row]
         ids[row] = token_ids[row]
-        slots[row] = (table[place, page] - page) * page_tokens + position
+        slots[row] = (table[slot, page] - page) * page_tokens + position
         drawn[row] = row
         positions[row] = position
         from_rows[row] = drawn_before[source] if source >= 0 and len(drawn_before) else source
@@ -178,17 +183,17 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
         contexts[row] = position + 1
         used, first, wrong = min(width, has), row * width, 0
         for index in range(used):
-            held_page = table[place, index]
+            held_page = table[slot, index]
             wrong |= held_page < 0 or held_page >= pages
             into[first + index] = held_page
         into[first + used : first + width] = 0
         if wrong:
             found = row * _FAULTS + WRONG_PAGE
-    for row in range(len(shift), end):
+    for row in range(len(position_offset), end):
         ids[row] = positions[row] = contexts[row] = 0
         slots[row] = from_rows[row] = -1
         row_starts[row] = row
-    into[len(shift) * width : end * width] = 0
+    into[len(position_offset) * width : end * width] = 0
     row_starts[end] = end
     return found
 

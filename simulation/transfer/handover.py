@@ -162,7 +162,7 @@ class VirtualHandover:
         self.over = True
         if not self._request.progress.released:
             self._half.withdraw(self._request)
-        self._half.forget(self._request)
+        self._half.free(self._request)
         failure: TandemError | None = self._request.progress.failure
         if failure is not None:
             self._here.tell(self._request, failure_event(self._request.task.ref, failure))

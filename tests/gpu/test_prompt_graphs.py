@@ -14,8 +14,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kernels.reference import ReferenceKernels
+from engine.logprobs import score
 from engine.model_runner import ModelRunner
-from engine.sampler import sample, score
+from engine.sampler import sample
 from engine.steps.batch import Draw, StepBatch, StepRow
 from wire.messages import SamplingParams
 

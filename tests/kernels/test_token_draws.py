@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import sampler
+from engine import logprobs, sampler
 from engine.cuda.penalty_counts import PenaltyCounts
 from engine.cuda.sampler_cuda import IN_PROMPT, DeviceSampler
 from engine.cuda.token_draws import Drawn, TokenDraws
@@ -74,7 +74,7 @@ def one_by_one(steps: int, dtype: torch.dtype, **changes: float) -> list[Request
         logits = logits_of(step, len(requests), dtype)
         draws = [each.draw(step) for each in requests]
         tokens = sampler.sample(logits, draws, EOS)
-        scores = sampler.score(logits, draws, tokens)
+        scores = logprobs.score(logits, draws, tokens)
         for request, token, score in zip(requests, tokens.tolist(), scores, strict=True):
             request.answer.append(token)
             request.scores.append(score)

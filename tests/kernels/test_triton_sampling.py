@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine import logprobs as host_logprobs
 from engine import sampler
 from engine.cuda.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
 from engine.kernels.sampling.triton_logprobs import logprobs
@@ -215,7 +216,7 @@ def test_logprobs(vocab: int, top: int) -> None:
     tokens = torch.tensor([4, 60, 0, vocab - 1])
     rows = torch.tensor([3, 0, 1])
     values, ids = logprobs(logits.to(DEVICE), tokens.to(DEVICE), rows.to(DEVICE), top, pdl=PDL)
-    wanted, wanted_ids = sampler.logprobs(logits[rows].double(), tokens[rows], top)
+    wanted, wanted_ids = host_logprobs.logprobs(logits[rows].double(), tokens[rows], top)
     assert torch.equal(ids.cpu(), wanted_ids)
     torch.testing.assert_close(values.cpu(), wanted, atol=1e-5, rtol=1e-6)
     assert values.shape == (3, 1 + top)

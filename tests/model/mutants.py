@@ -129,9 +129,9 @@ def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker uses its pages again while they are still being read by writes."""
 
     async def settle(self: Handoff) -> None:
-        self._engine.withdraw(self._request)
+        self._half.withdraw(self._request)
         await self._request.progress.until_released()
-        self._engine.forget(self._request)
+        self._half.free(self._request)
         await self._writes.settled()
 
     patch.setattr(Handoff, "_settle", settle)

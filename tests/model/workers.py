@@ -147,7 +147,7 @@ class WorkerProcess:
         self.worker._cache.check_integrity()
         admission = self.worker.admission
         running = self.worker._halves.decode._batch.requests
-        alive = [*admission._requests._ready, *(r for r in running if not (r.cancelled or r.ended))]
+        alive = [*admission._requests.ready, *(r for r in running if not (r.cancelled or r.ended))]
         for request in alive:
             ref = request.reservation.ref
             if ref.attempt <= self._aborted.get(ref.request_id, 0):

@@ -1,8 +1,8 @@
 """A whole cluster in one thread: two prefill workers, two decode workers, a router, and nothing that moves by itself.
 
 What is real: the workers (both halves, admission, lease table, page pool, handoffs, outbox, servicer), the router
-behind its listeners (dispatcher, placement, walks, links, lease keepers, event stream) and the protobuf between them. What
-is played: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_by_hand.py`), the engine (its KV of a token is the
+behind its listeners (dispatcher, placement, walks, links, lease keepers, event stream) and the protobuf between them.
+What is played: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_by_hand.py`), the engine (its KV of a token is the
 token), the threads, the controller and the clock.
 """
 

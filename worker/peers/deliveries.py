@@ -1,5 +1,7 @@
-"""A notice leaves once and is not answered. So the decode worker hears once more, in words, which have left long ago:
-where one was lost it would keep the lease's pages for as long as this process lives.
+"""A notice leaves once and is not answered.
+
+So the decode worker hears once more, in words, which have left long ago: where one was lost it would keep the lease's
+pages for as long as this process lives.
 """
 
 import asyncio

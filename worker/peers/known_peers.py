@@ -12,8 +12,9 @@ RUNS_KEPT = 16
 
 
 class SameHostPeers:
-    """The prefill workers on this host; it knows whether those live whose processes can be seen from here. Entries are
-    by run, because an earlier run may live while its successor does.
+    """The prefill workers on this host; it knows whether those live whose processes can be seen from here.
+
+    Entries are by run, because an earlier run may live while its successor does.
     """
 
     def __init__(self, host: str) -> None:
@@ -44,8 +45,9 @@ class SameHostPeers:
 
 
 class IncompatiblePeers:
-    """Workers that this one has refused, or was refused by: no KV is transferred between them while both run. Each is
-    logged once, and reported to the cluster for as long as it is known. Lives on the event loop.
+    """Workers that this one has refused, or was refused by: no KV is transferred between them while both run.
+
+    Each is logged once, and reported to the cluster for as long as it is known. Lives on the event loop.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""What a worker counts: steps as they end, hand-overs as they are told, and facts that others keep, read at a scrape.
+"""The metrics of a worker: steps as they end, hand-overs as they are reported, and facts read at a scrape.
 
-The engine's thread tells of each step; that costs it a few additions. All else belongs to the event loop. The numbers
-may be read from any thread.
+The engine's thread reports each step between steps; that costs it a few additions. All else belongs to the event loop.
+Any thread may read the numbers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ Emit = Callable[[RoutedEvent], None]
 
 
 class Utilization:
-    """How much of the device's ceilings the newest steps needed.
+    """The share of the device's ceilings that the newest steps needed.
 
-    What steps have reached the device can do: a ceiling below that was measured while others disturbed it, and rises,
-    unless an operator gave it.
+    A ceiling below what steps have reached was measured under load, and rises, unless an operator gave it.
     """
 
     def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
@@ -43,11 +42,11 @@ class Utilization:
         self._given = given is not None
         self.ceilings = given or roofline.ceilings
         self.busy_s = self.bytes = self.flops = 0.0
-        """Of all steps."""
+        """The sums over all steps."""
         self._marks: deque[tuple[float, float, float]] = deque([(0.0, 0.0, 0.0)], maxlen=_WINDOW_MARKS)
 
     def step(self, work: StepWork, seconds: float) -> None:
-        """One more has ended."""
+        """Add a step that has ended."""
         self.busy_s += seconds
         self.bytes += self._sizes.step_bytes(work)
         self.flops += self._sizes.step_flops(work)
@@ -86,7 +85,7 @@ class WorkerMetrics:
         self.registry = registry = Registry({"model": model, "worker": worker})
         self.utilization = utilization
         self.writing = WritingTime()
-        """Of hand-overs, who tell it."""
+        """The time of hand-overs' writes."""
         self._decode_steps = registry.histogram(f.STEP_SECONDS, "decode")
         self._prefill_steps = registry.histogram(f.STEP_SECONDS, "prefill")
         self._mixed_steps = registry.histogram(f.STEP_SECONDS, "mixed")
@@ -106,7 +105,7 @@ class WorkerMetrics:
         registry.read(lambda: {f.TRANSFER_WRITING: self.writing.seconds})
 
     def step(self, work: StepWork, seconds: float, predicted_s: float) -> None:
-        """Engine thread: a step has ended."""
+        """Count a step that has ended; the engine thread calls it."""
         rows, tokens = work.decode_rows, work.prefill_tokens
         if not tokens:
             times, over = self._decode_steps, self._decode_over
@@ -126,7 +125,7 @@ class WorkerMetrics:
         self.utilization.step(work, seconds)
 
     def refused(self) -> None:
-        """A request found no pages."""
+        """Count a request that found no pages."""
         self._refusals.add()
 
     def hearing(self, emit: Emit) -> Emit:
@@ -163,7 +162,7 @@ class WorkerMetrics:
 
 
 def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
-    """What an engine keeps anyway, and what it is for: `role` is asked at each scrape, as it may change."""
+    """Return facts that an engine keeps; `role` is read at each scrape, as it may change."""
     graphs = engine.graph_use
     return {
         f.WORKER_INFO: {(role(), engine.device_name, engine.facts.dtype): 1.0},
@@ -173,7 +172,7 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
 
 
 def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
-    """What a worker keeps anyway."""
+    """Return facts that a worker keeps."""
     load, found = report.load(), report.inspect()
     stored, removed = report.prefix_events
     return {
@@ -201,7 +200,7 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
 
 
 def step_costs(cost: CostParameters) -> Facts:
-    """What its steps take; nothing as long as that is a guess."""
+    """Return the fitted costs of steps; nothing before the first step."""
     if not cost.observed:
         return {}
     parts: Reading = {

@@ -1,4 +1,4 @@
-"""What a worker says of itself: its load, which routers place by, and what an inspection finds."""
+"""The report of a worker: its load, by which routers place, and its inspection."""
 
 from costs.step_cost import CostParameters, StepWork
 from engine.cache.prefix_cache import PrefixCache
@@ -12,7 +12,7 @@ from worker.step_meter import StepMeter
 
 
 def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
-    """Of a worker, real or simulated, whose newest step has `decoding` and whose steps are predicted to `cost` that."""
+    """Return the load of a worker, real or simulated, from its newest decode rows and its cost parameters."""
     pool = cache.pool
     return WorkerLoad(
         prefill_requests=halves.prefill.waiting_requests(),

@@ -16,8 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """A timer on the event loop. Leases, quarantines and stuck steps end at most a tenth of their time late; the pool
-    is checked after each busy time.
+    """A timer on the event loop.
+
+    Leases, quarantines and stuck steps end at most a tenth of their time late; the pool is checked after each busy
+    time.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Watchdog:
         self._timer: asyncio.Task[None] | None = None
         self._check: asyncio.Future[None] | None = None
         self._checking_since = 0.0
-        """When the check of the pool began, by the monotonic clock; 0 if none runs."""
+        """The time at which the check of the pool began, by the monotonic clock; 0 if none runs."""
         self.integrity_error = ""
         """The error that was found in the pool, in words; it is never cleared."""
 
@@ -55,8 +57,9 @@ class Watchdog:
                 task.cancel()
 
     def check_device(self) -> bool:
-        """End the worker if its device hangs; returns whether it does. Nothing that is waited for here may keep this
-        from being called.
+        """End the worker if its device hangs; returns whether it does.
+
+        Nothing that is waited for here may keep this from being called.
         """
         stuck = self._stuck()
         if stuck:
@@ -84,8 +87,9 @@ class Watchdog:
         return "a check of the pool" if since and time.monotonic() - since > self._step_deadline_s else ""
 
     def _check_when_idle(self) -> None:
-        """Check the pool off the event loop and never while the engine needs it. The timer goes on meanwhile: a check
-        that hangs must not hide a device that does.
+        """Check the pool off the event loop and never while the engine needs it.
+
+        The timer goes on meanwhile: a check that hangs must not hide a device that does.
         """
         steps = self._loop.steps
         if steps == self._steps_checked or self._halves.open_requests() or self._checking_since:

@@ -51,15 +51,15 @@ def test_together_is_one_by_one() -> None:
         together, some = crowded(seed)
         single, others = crowded(seed)
         gave = True
-        while gave and (needy := [request for request in some if request.promised]):
-            before = [list(request.pages) for request in needy]
-            gave = together.grow_all(needy)
+        while gave and (growing := [request for request in some if request.promised]):
+            before = [list(request.pages) for request in growing]
+            gave = together.grow_all(growing)
             each = [single.grow(request) for request in others if request.promised]
             assert gave == all(each)
             if gave:
                 assert state(together, some) == state(single, others)
                 together._pool.check_integrity()
             else:
-                assert [request.pages for request in needy] == before
-                refused += len(needy) > 1
+                assert [request.pages for request in growing] == before
+                refused += len(growing) > 1
     assert refused > 20

@@ -18,11 +18,12 @@ from decode_worker.half import DecodeHalf
 from decode_worker.page_budget import RETURN_S
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.requests import RunningRequests
+from decode_worker.running_requests import RunningRequests
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from engine.steps.batch import StepRow
 from tests.fake_engine import FACTS, PAGE_TOKENS
+from tests.unit.decode_worker.step_events import events_of
 from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import (
     GrantedLease,
@@ -157,7 +158,7 @@ class House:
         assert launched or self.flying or self.half.idle or self.coming
         while len(self.flying) > (1 if self.behind and launched else 0):
             done = self.flying.popleft()
-            for routed in self.half.apply([asked.token(index) for asked, index in done]):
+            for routed in events_of(self.half.apply([asked.token(index) for asked, index in done])):
                 self._take(self.asked[routed.event.ref.request_id], routed.event)
         # Within a step what the half says itself may be heard before its tokens.
         while self.notes:

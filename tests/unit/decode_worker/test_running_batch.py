@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode_worker.batch_slots import BUFFERED_STEPS
+from decode_worker.batch_snapshot import BUFFERED_STEPS
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
 from engine.cache.prefix_cache import Prefix
@@ -80,9 +80,9 @@ class Model:
         self.batch.join(request)
 
     def give_pages(self, share: float) -> None:
-        needy = self.batch.without_page()
-        assert set(needy) == {each.request for each in self.known if each.short}
-        for request in needy:
+        needs_page = self.batch.without_page()
+        assert set(needs_page) == {each.request for each in self.known if each.short}
+        for request in needs_page:
             if self.dice.random() < share:
                 request.pages.append(request.pages[0] + len(request.pages))
                 self.batch.page_added(request)
@@ -121,18 +121,18 @@ class Model:
         for routed in completed.plain_tokens():
             for event in routed.tokens.events():
                 told[event.ref.request_id] = (event.first_index, event.token_ids[0])
-        special = {request: (index, token) for request, index, token in map(completed.token, completed.special)}
+        events = {request: (index, token) for request, index, token in map(completed.token, completed.event_rows)}
         for each, token in zip(step, drawn, strict=True):
             each.landed += 1
             request, name = each.request, each.request.reservation.ref.request_id
             if each.over:
                 assert name not in told
-                assert request not in special
+                assert request not in events
                 continue
             each.said.append(token)
-            assert (special.get(request) or told[name]) == (len(each.said) - 1, token)
+            assert (events.get(request) or told[name]) == (len(each.said) - 1, token)
             ends = request.ending.reason(token, len(each.said) - 1) is not None
-            assert request in special or not ends
+            assert request in events or not ends
             assert request.history is None or request.history.answer == each.said
             if ends:
                 each.over = each.stopped = True

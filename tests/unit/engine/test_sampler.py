@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.sampler import draw_filtered, invert, keep_best, logprobs, penalize, sample, score
+from engine.logprobs import logprobs, score
+from engine.sampler import penalize, sample
+from engine.sampling_filters import draw_filtered, invert, keep_best
 from engine.steps.batch import Draw, History, StepBatch, rows_of
 from engine.steps.seeded import start_of, uniform, uniforms
 from tests.factories import draw, row

@@ -8,8 +8,8 @@ import torch
 
 from engine.steps.batch import FROM_HOST, Draw, RowColumns, StepBatch, StepRow, TokenRows
 from engine.steps.draws import Draws
-from engine.steps.step_buffer import StepSizes
-from engine.steps.step_packer import PackedStep, StepLimits, StepPacker, unpack, view_step
+from engine.steps.step_buffer import StepLimits, StepSizes
+from engine.steps.step_packer import PackedStep, StepPacker, unpack, view_step
 from wire.errors import Internal
 from wire.messages import SamplingParams
 

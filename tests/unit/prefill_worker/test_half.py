@@ -150,10 +150,10 @@ async def test_the_head_of_the_line_waits_for_pages_and_nobody_overtakes() -> No
     assert house.half.waiting_requests() == 2
     assert house.half.waiting_tokens() == 22
     assert house.half.waiting() == WaitingPrompts(2, 22, 0)
-    house.half.forget(house.requests["first"])
+    house.half.free(house.requests["first"])
     assert pieces(house.step(100)) == [(0, 20), (0, 2)]
     for name in ("large", "small"):
-        house.half.forget(house.requests[name])
+        house.half.free(house.requests[name])
     counts = house.pool.counts()
     assert counts.free + counts.cached == 8
     assert house.half.known_requests() == 0
@@ -208,7 +208,7 @@ async def test_local_prompts_are_computed_in_the_leases_pages() -> None:
     (notice,) = house.local.notices  # at once: the next step that is planned has its row
     assert (notice.lease, notice.pages, notice.first_token_id, notice.skipped) == (lease, 2, 7, 0)
     assert notice.token_hash == hash_token_ids(range(3, 9))
-    house.half.forget(house.requests["a"])
+    house.half.free(house.requests["a"])
     assert house.pool.counts().owned == 0
 
 
@@ -244,7 +244,7 @@ async def test_a_prompt_that_is_known_starts_behind_what_is_known() -> None:
     assert edges == [Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED]
     await asyncio.sleep(0)
     for name in "ab":
-        house.half.forget(house.requests[name])
+        house.half.free(house.requests[name])
     assert house.pool.counts().shared == 0
 
 
@@ -268,9 +268,9 @@ async def test_what_decode_holds_of_a_local_prompt_is_read_in_the_cache() -> Non
     (row,) = house.step(100)
     assert row.start == 8
     assert list(row.page_ids) == [*house.requests["a"].pages[:2], 41]
-    house.half.forget(house.requests["a"])
+    house.half.free(house.requests["a"])
     assert house.pool.counts().shared == 2
-    house.half.forget(house.requests["b"])
+    house.half.free(house.requests["b"])
     assert house.pool.counts().shared == 0
 
 

@@ -15,8 +15,7 @@ from prefill_worker import handoff, write_window
 from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
 from prefill_worker.handoff import Handoff
 from prefill_worker.page_writes import WritingTime
-from prefill_worker.progress import Progress
-from prefill_worker.request import PrefillRequest
+from prefill_worker.request import PrefillRequest, Progress
 from prefill_worker.write_window import WindowRenewals
 from tests.fake_engine import PAGE_TOKENS
 from wire.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
@@ -61,7 +60,7 @@ class Scene(Sender, DecodePeers):
         self.request = PrefillRequest(task, 3, False, Progress(), Prefix(b""), pages=[10, 11, 12])
         self.handoff = Handoff(
             request=self.request,
-            engine=self,
+            half=self,
             me=ME,
             page_tokens=PAGE_TOKENS,
             sender=self,
@@ -115,13 +114,13 @@ class Scene(Sender, DecodePeers):
         if "withdraw" in self.cannot:
             raise self.cannot["withdraw"]
 
-    def outlived(self, request: PrefillRequest) -> None:
-        self.diary.append("outlived")
+    def transfer_outlives_request(self, request: PrefillRequest) -> None:
+        self.diary.append("transfer_outlives_request")
 
-    def forget(self, request: PrefillRequest) -> None:
-        self.diary.append("forget")
-        if "forget" in self.cannot:
-            raise self.cannot["forget"]
+    def free(self, request: PrefillRequest) -> None:
+        self.diary.append("free")
+        if "free" in self.cannot:
+            raise self.cannot["free"]
 
     async def turn(self) -> None:
         for _ in range(10):
@@ -155,7 +154,7 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     for write in (1, 0, 2):
         await scene.settle(write)
     await scene.handoff.ended
-    assert scene.diary[5:] == ["delivered", "withdraw", "forget"]
+    assert scene.diary[5:] == ["delivered", "withdraw", "free"]
     assert [list(write.remote_pages) for write in scene.writes] == [[20], [21], [22]]
     notice = scene.writes[2].notice
     assert notice is not None
@@ -209,7 +208,7 @@ async def test_the_last_page_alone_goes_with_the_notice() -> None:
     await scene.finish()
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "write [12] + notice", "delivered", "withdraw", "forget"]
+    assert scene.diary == ["connect", "allot 3", "write [12] + notice", "delivered", "withdraw", "free"]
 
 
 @pytest.mark.parametrize("allotted", [[], [20, 21, 22, 23]])
@@ -219,7 +218,7 @@ async def test_an_allotment_that_fits_no_prompt_ends_the_request(allotted: list[
     await scene.compute(PAGE_TOKENS)
     scene.request.progress.release()
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "withdraw", "forget", "release"]
+    assert scene.diary == ["connect", "allot 3", "withdraw", "free", "release"]
     (routed,) = scene.events
     assert routed.event.error is not None
     assert routed.event.error.code == "INTERNAL"
@@ -233,10 +232,10 @@ async def test_abort_gives_nothing_back_before_writes_are_quiet() -> None:
     assert scene.diary[2:] == ["write [10, 11]", "withdraw"]
     scene.request.progress.release()
     await scene.turn()
-    assert scene.diary[-1] == "outlived"
+    assert scene.diary[-1] == "transfer_outlives_request"
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary[-2:] == ["forget", "release"]
+    assert scene.diary[-2:] == ["free", "release"]
     assert scene.events == []
 
 
@@ -252,7 +251,7 @@ async def test_a_write_that_fails_early_ends_the_prompt_with_the_next_chunk() ->
     assert routed.event.error.code == "TRANSFER_FAILED"
     scene.request.progress.release()
     await scene.handoff.ended
-    assert scene.diary[-2:] == ["forget", "release in doubt"]
+    assert scene.diary[-2:] == ["free", "release in doubt"]
 
 
 async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
@@ -280,7 +279,7 @@ async def test_an_abort_is_heard_whatever_is_just_being_waited_for(turns: int) -
         await asyncio.sleep(0)
     scene.handoff.abort()
     await scene.turn()
-    assert scene.diary[-2:] == ["withdraw", "outlived"]
+    assert scene.diary[-2:] == ["withdraw", "transfer_outlives_request"]
 
 
 async def test_abort_gives_nothing_back_before_the_engine_has_let_go() -> None:
@@ -291,7 +290,7 @@ async def test_abort_gives_nothing_back_before_the_engine_has_let_go() -> None:
     assert scene.diary[-1] == "withdraw"
     scene.request.progress.release()
     await scene.handoff.ended
-    assert scene.diary[-2:] == ["forget", "release"]
+    assert scene.diary[-2:] == ["free", "release"]
 
 
 async def test_an_answer_that_ends_at_once_gives_the_lease_back() -> None:
@@ -300,7 +299,15 @@ async def test_an_answer_that_ends_at_once_gives_the_lease_back() -> None:
     await scene.finish(FinishReason.STOP)
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "write [10]", "withdraw", "outlived", "forget", "release"]
+    assert scene.diary == [
+        "connect",
+        "allot 3",
+        "write [10]",
+        "withdraw",
+        "transfer_outlives_request",
+        "free",
+        "release",
+    ]
     assert scene.events == []
 
 
@@ -309,14 +316,14 @@ async def test_an_answer_that_ends_in_one_chunk_allots_nothing() -> None:
     await scene.turn()
     await scene.finish(FinishReason.STOP)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "withdraw", "forget", "release"]
+    assert scene.diary == ["connect", "withdraw", "free", "release"]
 
 
 async def test_without_destination_there_is_nothing_to_hand_over() -> None:
     scene = Scene(destination=False)
     await scene.finish(FinishReason.LENGTH)
     await scene.handoff.ended
-    assert scene.diary == ["withdraw", "forget"]
+    assert scene.diary == ["withdraw", "free"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -327,10 +334,10 @@ async def test_a_failed_write_is_reported_once_and_waits_for_the_others(failing:
     await scene.finish()
     scene.futures[failing].set_exception(TransferFailed("lost"))
     await scene.turn()
-    assert "forget" not in scene.diary
+    assert "free" not in scene.diary
     await scene.settle(1 - failing)
     await scene.handoff.ended
-    assert scene.diary[-2:] == ["forget", "release in doubt"]
+    assert scene.diary[-2:] == ["free", "release in doubt"]
     (routed,) = scene.events
     assert routed.event.error is not None
     assert routed.event.error.code == "TRANSFER_FAILED"
@@ -344,7 +351,7 @@ async def test_a_failure_before_the_first_chunk_stops_the_prompt(raised: Excepti
     assert scene.diary == ["withdraw"]
     scene.request.progress.release()
     await scene.handoff.ended
-    assert scene.diary == ["withdraw", "forget", "release"]
+    assert scene.diary == ["withdraw", "free", "release"]
     (routed,) = scene.events
     assert routed.event.error is not None
     assert routed.event.error.code == code
@@ -360,9 +367,9 @@ async def test_a_lease_is_given_back_until_it_is_heard_and_the_pages_do_not_wait
     scene.handoff.abort()
     scene.request.progress.release()
     await scene.turn()
-    assert scene.diary == ["connect", "withdraw", "forget"]
+    assert scene.diary == ["connect", "withdraw", "free"]
     await asyncio.wait_for(scene.handoff.ended, 60.0)
-    assert scene.diary == ["connect", "withdraw", "forget", "release"]
+    assert scene.diary == ["connect", "withdraw", "free", "release"]
     assert not scene.refuse_release
 
 
@@ -392,7 +399,7 @@ async def test_a_lease_that_is_over_is_not_given_back_again() -> None:
     scene.handoff.abort()
     scene.request.progress.release()
     await asyncio.wait_for(scene.handoff.ended, 60.0)
-    assert scene.diary == ["withdraw", "forget"]
+    assert scene.diary == ["withdraw", "free"]
 
 
 async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
@@ -407,10 +414,10 @@ async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
     scene.request.progress.release()
     with pytest.raises(KeyError):
         await scene.handoff.ended
-    assert scene.diary == ["withdraw", "forget", "release"]
+    assert scene.diary == ["withdraw", "free", "release"]
 
 
-@pytest.mark.parametrize("step", ["withdraw", "forget"])
+@pytest.mark.parametrize("step", ["withdraw", "free"])
 async def test_a_lease_is_given_back_whatever_fails_here_and_not_before_writes_are_quiet(step: str) -> None:
     scene = Scene()
     scene.cannot[step] = KeyError("a defect")
@@ -471,7 +478,16 @@ async def test_without_permission_nothing_is_written(
     scene.request.progress.release()
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "write [10]", "renew", "withdraw", "outlived", "forget", "release"]
+    assert scene.diary == [
+        "connect",
+        "allot 3",
+        "write [10]",
+        "renew",
+        "withdraw",
+        "transfer_outlives_request",
+        "free",
+        "release",
+    ]
     (routed,) = scene.events
     assert routed.event.error is not None
     assert routed.event.error.code == code

@@ -6,9 +6,8 @@ import pytest
 
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
-from prefill_worker.progress import Progress
 from prefill_worker.queue import OLDEST_SHARE, PromptQueue, StartResult, WaitingPrompts
-from prefill_worker.request import PrefillRequest
+from prefill_worker.request import PrefillRequest, Progress
 from wire.messages import PrefillTask, RequestRef, SamplingParams
 
 CACHE = PrefixCache(PagePool(1), 16)

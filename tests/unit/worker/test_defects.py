@@ -53,7 +53,7 @@ async def test_a_token_that_cannot_be_told(
         found: str = landed.token(row)[0].reservation.ref.request_id
         return found
 
-    monkeypatch.setattr(DecodeHalf, "_tell", defect(DecodeHalf._tell, name))
+    monkeypatch.setattr(DecodeHalf, "_event_for", defect(DecodeHalf._event_for, name))
     async with WorkerPair(both=both) as pair:
         with caplog.at_level(logging.ERROR):
             await others_are_whole(pair, "INTERNAL")

@@ -14,7 +14,8 @@ from wire.messages import (
     WorkerLoad,
 )
 from wire.prefixes import PrefixChanges
-from worker.outbox import PREFIX_BATCHES_MAX, Outbox, RouterStream
+from worker.outbox import Outbox
+from worker.router_stream import PREFIX_BATCHES_MAX, RouterStream
 
 LOAD = WorkerLoad(0, 0, 0, 0, 8)
 

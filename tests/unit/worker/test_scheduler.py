@@ -50,7 +50,7 @@ def rows_of_step(assignment: Assignment, *, steered: bool) -> tuple[int, int]:
         decode=halves, prefill=halves, max_step_tokens=STEP, cost=lambda: StepCost(MS), assignment=first
     )
     if steered:
-        scheduler.steer(assignment)
+        scheduler.set_assignment(assignment)
     scheduler.decoding = DECODING
     assert scheduler.plan() is None
     rows, tokens = halves.asked

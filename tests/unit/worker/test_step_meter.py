@@ -6,7 +6,8 @@ from costs.step_cost import StepWork
 from engine.steps.batch import StepRow, TokenRows
 from tests.factories import draw
 from wire.cost_parameters import UNMEASURED
-from worker.step_meter import StepMeter, decode_work, with_prompts
+from worker.scheduler import decode_work, with_prompts
+from worker.step_meter import StepMeter
 
 WORK = StepWork(decode_rows=1, decode_context_tokens=1)
 
@@ -38,7 +39,8 @@ def play(marks: list[tuple[float, float]]) -> list[float]:
         clock.now = launched
         began = meter.begin()
         clock.now = ended
-        meter.learn(WORK, meter.end(began))
+        meter.end(WORK, began)
+        meter.learn()
     return seen.seconds
 
 
@@ -68,7 +70,8 @@ def test_predictions_follow_what_was_measured() -> None:
     for _ in range(50):
         began = meter.begin()
         clock.now += 0.003
-        meter.learn(WORK, meter.end(began))
+        meter.end(WORK, began)
+        meter.learn()
         clock.now += 1.0
     assert meter.cost().seconds(WORK) == pytest.approx(0.003, rel=0.05)
     assert meter.parameters.observed == 50

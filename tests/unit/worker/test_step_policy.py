@@ -14,8 +14,8 @@ from wire.errors import InvalidArgument
 from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
 from worker.assignment import prompt_step_tokens
-from worker.batch_growth import BatchGrowth
 from worker.config import WorkerConfig
+from worker.scheduler import BatchGrowth
 from worker.step_policy import (
     FORCED_CHUNK_INTERVAL,
     FORCED_CHUNK_TOKENS,

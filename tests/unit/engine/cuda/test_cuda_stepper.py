@@ -11,8 +11,8 @@ from engine.cuda import cuda_stepper
 from engine.cuda.cuda_stepper import CudaStepper
 from engine.graph_use import GraphUse
 from engine.steps.batch import Draw, StepBatch, StepRow
-from engine.steps.step_buffer import StepSizes
-from engine.steps.step_packer import StepLimits, StepPacker
+from engine.steps.step_buffer import StepLimits, StepSizes
+from engine.steps.step_packer import StepPacker
 from wire.errors import Internal
 from wire.messages import SamplingParams
 

@@ -11,7 +11,8 @@ from engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_
 from engine.cuda.step_graph import StepGraph
 from engine.models.shapes import shape_config
 from engine.steps.batch import Draw, StepBatch, StepRow
-from engine.steps.step_packer import StepLimits, StepPacker
+from engine.steps.step_buffer import StepLimits
+from engine.steps.step_packer import StepPacker
 from wire.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=1_000_000, pages=70_000, page_tokens=16)

@@ -49,7 +49,8 @@ def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
     now = iter([1.0, 1.5, 1.5, 3.5, 4.0, 4.25])
     meter = StepMeter(UNMEASURED, lambda: next(now), metrics.step)
     for work in (DECODE, PROMPT, StepWork(3, 6.0, 4, 90)):
-        meter.learn(work, meter.end(meter.begin()))
+        meter.end(work, meter.begin())
+        meter.learn()
     registry = metrics.registry
     totals = {phase: registry.histogram(f.STEP_SECONDS, phase).total for phase in ("decode", "prefill", "mixed")}
     assert totals == {"decode": 0.5, "prefill": 2.0, "mixed": 0.25}
