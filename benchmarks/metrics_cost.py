@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
-from costs.step_cost import StepWork
+from costs.step_work import StepWork
 from engine.cache.paged_cache import cache_bytes
 from engine.config import EngineConfig
 from engine.config.model import load_model_config

@@ -19,8 +19,9 @@ from itertools import accumulate, pairwise, product
 from benchmarks.command_line import exit_on_error
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import add_model_options, choose_model
-from costs.step_cost import CostParameters, StepCost, StepWork
+from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import StepFit
+from costs.step_work import StepWork
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from engine.steps.batch import Draw, StepBatch, StepRow

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from costs.step_cost import StepWork
 from costs.step_grid import EACH_TOKEN, StepGrid
+from costs.step_work import StepWork
 from wire.cost_parameters import CostParameters
 from wire.errors import InvalidArgument
 

@@ -13,9 +13,10 @@ import sys
 from dataclasses import dataclass
 
 from costs.step_grid import FEWEST_SLOTS, FINE_TILES, MOST_TILES
+from costs.step_work import StepWork, chunk_pairs
 from wire.cost_parameters import UNMEASURED, CostParameters
 
-__all__ = ["NOTHING", "CostParameters", "LearnedMargin", "StepCost", "StepWork", "chunk_pairs"]
+__all__ = ["CostParameters", "LearnedMargin", "StepCost"]
 
 MARGIN_MIN, MARGIN_MAX = 1.05, 1.5
 """The bounds of a margin. Delivery to the client adds some percent to each gap, whatever was observed of steps; beyond
@@ -44,35 +45,6 @@ class LearnedMargin:
         """Add an observation of observed ÷ predicted that counts as `weight` steps."""
         moved = self.value + weight * _PACE * ((1.0 - _OVER) if ratio > self.value else -_OVER)
         self.value = min(max(moved, MARGIN_MIN), MARGIN_MAX)
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """The counts of tokens, rows and attention pairs in a step."""
-
-    prefill_tokens: int = 0
-    prefill_pairs: float = 0.0
-    """The sum over chunks of tokens x mean context of a token of the chunk, itself included."""
-    decode_rows: int = 0
-    decode_context_tokens: int = 0
-    """The tokens that the decode rows attend to, summed."""
-
-    def with_chunk(self, tokens: int, context: int) -> "StepWork":
-        """Return this work and a chunk of `tokens` behind `context` tokens of its prompt."""
-        return StepWork(
-            self.prefill_tokens + tokens,
-            self.prefill_pairs + chunk_pairs(tokens, context),
-            self.decode_rows,
-            self.decode_context_tokens,
-        )
-
-
-NOTHING = StepWork()
-
-
-def chunk_pairs(tokens: int, context: int) -> float:
-    """Return the attention pairs of `tokens` prompt tokens behind `context` others; each attends to itself too."""
-    return tokens * (context + (tokens + 1) / 2)
 
 
 def slots_of(rows: int) -> int:

@@ -65,12 +65,22 @@ class DecodeAdmission:
         lives: Lives = nobody_knows,
         checks: PageChecks | None = None,
     ) -> None:
-        """`listened_s` is the transport's clock (`Receiver.listened_s`); `is_near`: whether a prefill worker is known
-        to be on this host; `lives`: whether its process does. `expect` hears how many leases may see a notice, `emit`
-        what a router must know, `wake` that work is ready.
+        """Create the admission; `expect`, `emit` and `wake` are called from any thread and must not block.
 
-        These three are called from any thread and return at once; `expect` under the lock, so that the last count it
-        hears is the true one. `checks` compare bytes that arrived with those sent; None = here and there not at all.
+        Args:
+            config: The worker's configuration.
+            me: This worker's run.
+            model: The model's facts, for the limits on requests.
+            clock: The monotonic clock of leases, in seconds.
+            cache: The worker's prefix cache, which owns the page pool.
+            expect: Receives the number of leases that may get a notice; called under the lock, so that the last count
+                is the true one.
+            emit: Receives the events for the routers.
+            wake: Called when work is ready.
+            listened_s: The transport's clock (`Receiver.listened_s`).
+            is_near: True if the prefill worker is known to be on this host.
+            lives: The state of the prefill worker's process; None if unknown.
+            checks: Compares the bytes that arrived with those sent; None = not compared.
         """
         self._config = config
         self._clock = clock
@@ -160,11 +170,11 @@ class DecodeAdmission:
     # ---- prefill workers ----
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Turn the prompt's share of the promise into pages that `prefill` may begin to write for `write_window_s`;
-        asked again, the same pages, for as long from then on.
+        """Return the pages of the lease that `prefill` may begin to write within `write_window_s`.
 
-        They are the last of the `pages` that the prompt fills: those before them are here already. StaleEpoch when the
-        lease is over or another worker's, InvalidArgument when the count is not the prompt's.
+        A repeated call returns the same pages and restarts the window. They are the last of the `pages` that the prompt
+        fills: the KV of the pages before them is already on this worker. Raises StaleEpoch if the lease has ended or
+        belongs to another worker, InvalidArgument if the count is not the prompt's.
         """
         with self._lock:
             return self._leased.allot(lease, pages, prefill)
@@ -174,8 +184,9 @@ class DecodeAdmission:
         return self._leases.prolong(leases, prefill)
 
     def release(self, lease: Lease, prefill: PeerRef, *, in_doubt: bool = False) -> None:
-        """`prefill` gave up: the lease's pages are free; where a write of it failed, which is `in_doubt`, after the
-        grace. StaleEpoch when the lease is over.
+        """Free the pages of a lease that `prefill` gives up.
+
+        If a write failed (`in_doubt`), the pages are quarantined first. Raises StaleEpoch if the lease has ended.
         """
         with self._lock:
             for change in self._leases.release(lease, prefill, in_doubt=in_doubt):
@@ -183,7 +194,7 @@ class DecodeAdmission:
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
-        """`prefill`'s notices of these leases left a while ago: requests that have not heard theirs never will."""
+        """Handle leases whose notices `prefill` sent long ago: a notice that has not arrived by now is lost."""
         with self._lock:
             lost = self._leases.delivered(leases, prefill)
             for change in lost:

@@ -1,5 +1,6 @@
-"""The arrival of a prompt's KV: its notice and checksums are compared with the reservation, and the request becomes
-ready or fails.
+"""The arrival of a prompt's KV on the decode worker.
+
+The notice and the checksums are compared with the reservation, and the request becomes ready or fails.
 """
 
 import logging

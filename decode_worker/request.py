@@ -107,6 +107,7 @@ class DecodeRequest:
 
     @property
     def key(self) -> tuple[str, str]:
+        """The router's id and the request's id, which identify the request on this worker."""
         return self.reservation.router_id, self.reservation.ref.request_id
 
 

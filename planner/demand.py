@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from costs.step_cost import StepCost, chunk_pairs
+from costs.step_cost import StepCost
+from costs.step_work import chunk_pairs
 from wire.cost_parameters import CostParameters
 
 LENGTH_CV2 = 1.0

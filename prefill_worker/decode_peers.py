@@ -1,4 +1,4 @@
-"""What the prefill half asks of a decode worker, far away or in the same process."""
+"""The prefill half's interface to a decode worker, remote or in the same process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ from wire.messages import Destination, Lease, PeerRef, TransferNotice
 
 @dataclass(frozen=True, slots=True)
 class Allotment:
-    """Page numbers in the decode worker's pool, and for how long from the request on they may be written to, in
-    seconds.
+    """Pages in the decode worker's pool that a prefill worker may write to.
+
+    `write_for_s` is the length of the permission, in seconds from the request on.
     """
 
     page_ids: Sequence[int]
@@ -20,8 +21,9 @@ class Allotment:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What became of leases that were named: those that are over, and for how long from the request on may be written
-    under the others, in seconds.
+    """The result of a renewal: the leases that are over, and the write permission of the others.
+
+    `write_for_s` is the length of that permission, in seconds from the request on.
     """
 
     over: frozenset[Lease]
@@ -41,38 +43,45 @@ class DecodePeers(ABC):
 
     @abstractmethod
     async def allot(self, destination: Destination, pages: int) -> Allotment:
-        """Where to write the last of the prompt's `pages`: those before them are there already.
+        """Allots the pages that receive the last of the prompt's `pages`; the decode worker has the earlier ones.
 
-        Asked again it gives the same pages for as long as the first time. StaleEpoch if the lease is over.
+        A repeated call gives the same pages for as long as the first one. StaleEpoch if the lease is over.
         """
 
     @abstractmethod
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
-        """Ask for permission to go on writing under leases whose pages were allotted; an answer that takes longer than
-        `within_s` is none.
+        """Renews the permission to write under leases whose pages were allotted.
+
+        A reply that takes longer than `within_s` seconds counts as none.
         """
 
     @abstractmethod
     def delivered(self, destination: Destination) -> None:
-        """The notice has left: the decode worker is told so, later and among others, lest it was lost on the way."""
+        """Reports that the notice was sent, later and batched with others, in case it was lost in transit."""
 
     @abstractmethod
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
-        """Say that no write under the lease is in flight and none will follow; `in_doubt`: one failed, and what it left
-        behind may still land. StaleEpoch if the lease is over.
+        """Reports that no write under the lease is in flight and none will follow.
 
-        A worker that is known to be gone needs no telling: that is a success.
+        `in_doubt`: a write failed, and its data may still land. StaleEpoch if the lease is over. If the worker is
+        known to be gone, nothing is sent and the call succeeds.
         """
 
 
 class LocalDecode(Protocol):
-    """The decode half of this very process. Every method answers at once, from any thread.
+    """The decode half of this process. Every method returns at once and may be called from any thread.
 
-    What `allot` leaves out of the prompt's pages, that half reads in the cache of both.
+    The prompt's pages that `allot` leaves out are read by the decode half from the shared cache.
     """
 
-    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]: ...
+    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
+        """Allots the pages that receive the last of the prompt's `pages`; StaleEpoch if the lease is over."""
+        ...
 
-    def release(self, lease: Lease, prefill: PeerRef) -> None: ...
+    def release(self, lease: Lease, prefill: PeerRef) -> None:
+        """Reports that no write under the lease is in flight and none will follow."""
+        ...
 
-    def notice(self, notice: TransferNotice) -> None: ...
+    def notice(self, notice: TransferNotice) -> None:
+        """Delivers the notice that the prompt's KV is complete."""
+        ...

@@ -1,4 +1,4 @@
-"""How a prompt's KV reaches the decode worker: one coroutine a request, on the event loop.
+"""The transfer of a prompt's KV to the decode worker: one coroutine per request, on the event loop.
 
 1. connect      while the request waits for its first chunk
 2. allot        the lease's promise becomes pages, as soon as the first chunk is computed or was cached; it says which
@@ -9,9 +9,9 @@
                 and checksums of some pages, which were begun as soon as those were final (`page_writes.py`). It goes
                 with a page because NIXL looks after writes to their end, and after a notice alone only until it is
                 handed on
-5. settle       whatever happened: the engine has let go and every write has settled: only then are the pages free
-6. give back    an undelivered lease, until the decode worker has heard it, and whether a write failed: if none did,
-                its pages wait for nothing else
+5. settle       whatever happened: the pages are free only when the engine has released them and every write has settled
+6. give back    an undelivered lease, until the decode worker has confirmed it, and say if a write failed: if none
+                did, its pages wait for nothing else
 """
 
 from __future__ import annotations
@@ -50,11 +50,17 @@ FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 class PrefillHalfView(Protocol):
     """The part of the prefill half that a handoff uses."""
 
-    def withdraw(self, request: PrefillRequest) -> None: ...
+    def withdraw(self, request: PrefillRequest) -> None:
+        """Stops the computation of this request."""
+        ...
 
-    def transfer_outlives_request(self, request: PrefillRequest) -> None: ...
+    def transfer_outlives_request(self, request: PrefillRequest) -> None:
+        """Notes that a request is over while its writes go on: its pages are lost until `free`."""
+        ...
 
-    def free(self, request: PrefillRequest) -> None: ...
+    def free(self, request: PrefillRequest) -> None:
+        """Frees the pages of a request, which the engine has released and no write reads."""
+        ...
 
 
 class Handoff:

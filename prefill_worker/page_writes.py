@@ -109,10 +109,10 @@ class OutgoingWrites:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether any has not landed whole.
+        """True if any write has not landed completely.
 
-        One that failed is quiet here, but what a broken connection had taken may lie at the peer and land when that
-        looks.
+        A failed write reads no more pages here, but data that a broken connection had accepted may still land at the
+        peer later.
         """
         return any(not write.done() or write.exception() is not None for write in self._posted)
 

@@ -1,5 +1,4 @@
-"""The queue of prompts that are not computed to their end: which of them the next step computes, and which steps with
-prompts are in flight.
+"""The queue of prompts whose prefill is not complete, and of the prefill steps in flight.
 
 The shortest remaining prompt comes first, so a short one does not wait behind the chunks of a long one, and the mean
 time to the first token is the least that any order gives. The oldest prompt has a share of every step to itself, so

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 class Abortable(Protocol):
     """A hand-over that can be aborted."""
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """Aborts the hand-over."""
+        ...
 
 
 class Progress:
@@ -111,6 +113,7 @@ class PrefillRequest:
 
     @property
     def prompt_tokens(self) -> int:
+        """The number of tokens of the prompt."""
         return len(self.task.prompt_token_ids)
 
     @property
@@ -137,7 +140,9 @@ class PrefillRequest:
 class EventThread(Protocol):
     """The event loop on which updates are delivered."""
 
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object: ...
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object:
+        """Schedules a call on the event loop, from any thread."""
+        ...
 
 
 class ProgressUpdates:

@@ -41,7 +41,7 @@ class WriteWindow:
         """`pages` are those that the prompt fills. Nothing may be written before `ensure_open` has returned."""
         self.destination = destination
         self.asked_at = self.ends_at = -math.inf
-        """When it was last granted to a request, and when it closes (`time.monotonic`)."""
+        """The times of the request that last granted the window, and of its end (`time.monotonic`)."""
         self.over = False
         """The decode worker has said that the lease is over."""
         self._peers, self._renewals, self._pages = peers, renewals, pages
@@ -57,6 +57,7 @@ class WriteWindow:
 
     @property
     def lease(self) -> Lease:
+        """The lease of the pages that are written."""
         return self.destination.lease
 
     async def pages(self) -> tuple[int, ...]:

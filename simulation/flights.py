@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from costs.step_cost import StepCost, StepWork
+from costs.step_cost import StepCost
+from costs.step_work import StepWork
 from simulation.steady import Ahead, SteadyRun, later, steady_run
 from simulation.step_log import StepLog
 

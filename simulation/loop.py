@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from costs.step_cost import StepCost, StepWork
+from costs.step_cost import StepCost
+from costs.step_work import StepWork
 from engine.steps.batch import StepResult
 from prefill_worker.half import PrefillHalf
 from simulation.clock import VirtualClock

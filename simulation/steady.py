@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from costs.step_cost import StepCost, StepWork
+from costs.step_cost import StepCost
+from costs.step_work import StepWork
 from decode_worker.half import DecodeHalf
 
 _LAUNCHED = 2

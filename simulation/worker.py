@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from costs.step_cost import StepCost, StepWork
+from costs.step_cost import StepCost
+from costs.step_work import StepWork
 from decode_worker.admission import DecodeAdmission
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache

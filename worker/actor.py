@@ -21,17 +21,17 @@ from worker.reporting.description import WorkerDescription, served_of, tuning_of
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often a worker that may outlive controllers looks whether one was heard."""
+"""The interval at which a worker that may outlive controllers checks for contact with one, in seconds."""
 LAST_GRACE_S = 30.0
-"""What requests of a worker without controllers have before it ends: their routers are most likely gone, too."""
+"""The seconds that requests of a worker without controllers have before it ends: their routers are likely gone, too."""
 CONTROLLER = "controller-"
-"""What the names of controllers' actors begin with."""
+"""The prefix of the names of controllers' actors."""
 
 
 class WorkerActor:
-    """To be made an actor by the controller; listens on its node's address, whatever `config` says.
+    """The Ray actor that runs a worker; it listens on its node's address, whatever `config` says.
 
-    Its methods are coroutines, so `run` can stay pending beside them.
+    Its methods are coroutines, so `run` can stay pending while others are called.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class WorkerActor:
         self._alone = asyncio.ensure_future(self._end_alone()) if config.outlive_s else None
 
     async def pid(self) -> int:
-        """Of this process."""
+        """Returns this process's number."""
         self._called()
         return os.getpid()
 
     async def identity(self) -> str:
-        """Of this process, for whoever kills it."""
+        """Returns the identity of this process, which a controller needs to kill it."""
         return this_process()
 
     async def works(self) -> None:
@@ -83,7 +83,7 @@ class WorkerActor:
         return self._progress
 
     async def describe(self) -> WorkerDescription:
-        """What it is and does, for a controller that did not start it."""
+        """Returns the identity and state of the worker, for a controller that did not start it."""
         process, config = self._process, self._config
         return WorkerDescription(self._me, process.assignment, process.serves, served_of(config), tuning_of(config))
 
@@ -116,7 +116,7 @@ class WorkerActor:
         self._called_at = time.monotonic()
 
     async def _end_alone(self) -> None:
-        """When no controller has been heard for as long as was said."""
+        """Ends the worker when it has had no contact with a controller for `outlive_s` seconds."""
         while (silent_s := min(time.monotonic() - self._called_at, self._process.silent_s)) < self._outlive_s:  # noqa: ASYNC110
             await asyncio.sleep(min(LOOK_S, self._outlive_s - silent_s))
         log.warning("%s has heard no controller for %.0f s, and ends", self._me.worker_id, silent_s)
@@ -130,8 +130,10 @@ class WorkerActor:
 
 
 def give_place_back() -> None:
-    """Remove the placement group that this actor is in, and so end it; before, those of its namespace that wait for a
-    node or whose worker has died, unless a controller is there that may want them.
+    """Removes the placement group that this actor is in, and so ends the actor.
+
+    If no controller is left that may want them, it first removes the placement groups of its namespace that wait for
+    a node or whose worker has died.
     """
     import ray
     from ray.util.placement_group import (

@@ -66,7 +66,7 @@ class WorkerConfig:
     transfer_backend: str = "nixl"
     """The transport of KV pages: `nixl`."""
     trusted_network: bool = False
-    """Whether nobody but this cluster's workers reaches what UCX listens at, so that KV pages may cross a network.
+    """True if only this cluster's workers can reach UCX's listener, so that KV pages may cross a network.
 
     The same for all workers of a cluster: the handshake refuses others.
     """
@@ -80,7 +80,7 @@ class WorkerConfig:
     Its requests fail then, and the process has to end. On CPUs a step of many tokens is slow.
     """
     gather_s: float = 0.0
-    """How long an idle worker waits, from a first prompt on, for others that can share its step, in seconds."""
+    """The seconds that an idle worker waits after a first prompt for others that can share its step."""
     step_policy: PolicyName = PolicyName.DECODE_PRIORITY
     """Prompt tokens of a step beside requests that decode; see `ClusterConfig.step_policy`."""
     step_budget: int | None = None

@@ -36,7 +36,7 @@ NOBODY_OF_OURS = (
 another cluster's.
 """
 REFRESH_S = 1.0
-"""How often the worker's own facts are compared with what the controller heard of them."""
+"""The interval at which the worker's facts are compared with those last sent to the controller, in seconds."""
 
 
 class ControllerLink:
@@ -155,7 +155,7 @@ class ControllerLink:
             await self._announce_again()
 
     async def _refresh_forever(self) -> None:
-        """What a worker only learns while it serves, as the wire of its transfers, reaches everybody."""
+        """Sends the facts that a worker learns only while it serves, such as the wire of its transfers."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
@@ -224,7 +224,7 @@ class ControllerLink:
         self._mark_dead(peer)
 
     async def _answerer(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> PeerRef | None:
-        """Who of this cluster answers where `peer` did; None = nobody. One that says nothing counts as `peer`."""
+        """Returns the worker of this cluster at `peer`'s address; None = none. A silent one counts as `peer`."""
         try:
             reply = await stub.Inspect(worker_pb2.InspectRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:

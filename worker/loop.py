@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from costs.step_cost import StepWork
+from costs.step_work import StepWork
 from decode_worker.half import DecodeHalf
 from engine.steps.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
@@ -31,9 +31,13 @@ class Runner(Protocol):
     """The interface of an engine."""
 
     @property
-    def asynchronous(self) -> bool: ...
+    def asynchronous(self) -> bool:
+        """True if `launch` returns before the step has run."""
+        ...
 
-    def launch(self, batch: StepBatch) -> PendingStep: ...
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Launches one step and returns its pending result."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,13 +96,13 @@ class WorkerProcess:
 
     @property
     def serves(self) -> bool:
-        """Whether it takes requests: it has started, does not drain and has not ended."""
+        """True if the worker takes requests: it has started, does not drain and has not ended."""
         worker = self._worker
         return worker is not None and self._registered and not worker.assignment.draining and not self._ended.done()
 
     @property
     def assignment(self) -> Assignment:
-        """What it does now."""
+        """The worker's current assignment."""
         return self._config.assignment if self._worker is None else self._worker.assignment.assignment
 
     @property
@@ -111,8 +111,10 @@ class WorkerProcess:
         return math.inf if self._controller is None else self._controller.silent_s
 
     async def works(self) -> None:
-        """A sign of life, from any event loop but the worker's own: returns when that one has looked whether the device
-        does what it was given, which ends a worker whose device does not. At once where the worker has ended.
+        """Returns when the worker's event loop has checked that the device makes progress.
+
+        The check ends a worker whose device hangs. Returns at once if the worker has ended. It may be called from any
+        event loop but the worker's own.
         """
         if not self._ended.done():
             with contextlib.suppress(RuntimeError):  # it has closed its event loop in this moment
@@ -261,7 +263,7 @@ class WorkerProcess:
 
 
 def layout_of(cache: PagedCache) -> KVLayout:
-    """Of the whole cache, with the page behind the pool's that is nobody's: see `Peers.warm_up`."""
+    """Returns the layout of the whole cache, with the spare page after the pool's: see `Peers.warm_up`."""
     return KVLayout(
         base_address=cache.base_address,
         pages=cache.pages + 1,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from costs.chunks import tightest_kept
-from costs.step_cost import NOTHING, StepCost, StepWork, chunk_pairs
+from costs.step_cost import StepCost
+from costs.step_work import NOTHING, StepWork, chunk_pairs
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.half import NO_ROWS, DecodeHalf
 from engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows

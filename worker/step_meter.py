@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 
-from costs.step_cost import CostParameters, StepCost, StepWork
+from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import StepFit
+from costs.step_work import StepWork
 
 
 class StepMeter:

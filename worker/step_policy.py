@@ -15,7 +15,8 @@ from costs.chunks import (
     ConcurrentDecode,
     step_limit,
 )
-from costs.step_cost import StepCost, StepWork
+from costs.step_cost import StepCost
+from costs.step_work import StepWork
 from prefill_worker.queue import WaitingPrompts
 from wire.messages import Assignment
 from wire.policy_name import CHUNKED_BUDGET, PolicyName

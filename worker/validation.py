@@ -1,4 +1,7 @@
-"""What a worker's listener lets in: routers validate first, but one bad request must never reach the engine."""
+"""The validation of requests at a worker's listener.
+
+Routers validate first, but one bad request must never reach the engine.
+"""
 
 import math
 

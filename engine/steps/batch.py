@@ -118,6 +118,7 @@ class TokenRows(Sequence[StepRow]):
 
     @property
     def columns(self) -> RowColumns:
+        """The rows as arrays, which are built at the first access."""
         if self._columns is None:
             self._columns = self._make()
         return self._columns

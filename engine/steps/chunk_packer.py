@@ -27,6 +27,7 @@ class Sections:
 
     @classmethod
     def of(cls, words: Words, sizes: StepSizes) -> "Sections":
+        """Return the sections of `words`, a buffer laid out for `sizes`; nothing is copied."""
         at = bounds_of(sizes)
         narrow = words[at.wide :].view(np.int32)
         return cls(

@@ -58,10 +58,12 @@ class StepSizes:
 
     @property
     def wide(self) -> list[int]:
+        """The lengths of the int64 sections, in elements."""
         return [self.tokens, self.tokens, self.drawn]
 
     @property
     def narrow(self) -> list[int]:
+        """The lengths of the int32 sections, in elements."""
         return [self.tokens, self.tokens, self.rows + 1, self.rows, self.rows * self.width]
 
     @property

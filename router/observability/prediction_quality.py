@@ -29,8 +29,9 @@ class PlacementRecord:
 
     @property
     def regret_s(self) -> float:
-        """`max(0, cost_s + surprise_s - runner_up_s)`: the excess of the observed cost over the runner-up's predicted
-        cost.
+        """The excess of the observed cost over the runner-up's predicted cost.
+
+        It is `max(0, cost_s + surprise_s - runner_up_s)`.
         """
         return max(0.0, self.prediction.cost_s + self.surprise_s - self.prediction.runner_up_s)
 

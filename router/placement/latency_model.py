@@ -12,7 +12,7 @@ import math
 from typing import NamedTuple
 
 from costs.chunks import ConcurrentDecode, chunks_within
-from costs.step_cost import chunk_pairs
+from costs.step_work import chunk_pairs
 from router.placement.fleet import Fleet
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from costs.chunks import NO_LIMIT, ConcurrentDecode, StepLimit, step_limit
-from costs.step_cost import LearnedMargin, StepCost, chunk_pairs
+from costs.step_cost import LearnedMargin, StepCost
+from costs.step_work import chunk_pairs
 from costs.transfer_cost import TransferCost
 from router.slo import SloClass
 from wire.ending import answer_tokens

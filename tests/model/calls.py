@@ -21,7 +21,7 @@ from wire.rpc import ERROR_CODE, RETRY_AFTER
 
 
 def rpc_error(error: TandemError) -> grpc.aio.AioRpcError:
-    """What a client sees of a server's typed error."""
+    """Return the gRPC error that a client gets for a server's typed error."""
     trailing = [(ERROR_CODE, error.code)]
     if error.retry_after_s:
         trailing.append((RETRY_AFTER, f"{error.retry_after_s:g}"))
@@ -31,7 +31,7 @@ def rpc_error(error: TandemError) -> grpc.aio.AioRpcError:
 
 
 def transport_error(code: grpc.StatusCode, why: str) -> grpc.aio.AioRpcError:
-    """What a client sees when no server has answered."""
+    """Return the gRPC error that a client gets if no server has replied."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=why)
 
 
@@ -56,7 +56,7 @@ class Channel:
         return lambda request, wait_for_ready=False: StreamCall(self, name, request)
 
     async def close(self) -> None:
-        """As gRPC does it: every call ends as if its caller had been cancelled."""
+        """End every call as if its caller had been cancelled, like gRPC."""
         for call in [call for call in self.network.calls if call.is_on(self)]:
             call.cancel()
 
@@ -223,7 +223,7 @@ class StreamCall(Call):
         self._changed.set()
 
     def _reset(self, why: str) -> None:
-        """Nothing of it reaches the client any more but what is on its way; the server learns that it is over."""
+        """Stop the stream: the client receives only messages in flight, and the server is notified of the end."""
         if not self._broken:
             self._broken = True
             self.network.send((self.client.name, self.address, self.method, why), self._end_at_server)

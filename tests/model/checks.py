@@ -1,4 +1,4 @@
-"""What must hold, looked at from outside: who owns which page, and whose KV is in it."""
+"""Invariants that are checked from outside: the owner of each page and the origin of its KV."""
 
 import logging
 import zlib
@@ -33,12 +33,12 @@ FIRST_STAMP = 1
 
 
 def stamp_behind(stamp: int, token: int) -> int:
-    """What is written beside the KV of a token: it depends on all tokens before it, as keys and values do."""
+    """Return the stamp stored with a token's KV; like keys and values, it depends on all previous tokens."""
     return zlib.crc32(b"%d %d" % (stamp, token)) >> 1
 
 
 def holder_of(pool: PagePool, page: int) -> Holder:
-    """Who has this page now."""
+    """Return the current holder of the page."""
     for ref, pages in pool._owned.items():
         if page in pages:
             return Holder("owned", ref)
@@ -60,7 +60,7 @@ class WatchedEngine(FakeEngine):
         super().__init__(pages)
         self.asynchronous = asynchronous
         self.memory = np.zeros((pages + 1, PAGE_TOKENS, 2), dtype="<i4")
-        """The last page is nobody's: a connection is tried out with it."""
+        """The last page belongs to no request: transfers that test a connection use it."""
         self.layout = KVLayout(self.memory.ctypes.data, pages + 1, 1, 1, PAGE_TOKENS, 1, 4, "int32")
         self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
         self.seen: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class WatchedEngine(FakeEngine):
         return stamp
 
     def _owner(self, pages: Sequence[int]) -> Holder:
-        """Of the pages that a step writes to."""
+        """Return the holder of the pages that a step writes to."""
         holders = {holder_of(self.pool, page) for page in pages}
         (holder, *others) = holders
         # A local prefill writes where its own decode half lets it, as a prefill worker elsewhere does.
@@ -97,7 +97,7 @@ class WatchedEngine(FakeEngine):
         return holder
 
     def _check_read(self, pages: Sequence[int], owner: Holder) -> None:
-        """Shared pages come first, by somebody read; behind them the attempt's own."""
+        """Check that each page is shared or belongs to the attempt itself."""
         for page in pages:
             holder = holder_of(self.pool, page)
             self.seen[f"reads {holder.state}"] += 1

@@ -1,4 +1,4 @@
-"""What may happen to a cluster, for hypothesis to choose from: which move, to whom, in what order."""
+"""The moves of the cluster model, from which hypothesis chooses: messages, steps, requests and faults."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,26 +29,26 @@ WEIGHTS = {
     "repeat": 2, "lose": 4, "hear_again": 3, "fail_write": 1, "flip_byte": 1, "lose_notice": 1,
     "break_connection": 1, "kill": 2, "restart": 2, "disown": 2,
 }  # fmt: skip
-"""The moves, and how likely each is. A move that is impossible now is a calm one instead."""
+"""The moves and their weights; an impossible move is replaced by a calm one."""
 MOVES = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 OPEN_MIN, OPEN_MAX = 3, 8
-"""Requests that are open while there is somebody to serve them."""
+"""The bounds of the number of open requests while workers can serve them."""
 BACK_AFTER_S = (0.05, 0.2, 1.0, 4.0)
-"""When a dead process is restarted, if no move restarts it earlier."""
+"""The delays after which a dead process is restarted, if no move restarts it earlier."""
 APART_S = (0.0, 0.0, 1.2 * QUARANTINE_S, WINDOW_S + 1.3 * QUARANTINE_S)
-"""How long one that is taken for dead and the others hear nothing of each other."""
+"""The durations of a partition between a worker that is taken for dead and the others."""
 GRACES_S = (0.0, 0.3, 5.0)
-"""How long a half that closes may finish what it has."""
+"""The time that a closing half has to finish its requests."""
 WAITS_S = (0.01, 0.1, 0.4, 1.2)
 STANDING = ((), ("writes",), ("notices",), ("messages",), ("engines",), ("writes", "notices"))
-"""What stands still while all else is calm."""
+"""The kinds of events that can be held back during calm moves."""
 
 
 class ClusterMachine(RuleBasedStateMachine):
     """Two prefill workers, two decode workers, a router and its clients."""
 
     seen: ClassVar[Counter[str]] = Counter()
-    """What happened in all runs; "moves" counts the steps."""
+    """The counts of events in all runs; "moves" counts the steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class ClusterMachine(RuleBasedStateMachine):
         gap=st.sampled_from([2, 6, 12, 30]),
     )
     def begin(self, asynchronous: bool, both: bool, one_host: bool, window_s: float, gap: int) -> None:
-        """`both`: one decode worker prefills as well. `gap` is how many moves lie between two deaths, at least."""
+        """Create the world; with `both`, one decode worker also prefills; `gap` is the least distance of two faults."""
         self.gap = gap
         roles = ROLES | ({"decode-1": Role.BOTH} if both else {})
         self.world = World(roles, asynchronous=asynchronous, one_host=one_host, window_s=window_s)
@@ -75,7 +75,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(MOVES), which=st.integers(0, 63), much=st.integers(0, 63))
     def move(self, name: str, which: int, much: int) -> None:
-        """`which` of those that are there, counted round; `much` means something else in each move."""
+        """Make one move; `which` selects its object, modulo their number, and `much` depends on the move."""
         self.sound = False
         if not getattr(self, name)(which, much):
             self.calm(which, 1)
@@ -113,14 +113,14 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def deliver(self, which: int, much: int) -> bool:
-        """A few messages."""
+        """Deliver a few messages."""
         for turn in range(1 + much % 4):
             if waiting := self.at.network.waiting():
                 self.at.network.deliver(pick(waiting, which + turn * much))
         return True
 
     def deliver_all(self, which: int, _much: int) -> bool:
-        """Everything on its way, in any order, and what is sent in answer."""
+        """Deliver all messages in flight, in any order, and the replies to them."""
         for _ in range(2):
             waiting = self.at.network.waiting()
             Random(which).shuffle(waiting)
@@ -129,14 +129,14 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def land(self, which: int, much: int) -> bool:
-        """Some pages of one write, or all."""
+        """Land some or all pages of one write."""
         flights = self.at.fabric.flights
         if flights:
             self.at.land(pick(flights, which), pick((1, 2, None), much))
         return bool(flights)
 
     def land_all(self, which: int, _much: int) -> bool:
-        """Every write, in any order."""
+        """Land every write, in any order."""
         flights = list(self.at.fabric.flights)
         Random(which).shuffle(flights)
         for one in flights:
@@ -155,7 +155,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def compute(self, which: int, much: int) -> bool:
-        """One engine, and the checksums of its worker."""
+        """Run steps of one engine and checksums of its worker."""
         worker = pick(list(self.at.workers.values()), which)
         for _ in range(1 + much % 3):
             worker.turn()
@@ -169,8 +169,9 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def ask(self, which: int, much: int) -> bool:
-        """A client asks; `which` says how long the answer is, whether it begins as others do, whether it stops early,
-        and whether it has penalties.
+        """Send a request of a new client, unless too many are open.
+
+        `which` selects the answer's length, a prefix shared with other prompts, an early stop, and penalties.
         """
         clients = self.at.router.clients
         if len(self.open_clients()) >= OPEN_MAX:
@@ -192,7 +193,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return bool(clients)
 
     def hold(self, _which: int, much: int) -> bool:
-        """Until the next time, this stands still while all else is calm."""
+        """Hold these kinds of events back in calm moves, until the next `hold`."""
         self.held = frozenset(pick(STANDING, much))
         return True
 
@@ -204,7 +205,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return bool(fragile)
 
     def lose(self, which: int, much: int) -> bool:
-        """A request or a reply is lost, or all that are on their way between the same two."""
+        """A request or a reply is lost, or all in flight between the same two processes."""
         if not self.fragile(much):
             return False
         lost = pick(self.fragile(much), which)
@@ -223,14 +224,14 @@ class ClusterMachine(RuleBasedStateMachine):
         return bool(echoes)
 
     def fail_write(self, which: int, much: int) -> bool:
-        """Before or after its notice left; before it, its bytes may come later."""
+        """A write fails, before or after its notice was sent; if before, its bytes may arrive later."""
         flights = self.at.fabric.flights
         if flights:
             self.at.fail(pick(flights, which), after_notice=much % 2 == 0)
         return bool(flights)
 
     def flip_byte(self, which: int, much: int) -> bool:
-        """In a page that has landed; checksums must see it."""
+        """Flip a byte of a page that has landed, which checksums must detect."""
         flights = self.at.fabric.flights
         if flights:
             self.at.corrupt(pick(flights, which), much)
@@ -251,7 +252,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def kill(self, which: int, much: int) -> bool:
-        """Perhaps one that writes, perhaps at once known to all others."""
+        """Kill a worker, often one that writes; the others may be notified at once."""
         workers = list(self.at.workers)
         if self.since_fault < self.gap or len(workers) <= 2:
             return False
@@ -263,8 +264,10 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def disown(self, which: int, much: int) -> bool:
-        """One that lives is taken for dead: a writer by whom it writes to, the other way round, or anybody. It goes on,
-        at once or after some time in which nothing arrives.
+        """A live worker is taken for dead by another.
+
+        The pair is the writer and the receiver of a hand-over, in either direction, or any two workers. The victim
+        continues, at once or after some time in which nothing arrives.
         """
         names = self.at.handing_over() or (list(permutations(self.at.workers, 2)) if which % 4 == 0 else [])
         if self.since_fault < self.gap or not names:
@@ -290,15 +293,16 @@ class ClusterMachine(RuleBasedStateMachine):
         return [client for client in self.at.router.clients if not client.over]
 
     def fragile(self, which: int) -> list[Message]:
-        """Messages of one method that may be lost; of each as likely, however many there are."""
+        """Return the fragile messages of one method; methods are equally likely, whatever their message counts."""
         found = [message for message in self.at.network.waiting() if message.fragile]
         methods = sorted({str(message.key[2]) for message in found})
         return [message for message in found if message.key[2] == pick(methods, which)]
 
 
 class FlippingMachine(ClusterMachine):
-    """Workers change their roles, too, in the place of half of some other moves: whoever plays without that, and finds
-    the mutants, makes the same moves as ever.
+    """A cluster machine in which workers also change roles.
+
+    Role changes replace half of some other moves, so that the moves of `ClusterMachine` are unchanged for a given seed.
     """
 
     def repeat(self, which: int, much: int) -> bool:
@@ -308,8 +312,9 @@ class FlippingMachine(ClusterMachine):
         return super().disown(which, much // 2) if much % 2 else self.flip(which, much // 2)
 
     def flip(self, which: int, much: int) -> bool:
-        """One takes another role, with much time for what it has, or little, or none. Somebody prefills and somebody
-        decodes afterwards, as the controller sees to.
+        """Change the role of a worker, with a long, short or no grace period for its requests.
+
+        At least one worker must prefill and one must decode afterwards, as the controller ensures.
         """
         worker_id, role = pick(list(self.at.workers), which), pick(list(Role), much)
         roles = [role, *(other for name, other in self.at.roles.items() if name != worker_id)]
@@ -320,5 +325,5 @@ class FlippingMachine(ClusterMachine):
 
 
 def pick(found: Sequence[T], which: int) -> T:
-    """One of them, counted round."""
+    """Return the element at `which`, modulo the length."""
     return found[which % len(found)]

@@ -78,7 +78,7 @@ def the_dead_are_quiet_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def writes_to_removed_peers_are_over_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Who posted a write hears of its failure while it still moves."""
+    """A write is reported as failed to its sender while its bytes are still in flight."""
     remove = InMemoryTransport.remove_peer
 
     def hasty(self: InMemoryTransport, peer: PeerRef) -> None:
@@ -92,7 +92,7 @@ def writes_to_removed_peers_are_over_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_names_deliveries(patch: pytest.MonkeyPatch) -> None:
-    """Notices that are lost stay unheard of."""
+    """Lost notices are never recovered."""
     patch.setattr(Deliveries, "add", lambda *_: None)
 
 
@@ -121,7 +121,7 @@ def a_release_is_never_in_doubt(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_notice_overtakes_pages(patch: pytest.MonkeyPatch) -> None:
-    """The last page, with the notice, does not wait for the writes that it goes behind."""
+    """The last page, with the notice, does not wait for the writes that precede it."""
     patch.setattr(kv_transfer.in_memory, "hold", lambda _behind, begin: begin(""))
 
 
@@ -158,7 +158,7 @@ def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_prefill_reads_is_not_held(patch: pytest.MonkeyPatch) -> None:
-    """Cached pages are let go as soon as a prompt has found them."""
+    """Cached pages are released as soon as a prompt has found them."""
     take = PromptPages.take
 
     def hasty(self: PromptPages, request: PrefillRequest) -> bool:
@@ -196,7 +196,7 @@ def a_prompt_may_be_cached_to_its_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_decode_holds_is_let_go_at_the_notice(patch: pytest.MonkeyPatch) -> None:
-    """The pages that nobody had to send count as read only until the others have come."""
+    """Pages found in the prefix cache are held only until the transferred ones have arrived."""
     adopt = DecodeRequests.adopt
 
     def hasty(self: DecodeRequests, request: DecodeRequest, check_until: float) -> None:
@@ -225,4 +225,4 @@ MUTANTS: dict[Mutant, str] = {
     a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 of|was not followed",
     what_decode_holds_is_let_go_at_the_notice: "a step|inconsistent|does not own",
 }
-"""Each with what the model must say of it."""
+"""Each mutant, with the error message that the model must report."""

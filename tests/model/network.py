@@ -1,4 +1,4 @@
-"""What is on its way between processes, until a tester moves it: in any order, late, more than once or never."""
+"""Messages in flight between processes, which the test delivers in any order, late, more than once or never."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +10,7 @@ Key = tuple[str | int, ...]
 
 
 class Message:
-    """Something on its way. `fragile`: it may be lost or come twice."""
+    """A message in flight; a `fragile` one may be lost or arrive twice."""
 
     def __init__(self, key: Key, arrive: Callable[[], None], fragile: bool) -> None:
         self.key = key
@@ -32,14 +32,14 @@ class OpenCall(Protocol):
         """The client gives up."""
 
     def is_on(self, channel: object) -> bool:
-        """Whether it was made on this channel."""
+        """Return True if the call was made on this channel."""
 
 
 class Network:
-    """All that is on its way between processes."""
+    """All messages in flight between processes."""
 
     def __init__(self, loop: VirtualLoop, report: Callable[[str], None]) -> None:
-        """`report` hears of handlers that failed unexpectedly."""
+        """Create an empty network; `report` is called for handlers that failed unexpectedly."""
         self.loop = loop
         self.report = report
         self.listeners: dict[str, tuple[Process, Any]] = {}
@@ -53,7 +53,7 @@ class Network:
         self.listeners[address] = (process, servicer)
 
     def listener(self, address: str) -> tuple[Process, Any] | None:
-        """Who answers at `address` now."""
+        """Return the live process that listens at `address` and its servicer; None if there is none."""
         found = self.listeners.get(address)
         return found if found is not None and found[0].alive else None
 
@@ -67,29 +67,29 @@ class Network:
         self._lines.setdefault(line, deque()).append(Message(line, arrive, fragile))
 
     def cut(self, line: Key) -> None:
-        """What is on its way in this line never arrives."""
+        """Drop all messages in flight of this line."""
         self._lines.pop(line, None)
 
     def waiting(self) -> list[Message]:
-        """What could arrive next."""
+        """Return the messages that could arrive next, the first of each line."""
         return [line[0] for _, line in sorted(self._lines.items())]
 
     def deliver(self, message: Message) -> None:
-        """It arrives, unless what arrived before has made an end of it."""
+        """Deliver the message, unless an earlier one has dropped it."""
         line = self._lines.get(message.key)
         if line is not None and line[0] is message:
             self.lose(message)
             self.repeat(message)
 
     def lose(self, message: Message) -> None:
-        """Take it off its way; to be done to fragile ones alone."""
+        """Drop the message; callers may only lose fragile ones."""
         line = self._lines[message.key]
         assert line.popleft() is message
         if not line:
             del self._lines[message.key]
 
     def repeat(self, message: Message) -> None:
-        """It arrives now, and perhaps once more later."""
+        """Deliver the message without removing it from the messages in flight."""
         with self.loop.running():
             message.arrive()
         self.loop.run_ready()
@@ -99,7 +99,7 @@ class Network:
         return sorted({(call.client.name, call.address) for call in self.calls})
 
     def break_connection(self, client: str, address: str) -> None:
-        """Every call on it ends, at its client and at its server, when each has the news."""
+        """End every call on the connection, at its client and at its server, as each is notified."""
         with self.loop.running():
             for call in [call for call in self.calls if (call.client.name, call.address) == (client, address)]:
                 call.break_off()

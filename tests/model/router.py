@@ -1,5 +1,6 @@
-"""The real router without its listeners: the dispatcher with its queue, placement, walks, lease keepers and links; and
-clients that read its answers.
+"""The real router without its listeners, and clients that read its answers.
+
+The real parts are the dispatcher with its queue, placement, request tasks, lease keepers and links to workers.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from wire.tracing.timeline import Edge, EdgeStamp
 
 STALL_S = QUEUE_S = 10.0
 CLEAR_ERRORS = (Unavailable, TransferFailed, StaleEpoch, DeadlineExceeded, ResourceExhausted)
-"""What a client may hear of a cluster whose parts die; anything else is a defect."""
+"""The errors that a client may get while processes die; any other is a defect."""
 
 
 class Words:
@@ -111,7 +112,7 @@ class Client:
         return self.left or self.ending is not None or self.error is not None
 
     def check(self) -> None:
-        """One end at most, and the tokens of nobody else's answer."""
+        """Check that the request ended at most once and got only tokens of its own answer."""
         expected = self.right
         if self.tokens != expected[: len(self.tokens)]:
             raise Broken(f"{self.name} got {self.tokens} instead of {expected}")
@@ -134,7 +135,7 @@ class UnmeasuredPolicy(PlacementPolicy):
 
 
 class RouterProcess:
-    """The router and everybody who asks it."""
+    """The router and its clients."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.process = Process("router", loop)
@@ -165,7 +166,7 @@ class RouterProcess:
             self.process.run(client.answer.close)
 
     def left(self) -> str:
-        """What the router still keeps state of; "" when nothing."""
+        """Return the state that the router still keeps; "" if there is none."""
         dispatcher = self.dispatcher
         links = [link for link in dispatcher.pool.links if not link.state.idle or len(link.leases)]
         live = dispatcher._live
@@ -197,6 +198,6 @@ class RouterProcess:
 
 
 def finish_reason(client: Client) -> FinishReason:
-    """Why the right answer ends."""
+    """Return the finish reason of the right answer."""
     stopped = client.right[-1] in client.sampling.stop_token_ids
     return FinishReason.STOP if stopped else FinishReason.LENGTH

@@ -1,15 +1,17 @@
-"""Whatever is delayed, reordered, doubled, lost or killed: no page is in two states, written to by another request's
-transfer, or lost; and each request ends exactly once, with the right tokens or a clear error.
+"""Model test of the cluster: invariants hold while messages are delayed, reordered, doubled or lost and workers die.
 
-Hypothesis plays against a cluster of real parts in one thread (`world.py` says what is real and what is played). What
-it may do stands in `machine.py`, what must hold in `checks.py`, `World.check` and `World.end`. 20,000 moves, the same
-in every run. Longer, with others each time, and with a short story of what went wrong:
+No page is in two states, written to by another request's transfer, or lost; each request ends exactly once, with the
+right tokens or a clear error.
+
+Hypothesis drives a cluster of real parts in one thread (`world.py` lists the real and the simulated parts).
+`machine.py` defines the moves; `checks.py`, `World.check` and `World.end` define the invariants. The default is 20,000
+moves, the same in every run. For a longer run with random moves and a minimal example of a failure:
 
     TANDEM_MODEL_RUNS=5000 TANDEM_MODEL_SHRINK=1 python -m pytest tests/model -k holds
 
-A failure names its seed; TANDEM_MODEL_SEED plays the same again.
+A failure names its seed; TANDEM_MODEL_SEED repeats the run.
 
-That these checks see anything is shown by `mutants.py`: each takes one fence down, and is found; and by `stories.py`.
+`mutants.py` and `stories.py` show that the checks are effective: each removes one safety measure and must be detected.
 """
 
 import os
@@ -30,18 +32,18 @@ from wire.messages import SamplingParams
 
 MOVES_A_RUN = 200
 RUNS = 105
-"""A few runs have fewer moves: together they have 20,000."""
+"""The number of runs; a few have fewer moves, together they have at least 20,000."""
 MOVES = 20_000
 FLIPPING_RUNS = 12
-"""Beside these, with roles that change."""
+"""The number of additional runs with changing roles."""
 SEED = 2
 SEEDS_FOR_A_MUTANT = range(3, 11)
 RUNS_FOR_A_MUTANT = 40
-"""With each seed. Most are found within ten of the first one."""
+"""The number of runs per seed; most mutants are found within ten runs of the first one."""
 
 
 def play(runs: int, number: int, *phases: Phase, machine: type[ClusterMachine] = ClusterMachine) -> Counter[str]:
-    """So many runs of the seed `number`, until one fails; what happened in them."""
+    """Play `runs` runs of the seed `number` until one fails, and return the counts of events."""
     ClusterMachine.seen = Counter()
     rules = settings(
         max_examples=runs,
@@ -98,7 +100,7 @@ def test_a_fence_that_is_down_is_found(mutant: Mutant, said: str, monkeypatch: p
 
 
 def play_several(runs: int, seeds: Iterable[int]) -> None:
-    """So many runs of each, until one fails."""
+    """Play `runs` runs of each seed until one fails."""
     for number in seeds:
         play(runs, number)
 

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 _PROCESS: "ContextVar[Process | None]" = ContextVar("process", default=None)
 _CALLS_MAX = 100_000
-"""Callbacks of one moment: more mean that something waits in a circle."""
+"""The maximum of callbacks at one time; more mean an endless cycle."""
 
 T = TypeVar("T")
 
 
 class Process:
-    """Whatever dies together."""
+    """A process: its tasks and timers stop together when it is killed."""
 
     def __init__(self, name: str, loop: "VirtualLoop") -> None:
         self.name = name
@@ -46,7 +46,7 @@ def this_process() -> Process:
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as the cluster uses. `failures` is what nobody caught."""
+    """The subset of an event loop that the cluster uses; `failures` holds uncaught errors."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
@@ -70,7 +70,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(before)
 
     def run_ready(self) -> None:
-        """Run everything that can run without time passing; from inside, that is what happens next anyway."""
+        """Run everything that can run without time passing; does nothing when called from inside the loop."""
         if asyncio._get_running_loop() is self:
             return
         with self.running():

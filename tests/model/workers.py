@@ -27,7 +27,7 @@ BATCH = 4
 LEASE_S = QUARANTINE_S = 1.0
 WINDOW_S = 3.0
 SHORT_WINDOW_S = 0.6
-"""So short that hand-overs of every kind need their permission renewed."""
+"""A window so short that every kind of hand-over needs its permission renewed."""
 RPC_TIMEOUT_S = 1.0
 TRANSFER_DEADLINE_S = 2.0
 
@@ -36,10 +36,10 @@ class LoopByHand(StepLoop):
     """A step loop whose thread never starts: `turn` is one round of it."""
 
     def start(self) -> None:
-        """Steps are the tester's."""
+        """Do nothing: the test runs the steps."""
 
     def wake(self) -> None:
-        """Whether there is work is found out by looking."""
+        """Do nothing: `turn` looks for work itself."""
 
     def turn(self) -> bool:
         """Launch a step and take in what is finished; False when there was nothing to do."""
@@ -47,7 +47,7 @@ class LoopByHand(StepLoop):
 
 
 class ThreadByHand:
-    """In the place of the checks' thread: it never runs, `sum_pages` does its work."""
+    """Replaces the checksum thread and never runs; `sum_pages` does its work."""
 
     def __init__(self, **_: object) -> None: ...
 
@@ -56,8 +56,9 @@ class ThreadByHand:
 
 @dataclass(frozen=True)
 class Parts:
-    """What all workers of a world share. `asynchronous`: their engines run a step behind. `window_s`: how long a
-    permission to write is good for.
+    """The parts that all workers of a world share.
+
+    `asynchronous`: engines run one step behind. `window_s`: the validity of a permission to write, in seconds.
     """
 
     loop: VirtualLoop
@@ -112,7 +113,7 @@ class WorkerProcess:
         self.worker.start()
 
     def _expect_short_answers(self) -> None:
-        """So that most outgrow what was expected of them, and some give way to others."""
+        """Teach short answer lengths, so that most requests outgrow them and some are preempted."""
         for limit in (1, 2, 4, 8):
             for _ in range(SEEN_MIN):
                 self.worker.admission._budget._lengths.learn(limit, 1)
@@ -128,7 +129,7 @@ class WorkerProcess:
         return self.process.run(self.loop.turn)
 
     def sum_pages(self) -> bool:
-        """What the checks' thread would do next; False when there is nothing to do."""
+        """Run the next job of the checksum thread; returns False if there is none."""
         work = self.worker._checks._work
         if work.empty() or (sums := work.get_nowait()) is None:
             return False
@@ -143,7 +144,7 @@ class WorkerProcess:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Every page in one state, promises kept, nothing alive that was aborted."""
+        """Check that every page is in one state, promises hold and no aborted request runs."""
         self.worker._cache.check_integrity()
         admission = self.worker.admission
         running = self.worker._halves.decode._batch.requests
@@ -156,7 +157,7 @@ class WorkerProcess:
             raise Broken(f"{self.process.name} died by itself: {self.worker.died.result()!r}")
 
     def left(self) -> str:
-        """What is not given back, "" when all is."""
+        """Return the pages and requests that are still held; "" if there are none."""
         found = self.worker.report.inspect()
         held = found.pages_total - found.pages_free - found.pages_cached
         busy = held + found.pages_promised + found.requests + found.leases
@@ -178,7 +179,7 @@ class WorkerProcess:
 
 
 class Controller:
-    """Who serves, as the router and the workers are told. Its streams never break, its news take their time."""
+    """The controller, which publishes the membership; its streams never break, but updates may be late."""
 
     ADDRESS = "controller"
 
@@ -193,7 +194,7 @@ class Controller:
         self._tell()
 
     def expel(self, peer: PeerRef) -> None:
-        """Unless a later run has taken its place."""
+        """Remove the worker from the membership, unless a later run has replaced it."""
         known = self.members.get(peer.worker_id)
         if known is not None and known.peer == peer:
             del self.members[peer.worker_id]

@@ -1,9 +1,9 @@
-"""A whole cluster in one thread: two prefill workers, two decode workers, a router, and nothing that moves by itself.
+"""A whole cluster in one thread: two prefill workers, two decode workers and a router, all driven by the test.
 
-What is real: the workers (both halves, admission, lease table, page pool, handoffs, outbox, servicer), the router
-behind its listeners (dispatcher, placement, walks, links, lease keepers, event stream) and the protobuf between them.
-What is played: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_by_hand.py`), the engine (its KV of a token is the
-token), the threads, the controller and the clock.
+Real parts: the workers (both halves, admission, lease table, page pool, handoffs, outbox, servicer), the router without
+its listeners (dispatcher, placement, request tasks, links, lease keepers, event stream) and the protobuf between them.
+Simulated parts: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_by_hand.py`), the engine (the KV of a token is
+the token), the threads, the controller and the clock.
 """
 
 import itertools
@@ -52,21 +52,23 @@ from tests.model.workers import (
 from wire.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
 
 LATE_S = 0.9 * QUARANTINE_S
-"""How long writes of a dead process may go on to land, those that failed from then on, and those of a process that is
-taken for dead, from when each began: quarantines are longer.
+"""The time for which late writes may still land; quarantines are longer.
+
+It applies to writes of a dead process, to failed writes from their failure on, and to writes of a process that is taken
+for dead, from the start of each.
 """
 CALM_STEP_S = 0.02
 END_WITHIN_S = 60.0
-"""After the last fault, longer than every deadline of the cluster together."""
+"""The time limit after the last fault, longer than the sum of all deadlines of the cluster."""
 
 
 def is_warm_up(flight: Flight) -> bool:
-    """Whether a connection is tried out, from and to pages that are nobody's."""
+    """Return True if the write only tests a connection, from and to pages that no request owns."""
     return flight.write.local_pages == flight.write.remote_pages == (PAGES,)
 
 
 class WatchedFabric(FabricByHand):
-    """Knows for which prompt each write was posted."""
+    """A fabric that records the prompt of each write."""
 
     writers: dict[Flight, PrefillRequest]
     posted: Callable[[Flight], None]
@@ -78,12 +80,12 @@ class WatchedFabric(FabricByHand):
 
 
 class World:
-    """Holds every process. `close` it, in every case."""
+    """All processes of the cluster; callers must always `close` it."""
 
     def __init__(
         self, roles: dict[str, Role], *, asynchronous: bool, one_host: bool = False, window_s: float = WINDOW_S
     ) -> None:
-        """`one_host`: workers see of each other whether their processes live."""
+        """Start the cluster; with `one_host`, workers can see if each other's processes are alive."""
         self.one_host = one_host
         self.loop = VirtualLoop()
         self.failures: list[str] = []
@@ -98,7 +100,7 @@ class World:
         self._parts = Parts(self.loop, self.fabric, asynchronous, window_s)
         self._addresses = Addresses()
         self.seen: Counter[str] = Counter()
-        """What happened, for whoever wants to know that the model looks at anything."""
+        """The counts of events, with which tests verify that the model covers them."""
         self._alarms = Alarms()
         self._patches = pytest.MonkeyPatch()
         self._patch()
@@ -109,7 +111,7 @@ class World:
         self.router = RouterProcess(self.loop)
 
     def _patch(self) -> None:
-        """Replace what is a thread, a clock, a socket or a random number."""
+        """Replace threads, clocks, sockets and random numbers."""
         clock = SimpleNamespace(monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), sleep=_no_sleep)
         for module in (
             router.requests.dispatch,
@@ -141,7 +143,7 @@ class World:
         logging.getLogger().addHandler(self._alarms)
 
     def _open_channel(self, address: str, _token: str = "") -> Channel:
-        """In the place of `wire.rpc.open_channel`."""
+        """Replaces `wire.rpc.open_channel`."""
         return Channel(self.network, this_process(), address)
 
     def close(self) -> None:
@@ -154,7 +156,7 @@ class World:
         self._patches.undo()
 
     def kill(self, worker_id: str, *, noticed: bool = False) -> None:
-        """SIGKILL. What it has sent goes on its way; who speaks with it finds out, at once if it is `noticed`."""
+        """Kill the worker; messages it has sent still arrive, and its peers are notified later, or now if `noticed`."""
         self.seen["killed"] += 1
         dead = self.workers.pop(worker_id)
         dead.process.alive = False
@@ -175,9 +177,9 @@ class World:
         self._start(worker_id, incarnation, reuse=reuse)
 
     def disown(self, believer: str, victim: str, back_after_s: float) -> None:
-        """A worker is told that another, which lives, is dead; and after a while that it serves.
+        """Notify a worker that a live one is dead, and after `back_after_s` that it serves.
 
-        Where it can see that it lives, what this one has begun may take for ever, as if it stood still.
+        With `one_host`, the believer sees that the process is alive, so the victim's writes may take any time.
         """
         self.seen["taken for dead"] += 1
         one, other = self.workers[believer], self.workers[victim]
@@ -189,7 +191,7 @@ class World:
         self.loop.call_later(back_after_s, self._own_again, one, other)
 
     def flip(self, worker_id: str, role: Role, grace_s: float) -> None:
-        """The worker is told another role, which is that of its next run too; the router hears of it some time."""
+        """Change the worker's role, also for its next runs; the router is notified later."""
         self.seen["flipped"] += 1
         self.roles[worker_id] = role
         one = self.workers[worker_id]
@@ -206,7 +208,7 @@ class World:
             self.controller.process.run(self.controller.admit, one.info())
 
     def handing_over(self) -> list[tuple[str, str]]:
-        """(decode worker, prefill worker) of prompts of which a part is written, and another not computed yet."""
+        """Return (decode worker, prefill worker) of prompts that are partly written and not fully computed."""
         pairs = [
             (request.task.destination.peer.worker_id, one.me.worker_id)
             for one in self.workers.values()
@@ -227,7 +229,7 @@ class World:
             self._bound(self.fabric.flights[-1])
 
     def _bound(self, one: OnTheWay) -> None:
-        """What a process has begun that its peer takes for dead comes to rest in time, that of the grace."""
+        """Bound the duration of a write by a process that its peer takes for dead to the quarantine time."""
         if not self.one_host:
             self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.rest(one))
 
@@ -255,7 +257,7 @@ class World:
         self._mark_dead(peer)
 
     def _hear_of_start(self, started: WorkerProcess) -> None:
-        """A run that takes its predecessors' place says that they are dead, too."""
+        """Publish a started worker; its predecessor is reported dead."""
         if not started.process.alive:
             return
         info = started.info()
@@ -269,7 +271,7 @@ class World:
                 self._news(key, partial(self._hear_of_peer, one, joined))
 
     def _hear_of_peer(self, one: WorkerProcess, joined: WorkerInfo) -> None:
-        """The membership does not name those whose death was told before."""
+        """Notify a worker of a peer, unless the peer has died or been replaced since."""
         found = self.workers.get(joined.peer.worker_id)
         if found is not None and found.me == joined.peer:
             self._disowned.discard((joined.peer, one.me))
@@ -282,11 +284,11 @@ class World:
                 self._news(key, partial(other.process.run, other.worker.peer_gone, gone))
 
     def _news(self, key: Key, arrive: Callable[[], None]) -> None:
-        """Late and out of order, but never lost: the membership is told again until it is heard."""
+        """Send an update that may be late or out of order, but is never lost, as the membership is resent."""
         self.network.send(key, arrive)
 
     def check(self) -> None:
-        """At each step. Raises `Broken`, or `Internal` of a page pool."""
+        """Check the invariants of every step; raises `Broken`, or `Internal` from a page pool."""
         for one in self.workers.values():
             one.check()
         for client in self.router.clients:
@@ -296,7 +298,7 @@ class World:
             raise Broken("; ".join(found))
 
     def _check_page(self, flight: Flight, local: int, remote: int) -> None:
-        """A page of a write is about to land."""
+        """Check a page of a write that is about to land."""
         if is_warm_up(flight):
             return
         writer = self.fabric.writers[flight]
@@ -314,7 +316,7 @@ class World:
         self.seen["from shared pages"] += source == Holder("shared")
 
     def _writer_of(self, flight: Flight) -> PrefillRequest:
-        """The prompt that this write, which is being posted, is about."""
+        """Return the prompt of a write that is being posted."""
         half = self.workers[flight.sender.worker_id].worker._halves.prefill
         write, known = flight.write, [*half._registry._requests.values(), *half._registry._replaced]
         writers = [one for one in known if set(write.local_pages) <= set(one.pages)]
@@ -325,19 +327,19 @@ class World:
         return next((one for one in writers if target is not None and one.task.ref == target.ref), writers[0])
 
     def _holder(self, peer: PeerRef, page: int) -> Holder | None:
-        """Who has a page of this process; None when it is dead."""
+        """Return the holder of a page of this process; None if the process is dead."""
         found = self.workers.get(peer.worker_id)
         return holder_of(found.engine.pool, page) if found is not None and found.me == peer else None
 
     def lose_notice(self, late: LateNotice) -> None:
-        """Its writer takes it for delivered, and says so later."""
+        """Lose a notice; its sender takes it for delivered and reports that later."""
         self.fabric.lose_notice(late)
 
     def calm(self, held: frozenset[str] = frozenset()) -> None:
-        """One round without faults: what is on its way arrives, every engine takes a step, a little time passes.
+        """Run one round without faults: messages arrive, every engine takes a step, a little time passes.
 
-        Of "messages", "writes", "notices" and "engines" nothing moves that is `held`. Each write gets one page on, but
-        what a dead process wrote comes later or never.
+        Of "messages", "writes", "notices" and "engines", those in `held` do not move. Each write lands one page, but
+        writes of a dead process land later or never.
         """
         notices = list(self.fabric.notices)
         if "messages" not in held:
@@ -362,7 +364,7 @@ class World:
         self.loop.run_ready()
 
     def fail(self, one: OnTheWay, *, after_notice: bool) -> None:
-        """What is left of it may land for a while."""
+        """Fail a write; its remaining pages may still land for `LATE_S`."""
         self.fabric.fail(one, after_notice=after_notice)
         if one in self.fabric.flights:
             self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.rest(one))
@@ -374,7 +376,7 @@ class World:
         self.loop.run_ready()
 
     def corrupt(self, one: OnTheWay, byte: int) -> None:
-        """A byte of a page that has landed flips; checksums must see it."""
+        """Flip a byte of a page that has landed, which checksums must detect."""
         found = self.workers.get(one.flight.write.peer.worker_id)
         if one.landed and found is not None and found.me == one.flight.write.peer:
             self._alarms.expected.add("decode_worker.kv_arrival")
@@ -383,7 +385,7 @@ class World:
             memory[byte % len(memory)] ^= 0x40
 
     def end(self) -> None:
-        """No more faults: every request ends, every page is free, and the cluster serves."""
+        """Check that, without more faults, every request ends, every page is freed and the cluster serves."""
         for worker_id in self.dead():
             self.restart(worker_id, reuse=False)
         while self.network.waiting() or self._disowned:
@@ -407,7 +409,7 @@ class World:
             self.check()
 
     def _left(self) -> list[str]:
-        """What is not over, and who still holds what."""
+        """Return the requests that have not ended and the resources that are still held."""
         left = [f"{client}" for client in self.router.clients if not client.over]
         left += [one.left() for one in self.workers.values()]
         unseen = {one.me for one in self.workers.values()} - {view.peer for view in self.router.dispatcher.pool.views()}

@@ -15,12 +15,12 @@ from wire.messages import Destination, Lease, PeerRef
 log = logging.getLogger(__name__)
 
 MOST_LEASES = 1024
-"""Of one call; more wait for the next."""
+"""The most leases of one call; more wait for the next."""
 MOST_WAITING = 16 * MOST_LEASES
-"""Of one peer that cannot be reached; older ones are forgotten, and end with one of the two processes."""
+"""The most leases kept for one unreachable peer; older ones are dropped, and end with either process."""
 
 Tell = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
-"""(peer, address, leases): whether they were heard, or nobody is left to hear them."""
+"""A call with (peer, address, leases) that returns True if they were delivered or the peer is gone."""
 
 
 @dataclass(slots=True)

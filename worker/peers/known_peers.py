@@ -1,4 +1,4 @@
-"""What this worker knows of others: the prefill workers on the same host, and the workers incompatible with it."""
+"""This worker's record of others: prefill workers on the same host, and workers incompatible with it."""
 
 import logging
 

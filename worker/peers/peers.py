@@ -25,8 +25,10 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 DELIVERY_PERIOD_S = 1.0
-"""How long a notice may be on its way before the decode worker is asked whether it has come, in seconds; notices take
-milliseconds, and one that is later than this costs a second prefill."""
+"""The seconds that a notice may be in flight before the decode worker is asked if it has arrived.
+
+Notices take milliseconds; a later one costs a second prefill.
+"""
 
 
 class _Connection:
@@ -59,13 +61,14 @@ class Peers(DecodePeers):
     # ---- prefill side ----
 
     async def connect(self, destination: Destination) -> None:
+        """Introduces this worker to the decode worker, unless that was done before."""
         await self._introduced(destination.peer, destination.address)
 
     async def warm_up(self, peer: PeerRef, address: str) -> bool:
-        """Connect to a decode worker and move a page to it, from and to those that are nobody's, behind the pools';
-        whether that went well.
+        """Connects to a decode worker and moves a page to it; returns True on success.
 
-        The first use of a wire is the slowest by far. What fails is logged and never raised.
+        Source and destination are the spare pages after the pools, which no request owns. The first use of a wire is
+        the slowest by far. Errors are logged and never raised.
         """
         try:
             theirs = await self._introduced(peer, address)
@@ -87,6 +90,7 @@ class Peers(DecodePeers):
         return False
 
     async def allot(self, destination: Destination, pages: int) -> Allotment:
+        """Asks the decode worker for the pages that receive the last of the prompt's `pages`."""
         request = worker_pb2.AllotPagesRequest(
             lease=convert.lease_to_proto(destination.lease),
             pages=pages,
@@ -98,6 +102,7 @@ class Peers(DecodePeers):
         return Allotment(tuple(reply.page_ids), reply.write_for_s)
 
     async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
+        """Asks the decode worker for permission to go on writing under these leases."""
         request = worker_pb2.RenewPermissionsRequest(
             leases=[convert.lease_to_proto(lease) for lease in leases],
             prefill_worker_id=self._me.worker_id,
@@ -108,9 +113,11 @@ class Peers(DecodePeers):
         return Renewal(frozenset(map(convert.lease_from_proto, reply.over)), reply.write_for_s)
 
     def delivered(self, destination: Destination) -> None:
+        """Queues the lease for the next report of delivered notices."""
         self._deliveries.add(destination)
 
     async def release(self, destination: Destination, *, in_doubt: bool) -> None:
+        """Reports to the decode worker that no write under the lease is in flight and none will follow."""
         request = worker_pb2.ReleaseLeaseRequest(
             lease=convert.lease_to_proto(destination.lease),
             prefill_worker_id=self._me.worker_id,
@@ -138,8 +145,10 @@ class Peers(DecodePeers):
     # ---- decode side ----
 
     def accept(self, theirs: Handshake) -> PeerDescription:
-        """A prefill worker introduces itself: FailedPrecondition in words unless the two fit together, StaleEpoch from
-        a run that is known to be over.
+        """Accepts the handshake of a prefill worker and returns this worker's description.
+
+        FailedPrecondition, with the reason, if the two are incompatible; StaleEpoch from a run that is known to be
+        over.
         """
         peer = theirs.description.peer
         if peer in self._gone:
@@ -156,24 +165,23 @@ class Peers(DecodePeers):
         return self._mine.description
 
     def is_near(self, peer: PeerRef) -> bool:
-        """Whether this run of a prefill worker said that it is on this host."""
+        """True if this run of a prefill worker has reported that it is on this host."""
         return self._same_host.has(peer)
 
     def lives(self, peer: PeerRef) -> bool | None:
-        """Whether the process of this run of a prefill worker lives; None = it cannot be seen from here."""
+        """True if the process of this run of a prefill worker is alive; None = not visible from here."""
         return self._same_host.lives(peer)
 
     # ---- both ----
 
     def warnings(self) -> tuple[str, ...]:
-        """Which other workers do not fit this one, in sentences; for `tandem status`."""
+        """The incompatibilities of other workers with this one, in sentences; for `tandem status`."""
         return self._incompatible.warnings
 
     def forget(self, peer: PeerRef) -> None:
-        """This run of a worker and its earlier ones are over: drop what leads to them, and open nothing to them unless
-        one is welcome again.
+        """Drops the connections to this run of a worker and its earlier ones, which are over.
 
-        Somebody else may listen at their address by now.
+        None is opened again unless a run is accepted anew: another process may listen at their address by now.
         """
         self._gone.add(peer)
         for known, connection in list(self._connections.items()):

@@ -55,7 +55,7 @@ class WarmUps:
                 return
 
     def _wanted(self, peer: PeerRef) -> bool:
-        """Whether this run may get prompts from here."""
+        """True if this worker may send KV to this run."""
         info = self._others.get(peer.worker_id)
         return info is not None and info.peer == peer and info.takes_answers and self._prefills()
 

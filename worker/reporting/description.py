@@ -1,4 +1,4 @@
-"""What a worker says of itself to a controller that did not start it, and how that one tells whether it fits."""
+"""The description of a worker for a controller that did not start it, and the comparison of settings."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -15,12 +15,12 @@ _SERVED = (
     *("model", "model_name", "random_weights", "device", "dtype", "page_tokens"),
     *("token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
 )
-"""What a worker serves and with whom it can work."""
+"""The settings that decide what a worker serves and which workers it is compatible with."""
 _PASSING = (
     *("worker_id", "role", "engine", "step_policy", "step_budget", "itl_target_s"),
     *("controller_address", "host", "port", "metrics_port", "outlive_s"),
 )
-"""What another controller tells anew, or nobody does."""
+"""The settings that another controller sets anew, or that are never compared."""
 _SECRETS = ("token", "metrics_key")
 
 
@@ -30,22 +30,22 @@ class WorkerDescription:
 
     peer: PeerRef
     assignment: Assignment
-    """What it was told to do last."""
+    """The last assignment that it received."""
     serves: bool
-    """Whether it takes requests; else it starts, drains or has ended."""
+    """True if it takes requests; else it starts, drains or has ended."""
     served: Settings
-    """What it serves: with others it cannot be taken over."""
+    """The settings that must be equal for the worker to be taken over."""
     tuning: Settings
-    """How it does so: with others it can, until it is started again."""
+    """The settings that may differ when it is taken over; they apply until it is restarted."""
 
 
 def served_of(config: WorkerConfig) -> Settings:
-    """What a worker of `config` serves."""
+    """Returns the settings of `config` that must be equal for a worker to be taken over."""
     return _settings(config, lambda name: name in _SERVED)
 
 
 def tuning_of(config: WorkerConfig) -> Settings:
-    """How a worker of `config` does that."""
+    """Returns the settings of `config` that may differ when a worker is taken over."""
     return _settings(config, lambda name: name not in _SERVED and name not in _PASSING)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from costs.roofline import Ceilings, Roofline
-from costs.step_cost import StepWork
+from costs.step_work import StepWork
 from prefill_worker.page_writes import WritingTime
 from telemetry import families as f
 from telemetry.registry import Facts, Reading, Registry

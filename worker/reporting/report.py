@@ -1,6 +1,7 @@
 """The report of a worker: its load, by which routers place, and its inspection."""
 
-from costs.step_cost import CostParameters, StepWork
+from costs.step_cost import CostParameters
+from costs.step_work import StepWork
 from engine.cache.prefix_cache import PrefixCache
 from wire.messages import PeerRef, WorkerInspection, WorkerLoad
 from wire.prefixes import PrefixList

@@ -48,6 +48,7 @@ class Watchdog:
         """The error that was found in the pool, in words; it is never cleared."""
 
     def start(self) -> None:
+        """Starts the periodic checks on the event loop."""
         self._timer = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
@@ -75,7 +76,7 @@ class Watchdog:
                 self._halves.admission.expire()
                 self._check_when_idle()
             except Exception:
-                log.exception("the watchdog goes on in spite of an error")
+                log.exception("the watchdog continues after an error")
 
     def _stuck(self) -> str:
         """The operation that the device hangs in; empty if it hangs in none."""

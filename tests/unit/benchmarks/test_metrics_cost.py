@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.metrics_cost import PROMPT, Plan, Turns, engine_settings, figures, load_engine, measure
 from benchmarks.served_model import ServedModel
-from costs.step_cost import StepWork
+from costs.step_work import StepWork
 from engine.steps.batch import PendingStep, StepBatch
 from tests.factories import write_tiny_model
 from wire.ending import decode_pages, pages_for

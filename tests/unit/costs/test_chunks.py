@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from costs.chunks import FORCED_CHUNK_INTERVAL, FORCED_CHUNK_TOKENS, Chunks, ConcurrentDecode, chunks, step_limit
-from costs.step_cost import CostParameters, StepCost, StepWork
+from costs.step_cost import CostParameters, StepCost
+from costs.step_work import StepWork
 from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
 

@@ -4,16 +4,8 @@ import random
 
 import pytest
 
-from costs.step_cost import (
-    MARGIN_MAX,
-    MARGIN_MIN,
-    NOTHING,
-    CostParameters,
-    LearnedMargin,
-    StepCost,
-    StepWork,
-    chunk_pairs,
-)
+from costs.step_cost import MARGIN_MAX, MARGIN_MIN, CostParameters, LearnedMargin, StepCost
+from costs.step_work import NOTHING, StepWork, chunk_pairs
 
 EASY = CostParameters(
     base_s=100.0, prompt_base_s=50.0, token_s=2.0, pair_s=0.1, row_s=3.0, context_s=0.01, free_tokens=0

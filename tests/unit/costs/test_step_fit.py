@@ -6,8 +6,9 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
-from costs.step_cost import MARGIN_MAX, CostParameters, StepCost, StepWork
+from costs.step_cost import MARGIN_MAX, CostParameters, StepCost
 from costs.step_fit import AT_ONCE, LEARN_EVERY, StepFit
+from costs.step_work import StepWork
 
 TRUE = CostParameters(
     base_s=4e-3, prompt_base_s=4e-4, token_s=2.4e-5, pair_s=4e-10, row_s=8e-6, context_s=3e-8, free_tokens=160

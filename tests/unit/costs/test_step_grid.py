@@ -4,15 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from costs.step_cost import (
-    NOTHING,
-    CostParameters,
-    StepCost,
-    StepWork,
-    padded_prompts,
-    slots_of,
-    unpadded_prompts,
-)
+from costs.step_cost import CostParameters, StepCost, padded_prompts, slots_of, unpadded_prompts
 from costs.step_grid import (
     TILE_TOKENS,
     StepGrid,
@@ -20,6 +12,7 @@ from costs.step_grid import (
     gpu_grid,
     step_sizes,
 )
+from costs.step_work import NOTHING, StepWork
 from tests.pairwise import pairwise
 
 H200 = CostParameters(

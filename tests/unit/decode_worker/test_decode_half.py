@@ -148,7 +148,7 @@ def test_the_answer_grows_from_the_promise_and_its_pages_are_free_at_the_end() -
 
 
 def test_gaps_that_answers_tolerate_are_known_while_they_run() -> None:
-    """Whether they end, are cancelled, or others come."""
+    """The ITL targets stay correct when requests end, are cancelled or join the batch."""
     house = House()
     for name, target_s in (("quick", 0.06), ("strict", 0.008), ("any", math.inf)):
         house.deliver(house.allotted(name, target_s))
@@ -434,7 +434,7 @@ def random_walk(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("stage", ["leased", "arrived", "running"])
 def test_an_abort_of_an_earlier_attempt_leaves_the_one_that_is_here(stage: str) -> None:
-    """It is repeated until it is heard, which may be when the next attempt has begun."""
+    """An abort is repeated until it is delivered, which may be after the next attempt has begun."""
     house = House()
     lease = house.reserve("q", attempt=2)
     house.allot(lease)

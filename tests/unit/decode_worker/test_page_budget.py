@@ -11,8 +11,9 @@ from wire.messages import Lease, PeerRef, RequestRef, Reservation, SamplingParam
 
 
 def crowded(seed: int) -> tuple[PageClaims, list[DecodeRequest]]:
-    """Requests with claims that are not all backed, some of them for prompts on their way, perhaps with a limit
-    that was lowered; those that run.
+    """Return page claims that are not all backed, and the running requests.
+
+    Some claims are for prompts in flight; the limit may have been lowered.
     """
     dice = random.Random(seed)
     pool = PagePool(dice.randrange(6, 14))

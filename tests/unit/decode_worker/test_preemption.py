@@ -67,8 +67,10 @@ class Asked:
 
 
 class House:
-    """A decode half and its router. `behind`: a step is scheduled while the one before it runs; `late`: KV comes when
-    it wants to, not in the order of the leases.
+    """A decode half and its router.
+
+    `behind`: a step is scheduled while the previous one runs; `late`: KV arrives in random order instead of the order
+    of the leases.
     """
 
     def __init__(
@@ -393,7 +395,7 @@ def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_all_end_in_whatever_order_their_kv_comes(seed: int, behind: bool) -> None:
-    """Who was granted a lease first may be ready last, and find others running."""
+    """The request with the oldest lease may be ready last, when others are running."""
     house_of_any_lengths(seed, behind=behind, late=True).run()
 
 

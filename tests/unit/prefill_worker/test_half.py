@@ -1,4 +1,4 @@
-"""Which prompts the prefill half computes next, in which pieces."""
+"""The order and the chunks in which the prefill half computes prompts."""
 
 import asyncio
 from collections.abc import Sequence

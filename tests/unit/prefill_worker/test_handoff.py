@@ -1,4 +1,4 @@
-"""When a handoff writes what, and when pages are given back: never while a write may still read or land in them."""
+"""The order of writes of a handoff; pages are never freed while a write may still read or land in them."""
 
 import asyncio
 import gc

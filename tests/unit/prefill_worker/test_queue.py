@@ -1,4 +1,4 @@
-"""Who is computed next: short prompts overtake, long ones end in bounded time."""
+"""The order of prefill: short prompts overtake, long ones end in bounded time."""
 
 from collections.abc import Callable
 

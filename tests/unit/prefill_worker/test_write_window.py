@@ -1,4 +1,4 @@
-"""When windows are renewed: all of a pair of workers in one message, in time, and none without a hand-over."""
+"""Write windows are renewed in time, one message per pair of workers, and never without a hand-over."""
 
 import asyncio
 import math

@@ -23,8 +23,9 @@ def test_several_at_once_count_for_each_of_them() -> None:
 
 
 def test_it_never_goes_back() -> None:
-    """Or Prometheus takes it for a process that began again: a hand-over begins just as somebody who asks has looked
-    at the clock.
+    """A hand-over that begins just after a scrape has read the clock must not decrease the counter.
+
+    Prometheus would take a decrease for a restart of the process.
     """
     now, besides = 5, []
 

@@ -31,7 +31,7 @@ def state(end: End) -> tuple[Role, Role | None]:
 
 
 async def waits_in_line(pair: WorkerPair) -> Heard:
-    """Behind one that is computed, at the prefill worker."""
+    """Sends a prompt that waits at the prefill worker while another one is computed."""
     pair.prefill.engine.hold()
     pair.send("before", PROMPT[:3], ONE)
     await until(pair.prefill.engine.waiting.is_set)

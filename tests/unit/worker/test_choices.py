@@ -17,8 +17,10 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("tail", [0, 1, PAGE_TOKENS - 1])
 async def test_full_pages_are_shared_and_the_last_is_private(tail: int) -> None:
-    """Each answer is drawn from all that its pages hold, and the engine refuses to write to a page that others read.
-    Each answer writes other tokens behind the prompt, so a shared last page would show in the others.
+    """The choices of one request share the full pages of the prompt and never the last page.
+
+    Each choice is drawn from all that its pages hold, and the engine refuses to write to a page that others read.
+    Each choice writes other tokens after the prompt, so a shared last page would show in the others.
     """
     full = 5
     prompt = list(range(30, 30 + full * PAGE_TOKENS + tail))

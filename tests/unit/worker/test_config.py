@@ -1,4 +1,4 @@
-"""What of a worker's settings is whose."""
+"""The division of a worker's settings between its two halves."""
 
 from pathlib import Path
 

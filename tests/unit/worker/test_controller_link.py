@@ -1,4 +1,4 @@
-"""When a worker believes that another one is dead: when it was replaced, or when nobody answers at its address."""
+"""A worker takes another one for dead if it was replaced or nothing replies at its address."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -65,7 +65,7 @@ class Neighbour(worker_pb2_grpc.WorkerServicer):
     def __init__(self, peer: PeerRef) -> None:
         self.peer = peer
         self.answers: list[bool] = []
-        """Whether it answers the next ones; afterwards it does."""
+        """True for each of the next calls that gets a reply; all later calls get one."""
         self.asked = 0
         self.silent = False
 

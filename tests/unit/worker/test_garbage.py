@@ -1,4 +1,7 @@
-"""What a worker is through with is free at once: rounds of the garbage collector are long in a serving process."""
+"""A worker's finished objects are freed at once, without the garbage collector.
+
+A collection takes long in a serving process.
+"""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Of a node's GPUs a worker takes the one that Ray gave it, whether Ray hides the others or not."""
+"""A worker uses the GPU that Ray assigned to it, even if Ray does not hide the others."""
 
 import pytest
 

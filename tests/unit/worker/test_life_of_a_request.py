@@ -33,7 +33,7 @@ TRANSFER = [
     Edge.TRANSFER_FINISHED,
     Edge.KV_CHECKED,
 ]
-"""Where the KV travels."""
+"""The edges of a request whose KV is transferred."""
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
@@ -449,7 +449,9 @@ async def test_a_full_pool_says_so_and_takes_the_next_when_it_is_free() -> None:
 async def test_prompts_wait_for_pages_the_short_ones_first_and_none_starves() -> None:
     async with WorkerPair(pages=300, prefill_pages=8) as pair:
         asked = {f"q{n}": [n + 3] * (30 if n % 2 else 5) for n in range(12)}
+        pair.prefill.engine.hold()  # else the first prompt may be over before the others are queued
         heard = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
+        pair.prefill.engine.let_go()
         await until(lambda: all(each.finish for each in heard.values()))
         for name, prompt in asked.items():
             assert heard[name].tokens == answer_to(prompt, TEN)

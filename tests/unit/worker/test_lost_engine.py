@@ -42,7 +42,7 @@ def fail_at_result(end: End) -> None:
 
 
 def never_end(end: End) -> None:
-    """It is held already, and was so for as long as it may."""
+    """Moves the start of the held step back by the deadline."""
     assert end.worker._loop._busy_since is not None
     end.worker._loop._busy_since -= DEADLINE_S
 
@@ -139,8 +139,8 @@ async def test_a_check_of_the_pool_that_hangs_hides_no_stuck_step(monkeypatch: p
 
     monkeypatch.setattr(PrefixCache, "check_integrity", never_ends)
     async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
-        pair.send("first", PROMPT, TEN)
-        await until(checking.is_set)
+        first = pair.send("first", PROMPT, TEN)
+        await until(lambda: first.finish and checking.is_set())  # the prefill worker checks earlier than the other one
         await decoding(pair, "running")
         never_end(pair.decode)
         await until(pair.decode.worker.died.done)

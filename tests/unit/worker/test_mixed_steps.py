@@ -61,7 +61,7 @@ async def decoding(
 
 
 async def together(engine: FakeEngine, count: int) -> bool:
-    """Whether so many decode in one step before one of them may end; the engine is held then."""
+    """Returns True if `count` requests decode in one step before one of them may end; the engine is held then."""
     await until(engine.waiting.is_set)
     before = len(engine.batches)
     # Step by step, as what a step brings reaches the next one by way of the event loop.

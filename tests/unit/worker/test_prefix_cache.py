@@ -1,5 +1,6 @@
-"""What one request has left in the caches of both workers, the next neither computes nor sends; and nothing else
-changes.
+"""Pages that a request left in both caches are neither computed nor sent for the next one.
+
+Nothing else changes.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 async def ask(
     pair: WorkerPair, name: str, prompt: Sequence[int] = PROMPT, sampling: SamplingParams = TEN, salt: str = ""
 ) -> Heard:
-    """To the end, and until every page is given back."""
+    """Runs a request to its end, and waits until every page is free."""
     heard = pair.send(name, list(prompt), sampling, salt=salt)
     stays = sampling.max_tokens == 1 or pair.prefill is pair.decode
     await until(lambda: heard.finish and (stays or heard.pages))
@@ -164,8 +165,10 @@ async def test_those_behind_in_the_queue_find_what_was_computed_before_them() ->
         pair.fabric.hold()
         heard = [pair.send(f"q{n}", PROMPT, TEN) for n in range(3)]
         await until(lambda: all(each.tokens for each in heard))
-        late = FakeEngine.asynchronous  # then the second step is planned before the first one is over
-        assert [each.cached_tokens for each in heard] == [0, 0 if late else FULL * PAGE_TOKENS, FULL * PAGE_TOKENS]
+        first, second, third = (each.cached_tokens for each in heard)
+        assert (first, third) == (0, FULL * PAGE_TOKENS)
+        # An asynchronous engine's second step is planned before the first one is over, if its prompt is queued by then.
+        assert second == third or (FakeEngine.asynchronous and second == 0)
         assert pair.prefill.engine.pool.counts().shared == FULL
         pair.fabric.let_go()
         await until(lambda: all(each.finish and each.pages for each in heard))

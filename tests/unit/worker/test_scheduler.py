@@ -1,11 +1,12 @@
-"""What an assignment means for the next step."""
+"""The effect of an assignment on the next step."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from costs.step_cost import CostParameters, StepCost, StepWork
+from costs.step_cost import CostParameters, StepCost
+from costs.step_work import StepWork
 from engine.steps.batch import TokenRows
 from prefill_worker.queue import WaitingPrompts
 from wire.messages import Assignment, Role

@@ -1,8 +1,8 @@
-"""What the cost model learns from: how long each step took, and what was in it."""
+"""The samples of the cost model: the duration and the work of each step."""
 
 import pytest
 
-from costs.step_cost import StepWork
+from costs.step_work import StepWork
 from engine.steps.batch import StepRow, TokenRows
 from tests.factories import draw
 from wire.cost_parameters import UNMEASURED

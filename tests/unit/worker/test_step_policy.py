@@ -1,4 +1,4 @@
-"""How much of a step may be prompts, and how far the decode batch may grow."""
+"""The prefill tokens of a step, and the limit of the decode batch."""
 
 import math
 from dataclasses import replace
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork
+from costs.step_cost import CostParameters, StepCost
 from costs.step_grid import TILE_TOKENS
+from costs.step_work import NOTHING, StepWork
 from engine.config import EngineConfig
 from prefill_worker.queue import WaitingPrompts
 from wire.errors import InvalidArgument
@@ -120,7 +121,7 @@ def test_chunks_end_with_a_tile_of_the_matrix_units() -> None:
 
 
 def seconds_granted(policy: StepPolicy, targets: list[float], beside: StepWork = FEW) -> float:
-    """What was predicted for the client: of the step, and the noise of its way."""
+    """Returns the time predicted for the client: the step and the jitter of its delivery."""
     tokens = policy.prefill_tokens(beside, MANY, targets)
     return StepCost(MS).margin * cost().seconds(beside.with_chunk(tokens, 0))
 

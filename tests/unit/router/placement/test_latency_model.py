@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from costs.step_cost import chunk_pairs
+from costs.step_work import chunk_pairs
 from router.placement.latency_model import MISS_S, AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
 from router.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, need

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from costs.chunks import NO_LIMIT
-from costs.step_cost import StepCost, chunk_pairs
+from costs.step_cost import StepCost
+from costs.step_work import chunk_pairs
 from router.placement.worker_state import LOAD_FRESH_S, AnswerWork, PromptWork, WorkerState
 from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, load

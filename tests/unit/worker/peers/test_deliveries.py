@@ -1,4 +1,4 @@
-"""What is said of notices that have left: when, to whom, how often."""
+"""Reports of sent notices: their time, receiver and number."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

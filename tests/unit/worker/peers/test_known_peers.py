@@ -1,4 +1,4 @@
-"""Of whose processes a worker knows whether they live."""
+"""The record of processes on the same host whose liveness a worker can check."""
 
 import pytest
 
@@ -10,7 +10,7 @@ FIRST = PeerRef("prefill-0", 1)
 
 
 class Kernel(dict[str, bool]):
-    """What it says of processes."""
+    """The kernel's reply about the liveness of each process."""
 
 
 @pytest.fixture

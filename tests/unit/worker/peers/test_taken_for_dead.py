@@ -12,7 +12,7 @@ TEN = SamplingParams(max_tokens=10)
 
 
 def info(end: End) -> WorkerInfo:
-    """As the controller names it."""
+    """Returns the facts of a worker as the controller sends them."""
     assignment, pages = end.worker.assignment, end.engine.pool.counts().total
     return WorkerInfo(
         end.me, assignment.role, end.address, end.engine.facts, pages, PAGE_TOKENS, 8, 16, "cpu", "in-memory"

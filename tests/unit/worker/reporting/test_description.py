@@ -1,4 +1,4 @@
-"""What makes a worker one that can be taken over."""
+"""The settings that decide if a worker can be taken over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker counts: steps by what was in them, utilization of late, hand-overs, and facts of a running pair."""
+"""A worker's metrics: steps by their work, recent utilization, hand-overs, and facts of a running pair."""
 
 import asyncio
 import time
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from costs.roofline import Ceilings, ModelSizes, Roofline
-from costs.step_cost import StepCost, StepWork, chunk_pairs
+from costs.step_cost import StepCost
+from costs.step_work import StepWork, chunk_pairs
 from engine.graph_use import GraphUse
 from telemetry import families as f
 from telemetry.bottlenecks import Bottleneck, diagnose
@@ -140,8 +141,9 @@ async def test_a_running_pair() -> None:
 
 
 async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
-    """Nothing lands while the metrics of a real pair are scraped twice: pages of both are taken, and more prompts wait
-    at the router.
+    """No write lands while the metrics of a real pair are scraped twice.
+
+    Pages of both are taken, and more prompts wait at the router.
     """
     sampling = SamplingParams(max_tokens=4)
     async with WorkerPair(pages=16) as pair:
@@ -177,7 +179,7 @@ async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
 
 
 def prompt_of(number: int) -> list[int]:
-    """Of 16 tokens, with no page in common with another."""
+    """Returns a prompt of 16 tokens that shares no page with another."""
     return list(range(3 + 16 * number, 19 + 16 * number))
 
 

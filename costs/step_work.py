@@ -1,0 +1,34 @@
+"""The work of an engine step: its tokens, rows and attention pairs, from which its duration is predicted."""
+
+from dataclasses import dataclass
+
+__all__ = ["NOTHING", "StepWork", "chunk_pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The counts of tokens, rows and attention pairs in a step."""
+
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    """The sum over chunks of tokens x mean context of a token of the chunk, itself included."""
+    decode_rows: int = 0
+    decode_context_tokens: int = 0
+    """The tokens that the decode rows attend to, summed."""
+
+    def with_chunk(self, tokens: int, context: int) -> "StepWork":
+        """Return this work and a chunk of `tokens` behind `context` tokens of its prompt."""
+        return StepWork(
+            self.prefill_tokens + tokens,
+            self.prefill_pairs + chunk_pairs(tokens, context),
+            self.decode_rows,
+            self.decode_context_tokens,
+        )
+
+
+NOTHING = StepWork()
+
+
+def chunk_pairs(tokens: int, context: int) -> float:
+    """Return the attention pairs of `tokens` prompt tokens behind `context` others; each attends to itself too."""
+    return tokens * (context + (tokens + 1) / 2)
