@@ -235,7 +235,7 @@ def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
     prefill.transport.add_peer(peer.description)
     prefill.write(reborn, [4, 9], [1, 0], prefill.notice(5, [9, 4], 0)).result(timeout=60)
     assert reborn.hears(1) == [{"epoch": 5, "whole": True}]
-    with pytest.raises(TransferFailed, match="not known"):
+    with pytest.raises(TransferFailed, match="unknown here"):
         prefill.write(peer, [0], [0]).result(timeout=60)
     expected = reborn.initial.copy()
     expected[[1, 0]] = prefill.pool[[4, 9]]

@@ -81,7 +81,7 @@ async def test_a_turn_is_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     steps: list[StepWork] = []
     tested: Any = SimpleNamespace(
-        _meter=SimpleNamespace(tell=None),
+        _meter=SimpleNamespace(on_step=None),
         metrics=SimpleNamespace(step=lambda work, _seconds, _predicted_s: steps.append(work)),
         report=SimpleNamespace(load=lambda: SimpleNamespace(decode_requests=2)),
     )
@@ -89,10 +89,10 @@ async def test_a_turn_is_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> N
     running = asyncio.ensure_future(turns.run(3, on=True))
     await asyncio.sleep(0)
     for rows in (9, 4, 5, 6, 7):
-        tested._meter.tell(StepWork(decode_rows=rows), 0.1, 0.1)
+        tested._meter.on_step(StepWork(decode_rows=rows), 0.1, 0.1)
     assert await running == (4 + 5 + 6) / 2.0
     assert len(steps) == 5
     off = asyncio.ensure_future(turns.run(3, on=False))
     await asyncio.sleep(0)
-    assert tested._meter.tell == turns._count
+    assert tested._meter.on_step == turns._count
     off.cancel()
