@@ -44,7 +44,7 @@ from wire.tracing.timeline import TransferStats
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
-"""Between two tries to give a lease back; the wait doubles."""
+"""The seconds between two attempts to give a lease back; the wait doubles."""
 
 
 class PrefillHalfView(Protocol):

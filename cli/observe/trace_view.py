@@ -30,7 +30,7 @@ def drawn(trace: RequestTrace) -> RenderableType:
     spans = spans_of(trace.timeline)
     attempts = max((span.attempt for span in spans), default=1)
     for span in spans:
-        name = span.phase if attempts == 1 else f"{span.phase} (try {span.attempt})"
+        name = span.phase if attempts == 1 else f"{span.phase} (attempt {span.attempt})"
         begin_s = (span.begin_nanos - spans[0].begin_nanos) / 1e9
         bar = Bar(trace.seconds, begin_s, begin_s + span.seconds, width=_BAR_COLUMNS, color=_COLORS[span.phase])
         table.add_row(name, _ms(begin_s), _ms(span.seconds), span.worker or _NONE, bar)

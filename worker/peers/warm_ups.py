@@ -8,7 +8,7 @@ from wire.messages import PeerRef, WorkerInfo
 from worker.peers.peers import Peers
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
-"""Between two tries to warm the same way; the wait doubles."""
+"""The seconds between two attempts to warm the same connection; the wait doubles."""
 
 
 class WarmUps:
