@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 WRONG_LENGTH = "WRONG_LENGTH"
-"""In place of an error code: the answer ended without an error, but with a wrong number of tokens."""
+"""The error code of an answer that ended without an error, but with a wrong number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ YOUNG_S = 60.0
 """Age below which a folder with an empty lock may belong to a cluster that has yet to lock it, in seconds."""
 KILL_TIMEOUT_S = 5.0
 REMOVAL_TIMEOUT_S = 2.0
+"""Longest time that `TempFolder.remove` tries again, in seconds; only a folder that stays costs it."""
 
 
 class TempFolder:
@@ -66,7 +67,7 @@ def remove_abandoned(root: Path | None = None) -> list[Path]:
     for folder in (root or temp_root()).glob(f"{PREFIX}*"):
         if _abandoned(folder):
             _end_leftovers(folder)
-            _remove_tree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
 

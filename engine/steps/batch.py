@@ -96,7 +96,7 @@ class TokenRows(Sequence[StepRow]):
 
     @classmethod
     def of(cls, rows: Sequence[StepRow]) -> "TokenRows":
-        """Those of `rows` before the first that has more tokens or draws none."""
+        """Return the leading rows that have one token and draw, up to the first that does not."""
         first = list(takewhile(lambda row: len(row.token_ids) == 1 and row.draw is not None, rows))
         page_counts = np.array([len(row.page_ids) for row in first], dtype=np.int32)
         table = np.zeros((len(first), page_counts.max(initial=0)), dtype=np.int32)
