@@ -95,7 +95,7 @@ class Engine:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.vocab_size = runner.model_config.vocab_size
+        self.vocab_size = runner.spec.vocab_size
         # The peer needs PyTorch's threads; the runner has just set their number.
         self._torch_threads = torch.get_num_threads()
 

@@ -18,7 +18,8 @@ from benchmarks.command_line import need_gpu
 from benchmarks.gpu.ceilings import measure_ceilings
 from benchmarks.gpu.contest import Comparison
 from benchmarks.results import run_facts, save_result
-from engine.config.model import ModelConfig, load_model_config
+from engine.config.model import ModelSpec
+from engine.models.load_spec import load_spec
 from engine.models.shapes import shape_names, write_shape
 from engine.weights.gguf import default_cache
 
@@ -38,7 +39,7 @@ def main() -> None:
     copy = measure_ceilings().copy
     print(f"{torch.cuda.get_device_name()}, {arguments.shape}, bfloat16: copy {copy / 1e9:.0f} GB/s", flush=True)
     print(f"{'operation':22} {'tokens':>6} {'fused us':>9} {'unfused us':>10} {'ratio':>6} {'of copy':>8}")
-    found = compare_fused(load_model_config(folder), arguments.tokens)
+    found = compare_fused(load_spec(folder), arguments.tokens)
     for each in found:
         share = each.share(copy)
         print(
@@ -57,7 +58,7 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def compare_fused(engine_shape: ModelConfig, tokens: Sequence[int]) -> list[Comparison]:
+def compare_fused(engine_shape: ModelSpec, tokens: Sequence[int]) -> list[Comparison]:
     """Measures all contests for steps of these numbers of tokens; returns them sorted by name."""
     # Triton is not installed where there is no GPU.
     from benchmarks.gpu.fused_contests import Contests

@@ -25,10 +25,10 @@ from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from costs.step_work import StepWork
 from engine.cache.paged_cache import cache_bytes
 from engine.config import EngineConfig
-from engine.config.model import load_model_config
 from engine.device import parse_device, parse_dtype, parse_page_tokens
 from engine.memory import GIB
 from engine.model_runner import ModelRunner
+from engine.models.load_spec import load_spec
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from telemetry.exposition import Exposition
 from wire.ending import pages_for
@@ -224,7 +224,7 @@ def engine_settings(model: ServedModel, device: str, plan: Plan) -> EngineConfig
         max_batch_requests=plan.requests,
     )
     where = parse_device(device)
-    page_tokens, shape = parse_page_tokens(settings, where), load_model_config(model.folder)
+    page_tokens, shape = parse_page_tokens(settings, where), load_spec(model.folder)
     pages = plan.kv_pages(page_tokens, shape.max_context)
     return replace(settings, kv_cache_bytes=cache_bytes(shape, pages, page_tokens, parse_dtype(settings, where, shape)))
 

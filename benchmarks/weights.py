@@ -24,9 +24,11 @@ from torch import Tensor
 from benchmarks.command_line import exit_on_error
 from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.results import run_facts, save_result
-from engine.config.model import ModelConfig, load_model_config
+from engine.config.model import ModelSpec
 from engine.device import parse_device
-from engine.models.parameters import allocate_parameters, destinations
+from engine.models.families import places_of
+from engine.models.load_spec import load_spec
+from engine.models.parameters import allocate_parameters, tensors_of
 from engine.models.shapes import shape_names, write_shape
 from engine.weights.checkpoint import load_weights
 
@@ -41,16 +43,16 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 Figures = dict[str, object]
 
 
-def write_checkpoint(folder: Path, shape: str, size: float) -> ModelConfig:
+def write_checkpoint(folder: Path, shape: str, size: float) -> ModelSpec:
     """Writes files of `shape` with enough layers for about `size` bytes, at least one.
 
     As in large checkpoints there is one file per layer and one for the rest. The numbers are random, but repeat.
     """
-    config = load_model_config(write_shape(shape, folder))
-    config = replace(config, layers=_layers_of(config, size))
-    config = replace(config, windows=config.windows[: config.layers])
+    config = load_spec(write_shape(shape, folder))
+    config = replace(config, layers=config.layers[: _layers_of(config, size)])
+    layers = len(config.layers)
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": config.layers}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": layers}), encoding="utf-8")
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, place in _places(config, torch.device("meta")).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
@@ -63,14 +65,14 @@ def write_checkpoint(folder: Path, shape: str, size: float) -> ModelConfig:
     return config
 
 
-def measure(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, rounds: int) -> Figures:
+def measure(folder: Path, config: ModelSpec, device: torch.device, dtype: torch.dtype, rounds: int) -> Figures:
     """Measures loads from the page cache into weights of `dtype`: seconds, bytes, and host memory."""
     size = _warm(folder)
     with torch.inference_mode():
-        into = _places(config, device, dtype)
-        for place in into.values():
-            place.zero_()
-        seconds, extra = _load_rounds(lambda: load_weights(folder, config, into), rounds)
+        parameters = allocate_parameters(config, dtype, device)
+        for _, tensor in tensors_of(parameters):
+            tensor.zero_()
+        seconds, extra = _load_rounds(lambda: load_weights(folder, config, parameters), rounds)
     ceiling = _pinned_copy(device) if device.type == "cuda" else _host_copy()
     speed = size / statistics.median(seconds)
     return {
@@ -111,29 +113,30 @@ def _run(chosen: argparse.Namespace, device: torch.device) -> None:
         if shutil.disk_usage(folder).free < (chosen.gib + 2) * GIB:
             raise SystemExit(f"{folder.parent} has less than {chosen.gib:g} GiB free; give another --folder")
         config = write_checkpoint(folder, chosen.shape, chosen.gib * GIB)
-        print(f"{chosen.shape} with {config.layers} layers is written", flush=True)
+        print(f"{chosen.shape} with {len(config.layers)} layers is written", flush=True)
         result = measure(folder, config, device, _DTYPES[chosen.dtype], chosen.rounds)
     print(
         f"loaded {result['checkpoint_gib']} GiB at {result['load_gb_per_s']:.2f} GB/s,"
         f" {result['load_ratio']:.1%} of a copy ({result['copy_gb_per_s']} GB/s);"
         f" {result['host_extra_gib']} GiB of host memory used meanwhile"
     )
-    result |= {"shape": chosen.shape, "layers": config.layers, "dtype": chosen.dtype, **run_facts(chosen.device)}
+    result |= {"shape": chosen.shape, "layers": len(config.layers), "dtype": chosen.dtype, **run_facts(chosen.device)}
     if chosen.save:
         print("saved", save_result(f"weights-{chosen.shape}", result))
     print(json.dumps(result))
 
 
-def _places(config: ModelConfig, device: torch.device, dtype: torch.dtype = _STORED) -> dict[str, Tensor]:
-    return destinations(allocate_parameters(config, dtype, device), config)
+def _places(config: ModelSpec, device: torch.device) -> dict[str, Tensor]:
+    places = places_of(config, allocate_parameters(config, _STORED, device))
+    return {name: place.tensor for name, place in places.items()}
 
 
-def _layers_of(config: ModelConfig, size: float) -> int:
-    one, two = (_bytes(replace(config, layers=n, windows=config.windows[:n])) for n in (1, 2))
-    return min(config.layers, max(1, round((size - one) / (two - one)) + 1))
+def _layers_of(config: ModelSpec, size: float) -> int:
+    one, two = (_bytes(replace(config, layers=config.layers[:n])) for n in (1, 2))
+    return min(len(config.layers), max(1, round((size - one) / (two - one)) + 1))
 
 
-def _bytes(config: ModelConfig) -> int:
+def _bytes(config: ModelSpec) -> int:
     return sum(place.numel() for place in _places(config, torch.device("meta")).values()) * _STORED.itemsize
 
 

@@ -14,6 +14,8 @@ _KNEE = 0.35
 """The fixed cost of prompts in a step / the time in which weights are read: the two do not overlap entirely. The median
 that workers of an 8B model on H200s had learned (0.22 to 0.74).
 """
+_BATCH = 32
+"""A batch of decode rows that reads most experts of common models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +53,43 @@ class ModelSizes:
     """The amounts that a step of a model reads and computes."""
 
     weights: int
-    """Elements of all matrices that every token is multiplied with; embeddings count where they are the output's."""
+    """Elements of all matrices that a token is multiplied with, its experts included; embeddings count where they are
+    the output's."""
     weight_bytes: int
-    """Bytes of them."""
+    """Bytes of the matrices that every step reads, which are all but experts."""
     kv_bytes_per_token: int
     """Bytes of keys and values of one token, all layers."""
     attention_flop_per_pair: int
     """Operations of one token attending to one other, all layers and heads."""
     output_weights: int = 0
     """The weights of the output projection, which only the last token of a prompt needs."""
+    expert_bytes: int = 0
+    """Bytes of all experts of all layers."""
+    expert_share: float = 0.0
+    """The part of a layer's experts that a token chooses."""
+    windowed_kv_bytes: tuple[tuple[int, int], ...] = ()
+    """(window, bytes): how much of `kv_bytes_per_token` belongs to layers in which a token sees so many tokens."""
+
+    def expert_bytes_read(self, tokens: float) -> float:
+        """Return the bytes of the experts that `tokens` tokens choose, if they choose independently."""
+        return float(self.expert_bytes * (1 - (1 - self.expert_share) ** tokens))
+
+    def context_bytes(self, rows: int, tokens: int) -> float:
+        """Return the bytes of KV that `rows` decode rows read, which have `tokens` tokens of context in total."""
+        hidden = (each * max(0, tokens - rows * window) for window, each in self.windowed_kv_bytes)
+        return self.kv_bytes_per_token * tokens - sum(hidden)
 
     def step_bytes(self, work: StepWork) -> float:
-        """Return the bytes that a step must read: all weights, and the KV that its decode rows attend to.
+        """Return the bytes that a step must read: weights, and the KV that its decode rows attend to.
 
         The cached context of its prompts is not known, and little.
         """
-        return self.weight_bytes + self.kv_bytes_per_token * (work.decode_context_tokens + work.prefill_tokens)
+        return (
+            self.weight_bytes
+            + self.expert_bytes_read(work.decode_rows + work.prefill_tokens)
+            + self.context_bytes(work.decode_rows, work.decode_context_tokens)
+            + self.kv_bytes_per_token * work.prefill_tokens
+        )
 
     def step_flops(self, work: StepWork) -> float:
         """Return the operations that it must do."""
@@ -86,14 +109,16 @@ class Roofline:
 def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:
     """Return the parameters with which a worker starts."""
     token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
-    weights_s = sizes.weight_bytes / device.bytes_per_s
+    weights_s = (sizes.weight_bytes + sizes.expert_bytes_read(1)) / device.bytes_per_s
+    # Each further row reads further experts, until most of them are read; a straight line to a batch of 32.
+    experts_s = (sizes.expert_bytes_read(_BATCH) - sizes.expert_bytes_read(1)) / (_BATCH - 1) / device.bytes_per_s
     return CostParameters(
         base_s=weights_s + device.launch_s,
         prompt_base_s=device.launch_s + _KNEE * weights_s,
         token_s=token_s,
         pair_s=sizes.attention_flop_per_pair / device.flops,
         # Below the knee a row's arithmetic is hidden but not quite: large batches cost half as much again.
-        row_s=token_s / 2,
+        row_s=token_s / 2 + experts_s,
         context_s=sizes.kv_bytes_per_token / device.bytes_per_s,
         free_tokens=int(weights_s / token_s),
         tile_tokens=grid.tile_tokens,

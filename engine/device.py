@@ -6,7 +6,7 @@ import logging
 import torch
 
 from engine.config import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS, EngineConfig
-from engine.config.model import ModelConfig
+from engine.config.model import ModelSpec
 from engine.kernels.base import Kernels
 from engine.kernels.reference import ReferenceKernels
 from engine.weights.checkpoint import stored_dtype
@@ -55,7 +55,7 @@ def parse_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def parse_dtype(config: EngineConfig, device: torch.device, model: ModelConfig) -> torch.dtype:
+def parse_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
     """Returns the dtype of weights and KV; InvalidArgument for an unknown one."""
     name = config.dtype
     if name == "auto":
@@ -77,7 +77,7 @@ def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
 
 
 def choose_kernels(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, page_tokens: int
+    config: EngineConfig, model: ModelSpec, device: torch.device, dtype: torch.dtype, page_tokens: int
 ) -> Kernels:
     """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
     if device.type == "cuda":

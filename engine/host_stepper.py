@@ -9,7 +9,7 @@ from engine.cache.paged_cache import PagedCache
 from engine.graph_use import GraphUse
 from engine.kernels.base import Feed
 from engine.logprobs import score
-from engine.models.llama import LlamaModel
+from engine.models.decoder import DecoderModel
 from engine.sampler import sample
 from engine.steps.batch import PendingStep, StepBatch, rows_of
 from engine.steps.step_packer import PackedStep, StepPacker, unpack
@@ -20,7 +20,7 @@ Forward = Callable[[PackedStep, Feed | None], Tensor | None]
 _WORDS_AT_FIRST = 4096
 
 
-def forward_over(model: LlamaModel, cache: PagedCache) -> Forward:
+def forward_over(model: DecoderModel, cache: PagedCache) -> Forward:
     """The model's steps over one cache."""
 
     def forward(step: PackedStep, feed: Feed | None) -> Tensor | None:

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
-from engine.config.model import ModelConfig, load_model_config
+from engine.config.model import ModelSpec
 from engine.device import choose_kernels, parse_device, parse_dtype, parse_page_tokens
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
-from engine.models.llama import LlamaModel
-from engine.models.parameters import allocate_parameters, destinations, weight_bytes
+from engine.models.decoder import DecoderModel
+from engine.models.load_spec import load_spec
+from engine.models.parameters import allocate_parameters, weight_bytes
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
@@ -49,7 +50,7 @@ class Stepper(Protocol):
 class LoadedParts:
     """The parts of a `ModelRunner`."""
 
-    shape: ModelConfig
+    spec: ModelSpec
     cache: PagedCache
     facts: ModelFacts
     revision: str
@@ -63,15 +64,15 @@ def load_parts(
     """Loads the parts of a runner; see `ModelRunner.load`."""
     device = parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
-    shape = load_model_config(config.model) if config.random_weights else check_model(config.model)
-    dtype = parse_dtype(config, device, shape)
+    spec = load_spec(config.model) if config.random_weights else check_model(config.model)
+    dtype = parse_dtype(config, device, spec)
     if device.type == "cpu":
-        check_host_memory(weight_bytes(shape, dtype))
+        check_host_memory(weight_bytes(spec, dtype))
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     else:
         torch.cuda.set_device(device)
-    chosen = kernels or choose_kernels(config, shape, device, dtype, page_tokens)
-    model = _load_model(config, shape, chosen, dtype, device, progress=progress)
+    chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens)
+    model = _load_model(config, spec, chosen, dtype, device, progress=progress)
 
     stepper: Stepper
     if device.type == "cuda" and kernels is None:
@@ -81,42 +82,42 @@ def load_parts(
     else:
         # Outside of inference mode: the transfer and tests write into the cache as well.
         capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-        cache = PagedCache(shape, page_tokens, capacity, dtype, device)
-        packer = StepPacker(step_limits(shape, cache))
-        stepper = HostStepper(packer, forward_over(model, cache), device, shape.eos_token_ids)
+        cache = PagedCache(spec, page_tokens, capacity, dtype, device)
+        packer = StepPacker(step_limits(spec, cache))
+        stepper = HostStepper(packer, forward_over(model, cache), device, spec.eos_token_ids)
     facts = ModelFacts(
         name=name or config.model.resolve().name,
-        vocab_size=shape.vocab_size,
-        max_context=step_limits(shape, cache).max_context,
-        eos_token_ids=shape.eos_token_ids,
+        vocab_size=spec.vocab_size,
+        max_context=step_limits(spec, cache).max_context,
+        eos_token_ids=spec.eos_token_ids,
         dtype=cache.dtype,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
-    return LoadedParts(shape, cache, facts, revision, stepper)
+    return LoadedParts(spec, cache, facts, revision, stepper)
 
 
 def _load_model(
     config: EngineConfig,
-    shape: ModelConfig,
+    spec: ModelSpec,
     kernels: Kernels,
     dtype: torch.dtype,
     device: torch.device,
     *,
     progress: Progress | None,
-) -> LlamaModel:
+) -> DecoderModel:
     try:
         with torch.inference_mode():
-            parameters = allocate_parameters(shape, dtype, device)
+            parameters = allocate_parameters(spec, dtype, device)
             if config.random_weights:
                 fill_randomly(parameters)
             else:
-                load_weights(config.model, shape, destinations(parameters, shape), progress)
-            return LlamaModel(shape, parameters, kernels, shape.max_context)
+                load_weights(config.model, spec, parameters, progress)
+            return DecoderModel(spec, parameters, kernels, spec.max_context)
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
         raise InvalidArgument(
             "device",
-            f"{device} has no memory for the weights, {weight_bytes(shape, dtype) / GIB:.2f} GiB; free memory there, or"
+            f"{device} has no memory for the weights, {weight_bytes(spec, dtype) / GIB:.2f} GiB; free memory there, or"
             " serve a smaller model.",
         ) from error

@@ -10,7 +10,7 @@ from engine.cache.page_pool import PagePool
 from engine.cache.paged_cache import PagedCache
 from engine.ceilings import measure_ceilings
 from engine.config import EngineConfig
-from engine.config.model import ModelConfig
+from engine.config.model import ModelSpec
 from engine.device import device_name
 from engine.graph_use import GraphUse
 from engine.kernels.base import Kernels
@@ -27,18 +27,16 @@ _WARM_UP_TOKENS = 64
 class ModelRunner:
     """Computes steps. Not thread-safe but for `pool`: one thread runs it. Owns weights and cache for its lifetime."""
 
-    def __init__(
-        self, config: ModelConfig, cache: PagedCache, facts: ModelFacts, revision: str, stepper: Stepper
-    ) -> None:
+    def __init__(self, spec: ModelSpec, cache: PagedCache, facts: ModelFacts, revision: str, stepper: Stepper) -> None:
         """Use `load`. `revision` names the weights, for `compatibility_facts`."""
-        self.model_config = config
+        self.spec = spec
         self.facts = facts
         self.cache = cache
         self.pool = PagePool(cache.pages)
         self.page_tokens = cache.page_tokens
         self.page_sums = page_checksums(cache.tensor)
-        self.cost_guess = cost_guess(config, cache)
-        self.roofline = roofline(config, cache)
+        self.cost_guess = cost_guess(spec, cache)
+        self.roofline = roofline(spec, cache)
         self.device_name = device_name(cache.tensor.device)
         self._revision = revision
         self.stepper = stepper
@@ -59,7 +57,7 @@ class ModelRunner:
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
         """
         loaded = load_parts(config, progress, name=name, kernels=kernels)
-        runner = cls(loaded.shape, loaded.cache, loaded.facts, loaded.revision, loaded.stepper)
+        runner = cls(loaded.spec, loaded.cache, loaded.facts, loaded.revision, loaded.stepper)
         with naming_the_setting(loaded.cache.tensor.device):
             runner._warm_up(progress)
         return runner
@@ -95,7 +93,7 @@ class ModelRunner:
         with torch.inference_mode():
             logits = self.stepper.logits(batch)
             if logits is None:
-                return torch.empty(0, self.model_config.vocab_size)
+                return torch.empty(0, self.spec.vocab_size)
             return logits[: len(batch.draws)]
 
     def measure_ceilings(self, threads: int | None = None) -> None:
@@ -112,7 +110,10 @@ class ModelRunner:
         return (
             ("model", self._revision),
             ("dtype", cache.dtype),
-            ("layout", f"pages,{cache.layers} layers,k v,{cache.kv_heads} heads,tokens,{cache.head_dim} dims"),
+            (
+                "layout",
+                f"pages,{cache.layers} layers,{cache.parts} parts,{cache.kv_heads} heads,tokens,{cache.head_dim} dims",
+            ),
             ("page_tokens", str(cache.page_tokens)),
         )
 

@@ -1,4 +1,4 @@
-"""The bytes and operations of a model's step, from the model's shape."""
+"""The weights, KV bytes and operations of a model's step, from the model's specification."""
 
 import torch
 
@@ -6,45 +6,121 @@ from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
 from costs.step_cost import CostParameters
 from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
-from engine.config.model import ModelConfig
+from engine.config.kv import kv_group
+from engine.config.model import Attention, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
 
-_ATTENTION_FLOP = 4
-"""Operations per query, key and dimension: the score and the weighted value, each a product and a sum."""
+_ATTENTION_FLOP = 2
+"""Operations per query, key and dimension of keys or values: a product and a sum."""
 
 
-def model_sizes(config: ModelConfig, cache: PagedCache) -> ModelSizes:
+def model_sizes(spec: ModelSpec, item_bytes: int) -> ModelSizes:
     """Returns the sizes of the matrices alone: norms, biases and the embedding of a few tokens are negligible."""
-    output = config.vocab_size * config.hidden_size
-    weights = config.layers * layer_weights(config) + output
+    output = spec.vocab_size * spec.hidden_size
+    experts = sum(expert_weights(layer, spec.hidden_size) for layer in spec.layers)
+    every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
+    windowed: dict[int, int] = {}
+    for layer in spec.layers:
+        if (window := _window(layer.attention)) is not None:
+            windowed[window] = windowed.get(window, 0) + _kv_elements(layer.attention) * item_bytes
     return ModelSizes(
-        weights=weights,
-        weight_bytes=weights * cache.item_bytes,
-        kv_bytes_per_token=cache.page_bytes // cache.page_tokens,
-        attention_flop_per_pair=_ATTENTION_FLOP * config.layers * config.heads * config.head_dim,
+        weights=active_weights(spec),
+        weight_bytes=every_step * item_bytes,
+        kv_bytes_per_token=kv_bytes_per_token(spec, item_bytes),
+        attention_flop_per_pair=sum(_pair_flop(layer.attention) for layer in spec.layers),
         output_weights=output,
+        expert_bytes=experts * item_bytes,
+        expert_share=max(map(_expert_share, spec.layers)),
+        windowed_kv_bytes=tuple(sorted(windowed.items())),
     )
 
 
-def layer_weights(config: ModelConfig) -> int:
-    """Returns the number of elements in the matrices of one layer."""
-    attention = config.qkv_size + config.heads * config.head_dim
-    return config.hidden_size * (attention + 3 * config.intermediate_size)
+def kv_bytes_per_token(spec: ModelSpec, item_bytes: int) -> int:
+    """Returns the bytes of one token's KV in all layers."""
+    return kv_group(spec).elements * item_bytes
 
 
-def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:
+def active_weights(spec: ModelSpec) -> int:
+    """Returns the elements of the matrices that one token is multiplied with, the output layer included."""
+    layers = sum(layer_weights(layer, spec.hidden_size) for layer in spec.layers)
+    return layers + spec.vocab_size * spec.hidden_size
+
+
+def total_weights(spec: ModelSpec) -> int:
+    """Returns the elements of all matrices, with the embedding; tied ones count once."""
+    matrices = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
+    each = (_dense_weights(layer, spec.hidden_size) + expert_weights(layer, spec.hidden_size) for layer in spec.layers)
+    return matrices + sum(each)
+
+
+def layer_weights(layer: LayerSpec, hidden: int) -> int:
+    """Returns the elements of the matrices of one layer that a token is multiplied with."""
+    return _dense_weights(layer, hidden) + round(expert_weights(layer, hidden) * _expert_share(layer))
+
+
+def expert_weights(layer: LayerSpec, hidden: int) -> int:
+    """Returns the elements of a layer's experts without the shared one, 0 for a dense layer."""
+    moe = layer.feed_forward
+    return 3 * hidden * moe.width * moe.experts if isinstance(moe, MixtureOfExperts) else 0
+
+
+def roofline(spec: ModelSpec, cache: PagedCache) -> Roofline:
     """Returns the roofline of the model on this kind of device."""
-    return Roofline(model_sizes(config, cache), GPU if cache.tensor.is_cuda else CPU)
+    return Roofline(model_sizes(spec, cache.item_bytes), GPU if cache.tensor.is_cuda else CPU)
 
 
-def cost_guess(config: ModelConfig, cache: PagedCache) -> CostParameters:
+def cost_guess(spec: ModelSpec, cache: PagedCache) -> CostParameters:
     """Returns the predicted cost of steps on this device, before one was measured."""
-    limits, grid = roofline(config, cache), step_grid(config, cache.tensor.device)
+    limits, grid = roofline(spec, cache), step_grid(spec, cache.tensor.device)
     return guess(limits.sizes, limits.ceilings, grid)
 
 
-def step_grid(config: ModelConfig, device: torch.device) -> StepGrid:
+def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
     """Returns the granularity in which `device` computes prefill steps."""
     if device.type != "cuda":
         return EACH_TOKEN
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return gpu_grid(config.heads, multiprocessors)
+    return gpu_grid(spec.heads, multiprocessors)
+
+
+def _dense_weights(layer: LayerSpec, hidden: int) -> int:
+    """Returns the elements of a layer's matrices that every step reads."""
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, MixtureOfExperts):
+        inner = 3 * feed_forward.shared_width + feed_forward.experts
+    else:
+        inner = 3 * feed_forward.width
+    return _attention_weights(layer.attention, hidden) + hidden * inner
+
+
+def _attention_weights(attention: Attention, hidden: int) -> int:
+    if isinstance(attention, GroupedQueryAttention):
+        shape = attention.shape
+        return hidden * (shape.qkv_size + shape.heads * shape.head_dim)
+    latent, rank = attention.shape, attention.query_rank
+    queries = latent.heads * latent.query
+    down = hidden * ((queries if rank is None else rank) + latent.cached)
+    up = (0 if rank is None else queries * rank) + latent.heads * (latent.nope + latent.v_dim) * latent.latent
+    return down + up + hidden * latent.heads * latent.v_dim
+
+
+def _pair_flop(attention: Attention) -> int:
+    """Returns the operations of one token attending to one other in a layer."""
+    shape = attention.shape
+    if isinstance(attention, GroupedQueryAttention):
+        return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
+    return _ATTENTION_FLOP * shape.heads * (attention.shape.query + attention.shape.v_dim)
+
+
+def _kv_elements(attention: Attention) -> int:
+    if isinstance(attention, GroupedQueryAttention):
+        return 2 * attention.shape.kv_heads * attention.shape.head_dim
+    return attention.shape.cached
+
+
+def _window(attention: Attention) -> int | None:
+    return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
+
+
+def _expert_share(layer: LayerSpec) -> float:
+    moe = layer.feed_forward
+    return moe.top_k / moe.experts if isinstance(moe, MixtureOfExperts) else 0.0

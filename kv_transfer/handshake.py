@@ -21,10 +21,11 @@ Facts = tuple[tuple[str, str], ...]
 def layout_facts(layout: KVLayout) -> Facts:
     """Returns what two pools must share so that a page of one is a page of the other."""
     return (
-        ("layout", "pages, layers, k/v, kv_heads, page_tokens, head_dim"),
+        ("layout", "pages, layers, parts, kv_heads, page_tokens, head_dim"),
         ("kv_dtype", layout.dtype),
         ("item_bytes", str(layout.item_bytes)),
         ("layers", str(layout.layers)),
+        ("parts", str(layout.parts)),
         ("kv_heads", str(layout.kv_heads)),
         ("head_dim", str(layout.head_dim)),
         ("page_tokens", str(layout.page_tokens)),

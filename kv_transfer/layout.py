@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-_KEYS_AND_VALUES = 2
-
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """A pool of pages in block-major order [pages, layers, 2, kv_heads, page_tokens, head_dim].
+    """A pool of pages in block-major order [pages, layers, parts, kv_heads, page_tokens, head_dim].
 
     One page of one request is one contiguous range over all layers. The memory stays the engine's.
     """
@@ -16,6 +14,8 @@ class KVLayout:
     """The address of page 0 in this process."""
     pages: int
     layers: int
+    parts: int
+    """2 for keys and values, 1 for latents."""
     kv_heads: int
     page_tokens: int
     head_dim: int
@@ -31,7 +31,7 @@ class KVLayout:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        elements = self.layers * _KEYS_AND_VALUES * self.kv_heads * self.page_tokens * self.head_dim
+        elements = self.layers * self.parts * self.kv_heads * self.page_tokens * self.head_dim
         return elements * self.item_bytes
 
     @property

@@ -4,25 +4,25 @@ import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from costs.roofline import GPU, Ceilings, ModelSizes, guess
+from costs.roofline import GPU, Ceilings, guess
 from costs.step_cost import CostParameters, StepCost
 from costs.step_grid import gpu_grid
 from engine.config import GPU_PAGE_TOKENS
-from engine.config.model import ModelConfig
+from engine.config.model import ModelSpec
+from engine.model_sizes import kv_bytes_per_token, model_sizes
 from engine.models.shapes import shape_config
 from simulation.spec import Device
 from wire.errors import InvalidArgument
 from wire.messages import ModelFacts
 
 _ITEM_BYTES = 2
-_ATTENTION_FLOP = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A model on devices of one kind: `truth` is the real step cost, `reported` the one that predictions use."""
 
-    model: ModelConfig
+    model: ModelSpec
     name: str
     truth: CostParameters
     reported: CostParameters
@@ -57,18 +57,14 @@ class Hardware:
         return Device(self.truth, self.reported, self.pages, self.page_tokens, page_bytes)
 
 
-def kv_bytes(model: ModelConfig) -> int:
+def kv_bytes(model: ModelSpec) -> int:
     """Returns the bytes of one token's KV in all layers."""
-    return 2 * model.layers * model.kv_heads * model.head_dim * _ITEM_BYTES
+    return kv_bytes_per_token(model, _ITEM_BYTES)
 
 
-def roofline(model: ModelConfig, device: Ceilings = GPU) -> CostParameters:
+def roofline(model: ModelSpec, device: Ceilings = GPU) -> CostParameters:
     """Returns the step cost at a device's ceilings, marked as if it was measured."""
-    layer = model.hidden_size * (model.qkv_size + model.heads * model.head_dim + 3 * model.intermediate_size)
-    weights = model.layers * layer + model.vocab_size * model.hidden_size
-    pair = _ATTENTION_FLOP * model.layers * model.heads * model.head_dim
-    sizes = ModelSizes(weights, _ITEM_BYTES * weights, kv_bytes(model), pair)
-    return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
+    return replace(guess(model_sizes(model, _ITEM_BYTES), device, gpu_grid(model.heads)), observed=1000)
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:

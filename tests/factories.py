@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.config.model import parse_model_config
-from engine.models.parameters import allocate_parameters, destinations
+from engine.models.families import places_of
+from engine.models.load_spec import parse_spec
+from engine.models.parameters import allocate_parameters
 from engine.steps.batch import Draw, StepRow
 from engine.weights.safetensors_file import write_float32
 from wire.messages import SamplingParams
@@ -69,10 +70,10 @@ def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **chan
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Returns float32 weights of a configuration by checkpoint name, scaled so that activations stay near 1."""
-    parsed = parse_model_config(config, {})
-    shapes = destinations(allocate_parameters(parsed, torch.float32, torch.device("meta")), parsed)
+    parsed = parse_spec(config, {})
+    places = places_of(parsed, allocate_parameters(parsed, torch.float32, torch.device("meta")))
     rng = np.random.default_rng(seed)
-    return {name: _random_tensor(rng, name, tuple(place.shape)) for name, place in shapes.items()}
+    return {name: _random_tensor(rng, name, place.stored_shape) for name, place in places.items()}
 
 
 def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:

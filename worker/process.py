@@ -268,6 +268,7 @@ def layout_of(cache: PagedCache) -> KVLayout:
         base_address=cache.base_address,
         pages=cache.pages + 1,
         layers=cache.layers,
+        parts=cache.parts,
         kv_heads=cache.kv_heads,
         page_tokens=cache.page_tokens,
         head_dim=cache.head_dim,

@@ -21,7 +21,7 @@ from benchmarks.gpu.gpu_engine import DECODE_STEPS, GpuEngine
 from benchmarks.gpu.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
-from engine.config.attention import AttentionShape, attention_shape
+from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_attention_plan import Plan, make_plan
 from engine.model_runner import ModelRunner
 from engine.models.shapes import write_shape
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
         result |= {"copy_gb_per_s": round(copy / 1e9, 1)} | _decode(engine, copy)
         result |= _prefill(engine)
-        attention = attention_shape(engine.shape, 0)
+        attention = engine.shape.attention_shapes[0]
         del engine, cache
         gc.collect()
         torch.cuda.empty_cache()

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.dense_layer import dense_layer
 from benchmarks.gpu.contest import Contest
 from engine import sampler
 from engine.config import GPU_PAGE_TOKENS
-from engine.config.attention import AttentionShape
-from engine.config.model import ModelConfig
+from engine.config.model import ModelSpec
 from engine.cuda.sampler_cuda import DeviceSampler
 from engine.kernels.base import Kernels, Linear, StepLayout
 from engine.kernels.cuda import CudaKernels
@@ -24,7 +24,7 @@ from engine.kernels.reference import ReferenceKernels
 from engine.kernels.reference import rms_norm as plain_rms_norm
 from engine.kernels.rowwise.triton_norm import rms_norm
 from engine.kernels.triton_launch import overlaps_launches
-from engine.layers.rope import rope_table
+from engine.models.rope import rope_table
 from engine.steps.batch import Draw
 from wire.messages import SamplingParams
 
@@ -42,8 +42,9 @@ _FILTERED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
 class Contests:
     """The operations of one model's layer, with weights that all sizes share."""
 
-    def __init__(self, shape: ModelConfig, device: torch.device, most_tokens: int) -> None:
+    def __init__(self, shape: ModelSpec, device: torch.device, most_tokens: int) -> None:
         self._shape = shape
+        self._attention, self._feed_forward = dense_layer(shape)
         self._device = device
         self._pdl = overlaps_launches()
         self._kernels = CudaKernels(shape, device, _DTYPE, GPU_PAGE_TOKENS, DECODE_TOKENS)
@@ -60,14 +61,14 @@ class Contests:
 
     def _rope(self, tokens: int) -> Contest:
         shape = self._shape
-        heads = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5)
+        heads = self._attention.shape
         layout = self._layout(tokens)
-        moved = 2 * tokens * shape.qkv_size * _DTYPE.itemsize + tokens * shape.head_dim * self._rope_table.itemsize
+        moved = 2 * tokens * heads.qkv_size * _DTYPE.itemsize + tokens * heads.head_dim * self._rope_table.itemsize
         copies = _copies(moved)
-        qkv = self._random(copies, tokens, shape.qkv_size)
-        norm = self._random(shape.head_dim) if shape.qk_norm else None
+        qkv = self._random(copies, tokens, heads.qkv_size)
+        norm = self._random(heads.head_dim) if self._attention.qk_norm else None
         pages = int(layout.slots.max()) // GPU_PAGE_TOKENS + 1
-        sizes = (pages, copies, 2, shape.kv_heads, GPU_PAGE_TOKENS, shape.head_dim)
+        sizes = (pages, copies, 2, heads.kv_heads, GPU_PAGE_TOKENS, heads.head_dim)
         cache = torch.zeros(sizes, dtype=_DTYPE, device=self._device)
 
         def rotate(kernels: Kernels, layer: int) -> Tensor:
@@ -88,8 +89,8 @@ class Contests:
         return Contest("rms norm", tokens, inputs, self._normed, plain, moved)
 
     def _silu(self, tokens: int) -> Contest:
-        moved = 3 * tokens * self._shape.intermediate_size * _DTYPE.itemsize
-        inputs = self._random(_copies(moved), tokens, 2 * self._shape.intermediate_size).unbind()
+        moved = 3 * tokens * self._feed_forward.width * _DTYPE.itemsize
+        inputs = self._random(_copies(moved), tokens, 2 * self._feed_forward.width).unbind()
 
         def plain(x: Tensor) -> Tensor:
             gate, up = x.chunk(2, dim=-1)
@@ -112,7 +113,9 @@ class Contests:
         x = self._random(tokens, self._shape.hidden_size)
 
         def fused(linear: Linear) -> Tensor:
-            return self._kernels.norm_gate_up(x, self._norm, self._shape.norm_eps, linear)
+            return self._kernels.norm_gate_up(
+                x, self._norm, self._shape.norm_eps, linear, self._feed_forward.activation
+            )
 
         def cut(linear: Linear) -> Tensor:
             return silu_mul(F.linear(self._normed(x), linear.weight, linear.bias), pdl=self._pdl)
@@ -122,7 +125,7 @@ class Contests:
     def _gated(self, tokens: int) -> list[Contest]:
         """Returns the gate/up product of long prompts, where a library has one with the activation fused."""
         shape = self._shape
-        fused = choose_gated_product(self._device, _DTYPE, shape.hidden_size, shape.intermediate_size, pdl=self._pdl)
+        fused = choose_gated_product(self._device, _DTYPE, shape.hidden_size, self._feed_forward.width, pdl=self._pdl)
         if not isinstance(fused, FusedGated):
             return []
         inside, plain = fused.compute, PlainGated(self._pdl)
@@ -137,7 +140,7 @@ class Contests:
         return [Contest("gate/up + silu", tokens, self._gate_up_weights, in_one, cut, heats=True)]
 
     def _product_add(self, tokens: int) -> Contest:
-        x, hidden = (self._random(tokens, n) for n in (self._shape.intermediate_size, self._shape.hidden_size))
+        x, hidden = (self._random(tokens, n) for n in (self._feed_forward.width, self._shape.hidden_size))
 
         def fused(linear: Linear) -> None:
             self._kernels.linear_add(x, linear, hidden)
@@ -188,19 +191,19 @@ class Contests:
 
     @cached_property
     def _rope_table(self) -> Tensor:
-        return rope_table(self._shape.rope, self._shape.head_dim, self._shape.max_context, self._device)
+        return rope_table(self._attention.rope, self._attention.shape.rotated, self._shape.max_context, self._device)
 
     @cached_property
     def _qkv_weights(self) -> list[Linear]:
-        return self._weights(self._shape.qkv_size, self._shape.hidden_size, self._shape.qkv_bias)
+        return self._weights(self._attention.shape.qkv_size, self._shape.hidden_size, self._attention.qkv_bias)
 
     @cached_property
     def _gate_up_weights(self) -> list[Linear]:
-        return self._weights(2 * self._shape.intermediate_size, self._shape.hidden_size, self._shape.mlp_bias)
+        return self._weights(2 * self._feed_forward.width, self._shape.hidden_size, self._feed_forward.bias)
 
     @cached_property
     def _down_weights(self) -> list[Linear]:
-        return self._weights(self._shape.hidden_size, self._shape.intermediate_size, self._shape.mlp_bias)
+        return self._weights(self._shape.hidden_size, self._feed_forward.width, self._feed_forward.bias)
 
     def _weights(self, n: int, k: int, bias: bool) -> list[Linear]:
         """Returns enough weights to exceed L2 together, scaled so that a product's results are near 1."""

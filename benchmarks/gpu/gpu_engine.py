@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.gpu.device_spans import Span, last_steps, record_spans
+from costs.roofline import ModelSizes
 from engine.cuda.cuda_stepper import CudaStepper
 from engine.cuda.step_graph import StepGraph
 from engine.model_runner import ModelRunner
@@ -31,7 +32,7 @@ class GpuEngine:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self.shape = runner.model_config
+        self.shape = runner.spec
 
     def holds(self, rows: int, tokens: int) -> bool:
         """Returns True if the cache can hold `rows` rows of `tokens` tokens."""
@@ -112,17 +113,17 @@ class GpuEngine:
 
     def decode_bytes(self, batch: int, context: int) -> float:
         """Returns the bytes that a decode step must read."""
-        return self.weight_bytes() + batch * self.kv_bytes(context)
+        sizes = self._sizes
+        return self.weight_bytes(batch) + sizes.context_bytes(batch, batch * context)
 
-    def weight_bytes(self) -> int:
-        """Returns the bytes of all weights that a step reads."""
-        return 2 * (self._layer_parameters() + self._head_parameters())
+    def weight_bytes(self, batch: int = 1) -> float:
+        """Returns the bytes of the weights that a step of `batch` tokens reads."""
+        return self._sizes.weight_bytes + self._sizes.expert_bytes_read(batch)
 
     def decode_flops(self, batch: int, context: int) -> float:
         """Returns the FLOPs of a decode step."""
-        shape = self.shape
-        attention = 4 * context * shape.heads * shape.head_dim * shape.layers
-        return batch * (2 * (self._layer_parameters() + self._head_parameters()) + attention)
+        sizes = self._sizes
+        return batch * (2 * sizes.weights + sizes.attention_flop_per_pair * context)
 
     def kv_bytes(self, tokens: int) -> float:
         """Returns the bytes of the KV of `tokens` tokens."""
@@ -130,16 +131,14 @@ class GpuEngine:
 
     def prefill_flops(self, rows: int, tokens: int) -> float:
         """Returns the FLOPs of `rows` prompts of `tokens` tokens."""
-        shape = self.shape
-        attention = 2 * tokens * tokens * shape.heads * shape.head_dim * shape.layers
-        return rows * (2 * self._layer_parameters() * tokens + attention)
+        sizes = self._sizes
+        attention = sizes.attention_flop_per_pair * tokens * tokens / 2
+        return rows * (2 * (sizes.weights - sizes.output_weights) * tokens + attention)
 
-    def _layer_parameters(self) -> int:
-        shape, width = self.shape, self.shape.heads * self.shape.head_dim
-        return shape.layers * shape.hidden_size * (shape.qkv_size + width + 3 * shape.intermediate_size)
-
-    def _head_parameters(self) -> int:
-        return self.shape.vocab_size * self.shape.hidden_size
+    @property
+    def _sizes(self) -> ModelSizes:
+        sizes: ModelSizes = self.runner.roofline.sizes
+        return sizes
 
     def _pages(self, rows: int, tokens: int) -> Sequence[Sequence[int]]:
         return self._pages_of([tokens] * rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.ray_processes.ray_node import RayNode
 from cluster.ray_processes.ray_process import actor_class
 from engine.cache.paged_cache import PagedCache, page_bytes
-from engine.config.model import load_model_config
+from engine.models.load_spec import load_spec
 from kv_transfer.backends import open_transport
 from kv_transfer.base import PageWrite, WriteDone
 from wire.messages import PeerDescription, PeerRef
@@ -64,7 +64,7 @@ class PoolSide:
         here = torch.device(device)
         if here.type == "cuda":
             torch.cuda.set_device(here)
-        config = load_model_config(plan.model)
+        config = load_spec(plan.model)
         self._cache = PagedCache(config, plan.page_tokens, _POOL_BYTES[here.type], plan.dtype, here)
         self._cache.tensor.normal_()
         if here.type == "cuda":
@@ -145,7 +145,7 @@ def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
 
     Copies are as large as writes of `sizes` pages, within buffers twice as large as the largest.
     """
-    page = page_bytes(load_model_config(plan.model), plan.page_tokens, plan.dtype)
+    page = page_bytes(load_spec(plan.model), plan.page_tokens, plan.dtype)
     shape = (2 * max(sizes), page)
     source = torch.ones(shape, dtype=torch.uint8, device=plan.sender)
     target = torch.ones(shape, dtype=torch.uint8, device=plan.receiver)

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.config.model import ModelConfig
+from benchmarks.dense_layer import dense_layer
+from engine.config.model import ModelSpec
 from engine.kernels.linear import triton_linear
 from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
@@ -65,17 +66,18 @@ class Model:
         return max(product.n * product.k for product in self.products)
 
 
-def model_of(name: str, shape: ModelConfig) -> Model:
+def model_of(name: str, shape: ModelSpec) -> Model:
     """Returns the products of a shape, the output layer last."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    attention, feed_forward = dense_layer(shape)
+    hidden, inner = shape.hidden_size, feed_forward.width
     products = (
-        Product("qkv", shape.qkv_size, hidden, STORE, normed=True),
-        Product("o", hidden, shape.heads * shape.head_dim, ADD, normed=False),
+        Product("qkv", attention.shape.qkv_size, hidden, STORE, normed=True),
+        Product("o", hidden, attention.shape.heads * attention.shape.head_dim, ADD, normed=False),
         Product("gate_up", 2 * inner, hidden, GATE_UP, normed=True),
         Product("down", hidden, inner, ADD, normed=False),
         Product("head", shape.vocab_size, hidden, STORE, normed=True),
     )
-    return Model(name, shape.layers, products)
+    return Model(name, len(shape.layers), products)
 
 
 def candidates(product: Product, tokens: int, early: Sequence[int]) -> list[Tile]:

@@ -16,7 +16,6 @@ from benchmarks.command_line import need_gpu
 from benchmarks.gpu.attention_timing import Size, in_parallel, make_inputs, own_plan, plans, rank, uneven
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.results import run_facts, save_result
-from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_attention_plan import Plan
 from engine.models.shapes import shape_config, shape_names
 
@@ -51,9 +50,7 @@ def main() -> None:
 
 def sizes_of(models: Sequence[str]) -> list[Size]:
     """Returns every workload with the heads of each model; models with equal heads count once."""
-    configs = [shape_config(name) for name in models]
-    heads = dict.fromkeys((config.heads, config.kv_heads, config.head_dim) for config in configs)
-    shapes = [AttentionShape(*each, each[-1] ** -0.5) for each in heads]
+    shapes = dict.fromkeys(shape for name in models for shape in shape_config(name).attention_shapes)
     lengths = {f"{rows}x{context}": (context,) * rows for rows, context in EQUAL}
     lengths |= {f"{rows}x{mean} uneven": uneven(rows, mean) for rows, mean in UNEVEN}
     lengths |= {f"{rows}x{rest} and {long}": (*(rest,) * (rows - 1), long) for rows, long, rest in LONG}

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from cli.models.default_model import find_default_model
-from engine.config.model import load_model_config
+from engine.models.load_spec import load_spec
 from engine.models.shapes import write_shape
 from engine.weights.gguf import default_cache, prepare_model
 
@@ -28,6 +28,6 @@ def random_model(shape: str) -> Path:
     vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
     known = 1 + max(vocabulary.values())
     # No merge yields them, so the encoding of prompts is unchanged. Ġ is a space in byte-level vocabularies.
-    vocabulary.update({f"Ġ{id_}": id_ for id_ in range(known, load_model_config(folder).vocab_size)})
+    vocabulary.update({f"Ġ{id_}": id_ for id_ in range(known, load_spec(folder).vocab_size)})
     (folder / _TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     return folder

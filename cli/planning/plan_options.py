@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from costs.devices import DeviceKind
-    from engine.config.model import ModelConfig
+    from engine.config.model import ModelSpec
     from planner.demand import Demand, Promise
     from wire.cost_parameters import CostParameters
 
@@ -29,11 +29,11 @@ class ShapeOptions:
         """The name of the shape or of the model folder."""
         return self.shape if self.model is None else self.model.name
 
-    def config(self) -> ModelConfig:
+    def config(self) -> ModelSpec:
         """Returns the model's config. InvalidArgument for an unknown shape, or a folder without a config."""
         import json
 
-        from engine.config.model import parse_model_config
+        from engine.models.load_spec import parse_spec
         from engine.models.shapes import shape_config, shape_names
         from wire.errors import InvalidArgument
 
@@ -42,7 +42,7 @@ class ShapeOptions:
                 raise InvalidArgument("--shape", f"{self.shape!r} is none of {', '.join(shape_names())}")
             return shape_config(self.shape)
         try:
-            return parse_model_config(json.loads((self.model / "config.json").read_text(encoding="utf-8")), {})
+            return parse_spec(json.loads((self.model / "config.json").read_text(encoding="utf-8")), {})
         except (OSError, ValueError) as error:
             message = f"{self.model} has no config.json that can be read: {error}"
             raise InvalidArgument("--model", message) from None

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from costs.devices import DeviceKind
 from costs.step_cost import StepCost
 from engine.config import GPU_PAGE_TOKENS
-from engine.config.model import ModelConfig
-from engine.model_sizes import layer_weights
+from engine.config.model import ModelSpec
+from engine.model_sizes import total_weights
 from planner.decision import Limits, Range, Split
 from planner.demand import Demand, Promise
 from planner.load_ratio import WorkerFacts
@@ -32,7 +32,7 @@ class Question:
     """A model on workers of one kind, each with a GPU, and the load and targets to serve."""
 
     name: str
-    model: ModelConfig
+    model: ModelSpec
     device: DeviceKind
     demand: Demand
     promise: Promise
@@ -49,10 +49,8 @@ class Question:
     @property
     def memory(self) -> Memory:
         """The memory of one worker."""
-        model = self.model
-        matrices = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-        weights = model.layers * layer_weights(model) + matrices
-        return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights * _ITEM_BYTES, kv_bytes(model))
+        weights = total_weights(self.model) * _ITEM_BYTES
+        return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights, kv_bytes(self.model))
 
     @property
     def facts(self) -> WorkerFacts:

@@ -95,13 +95,13 @@ def check_page(config: ClusterConfig) -> None:
     import torch
 
     from engine.cache.paged_cache import cache_bytes
-    from engine.config.model import load_model_config
     from engine.device import parse_dtype, parse_page_tokens
+    from engine.models.load_spec import load_spec
 
     if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
         return
     engine = _engine(config)
-    device, shape = torch.device(config.device), load_model_config(config.model)
+    device, shape = torch.device(config.device), load_spec(config.model)
     page_tokens = parse_page_tokens(engine, device)
     needed = cache_bytes(shape, 1, page_tokens, parse_dtype(engine, device, shape))
     if config.worker_kv_cache_bytes < needed:
@@ -119,13 +119,13 @@ def check_weights(config: ClusterConfig) -> None:
     """
     import torch
 
-    from engine.config.model import load_model_config
     from engine.device import parse_dtype
+    from engine.models.load_spec import load_spec
     from engine.models.parameters import weight_bytes
 
     if not config.on_cpu or config.ray_address:
         return
-    shape = load_model_config(config.model)
+    shape = load_spec(config.model)
     each = weight_bytes(shape, parse_dtype(_engine(config), torch.device("cpu"), shape)) / GIB
     free, pages = psutil.virtual_memory().available / GIB, (config.worker_kv_cache_bytes or 0) / GIB
     if config.worker_count * (each + pages) > free:

@@ -5,7 +5,8 @@ import mmap
 import torch
 from torch import Tensor
 
-from engine.config.model import ModelConfig
+from engine.config.kv import kv_group
+from engine.config.model import ModelSpec
 from engine.memory import GIB, free_bytes
 from wire.errors import InvalidArgument
 
@@ -14,29 +15,30 @@ _SCRATCH_PAGES = 1
 
 
 class PagedCache:
-    """[pages + 1, layers, 2, kv_heads, page_tokens, head_dim], zeroed.
+    """[pages + 1, layers, parts, kv_heads, page_tokens, head_dim], zeroed.
 
-    Index 0 of the third dimension is keys, 1 values.
+    Index 0 of the third dimension is keys, 1 values; latent attention has one part.
 
     Page number `pages`, the last one, belongs to no request: other workers write to it to test a connection. This
     object owns the memory: addresses handed to a transfer are valid as long as it lives.
     """
 
     def __init__(
-        self, config: ModelConfig, page_tokens: int, capacity_bytes: int, dtype: torch.dtype, device: torch.device
+        self, spec: ModelSpec, page_tokens: int, capacity_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocates as many whole pages as fit into `capacity_bytes`, one of them the page of no request.
 
         InvalidArgument if that leaves none, or `device` has less memory.
         """
-        self.layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim
+        group = kv_group(spec)
+        self.layers, self.parts, self.kv_heads, self.head_dim = len(group.layers), group.parts, group.heads, group.dim
         self.page_tokens = page_tokens
         self.item_bytes = dtype.itemsize
-        self.pages = capacity_bytes // page_bytes(config, page_tokens, dtype) - _SCRATCH_PAGES
+        self.pages = capacity_bytes // page_bytes(spec, page_tokens, dtype) - _SCRATCH_PAGES
         if self.pages < 1:
-            least = cache_bytes(config, 1, page_tokens, dtype)
+            least = cache_bytes(spec, 1, page_tokens, dtype)
             raise InvalidArgument("kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {least} bytes.")
-        shape = (self.pages + _SCRATCH_PAGES, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
+        shape = (self.pages + _SCRATCH_PAGES, self.layers, self.parts, self.kv_heads, page_tokens, self.head_dim)
         self.tensor = _zeros(shape, dtype, device)
 
     @property
@@ -65,14 +67,14 @@ class PagedCache:
         return self.tensor.device.index or 0
 
 
-def page_bytes(config: ModelConfig, page_tokens: int, dtype: torch.dtype) -> int:
+def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
     """Returns the bytes of one page over all layers."""
-    return config.layers * 2 * config.kv_heads * page_tokens * config.head_dim * dtype.itemsize
+    return kv_group(spec).elements * page_tokens * dtype.itemsize
 
 
-def cache_bytes(config: ModelConfig, pages: int, page_tokens: int, dtype: torch.dtype) -> int:
+def cache_bytes(spec: ModelSpec, pages: int, page_tokens: int, dtype: torch.dtype) -> int:
     """Returns the least capacity of a cache of `pages` pages, including the page of no request."""
-    return (pages + _SCRATCH_PAGES) * page_bytes(config, page_tokens, dtype)
+    return (pages + _SCRATCH_PAGES) * page_bytes(spec, page_tokens, dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

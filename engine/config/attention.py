@@ -1,27 +1,57 @@
-"""The shape of a layer's attention."""
+"""The shape of a layer's attention, as kernels need it."""
 
 from dataclasses import dataclass
-
-from engine.config.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads and scale of attention; `window` is the number of latest positions a token sees, None = all."""
+    """Heads, scale and mask of grouped-query attention; kernels are compiled and tuned by it."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
+    """Multiplies the scores."""
     window: int | None = None
+    """The number of latest positions that a token sees; None = all."""
+    softcap: float | None = None
+    """Scores are softcap · tanh(score / softcap), after the scale; None = unchanged."""
+    rotary_dims: int | None = None
+    """The number of leading dimensions of a head that rotary embedding rotates; None = all."""
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the stacked q/k/v weight."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def rotated(self) -> int:
+        """The number of dimensions that rotary embedding rotates."""
+        return self.head_dim if self.rotary_dims is None else self.rotary_dims
 
 
-def attention_shape(model: ModelConfig, layer: int) -> AttentionShape:
-    """Returns the attention shape of layer number `layer`."""
-    return AttentionShape(
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        scale=model.head_dim**-0.5,
-        window=model.windows[layer],
-    )
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Heads and dimensions of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+    The cache holds for each token `latent + rope` values, which all heads share: the normed latent, then the rotated
+    key. A query has `nope` dimensions that are not rotated, then `rope` that are.
+    """
+
+    heads: int
+    latent: int
+    rope: int
+    nope: int
+    v_dim: int
+    scale: float
+    """Multiplies the scores; YaRN's temperature is included."""
+
+    @property
+    def cached(self) -> int:
+        """Values of a token in the cache."""
+        return self.latent + self.rope
+
+    @property
+    def query(self) -> int:
+        """Dimensions of one head's query."""
+        return self.nope + self.rope

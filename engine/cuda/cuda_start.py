@@ -22,7 +22,7 @@ from engine.cuda.token_draws import TokenDraws
 from engine.host_stepper import forward_over
 from engine.kernels.triton_launch import overlaps_launches
 from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
-from engine.models.llama import LlamaModel
+from engine.models.decoder import DecoderModel
 from engine.steps.batch import Draw, StepBatch, StepRow
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress
@@ -56,7 +56,7 @@ class _Sizes:
 
 def start_on_gpu(
     config: EngineConfig,
-    model: LlamaModel,
+    model: DecoderModel,
     page_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -77,7 +77,7 @@ def start_on_gpu(
         if capacity is None:
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
-        cache = PagedCache(model.config, page_tokens, capacity, dtype, device)
+        cache = PagedCache(model.spec, page_tokens, capacity, dtype, device)
         stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
     log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
@@ -97,20 +97,20 @@ def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
 
 
 def _one_row(
-    config: EngineConfig, model: LlamaModel, page_tokens: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: DecoderModel, page_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
     """Returns a cache for the longest row of a step, for trial steps."""
-    row_tokens = min(config.max_step_tokens, model.config.max_context)
-    capacity = cache_bytes(model.config, pages_for(row_tokens, page_tokens), page_tokens, dtype)
-    return PagedCache(model.config, page_tokens, capacity, dtype, device)
+    row_tokens = min(config.max_step_tokens, model.spec.max_context)
+    capacity = cache_bytes(model.spec, pages_for(row_tokens, page_tokens), page_tokens, dtype)
+    return PagedCache(model.spec, page_tokens, capacity, dtype, device)
 
 
-def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> int:
+def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> int:
     """Returns the bytes of the largest prefill step and of the largest graphs, measured over a cache of one row.
 
     The memory of the largest graphs holds the smaller ones.
     """
-    row_tokens, device = min(config.max_step_tokens, model.config.max_context), probe.tensor.device
+    row_tokens, device = min(config.max_step_tokens, model.spec.max_context), probe.tensor.device
 
     def run() -> CudaStepper:
         stepper = _make_stepper(config, model, probe, _every_size(config, model).largest, None)
@@ -121,7 +121,7 @@ def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -
     return measure_peak(device, run)
 
 
-def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None:
+def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> None:
     """Compiles most kernels of all steps, while there is memory to run many at a time."""
     device = probe.tensor.device
     stepper = _make_stepper(config, model, probe, _Sizes([], []), None)
@@ -129,7 +129,7 @@ def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None
     trials: dict[str, Trial] = {**stepper.draws.trials(probe.tensor.dtype)}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
-    tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.config, probe).max_context)
+    tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.spec, probe).max_context)
     trials["a prefill step"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a mixed step of {slots} decode rows"] = partial(stepper.logits, _mixed_step(slots, probe))
@@ -149,30 +149,30 @@ def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:
     return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
 
 
-def _every_size(config: EngineConfig, model: LlamaModel) -> _Sizes:
+def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
     if not config.cuda_graphs:
         return _Sizes([], [])
     rows = graph_sizes(config.max_batch_requests)
     if not model.prompts_capturable:
         return _Sizes(rows, [])
-    return _Sizes(rows, prompt_graph_sizes(model.config, config.max_step_tokens, config.max_batch_requests))
+    return _Sizes(rows, prompt_graph_sizes(model.spec, config.max_step_tokens, config.max_batch_requests))
 
 
 def _make_stepper(
-    config: EngineConfig, model: LlamaModel, cache: PagedCache, sizes: _Sizes, progress: Progress | None
+    config: EngineConfig, model: DecoderModel, cache: PagedCache, sizes: _Sizes, progress: Progress | None
 ) -> CudaStepper:
     device = cache.tensor.device
-    packer = StepPacker(step_limits(model.config, cache))
+    packer = StepPacker(step_limits(model.spec, cache))
     forward = forward_over(model, cache)
     # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
     drawn = torch.zeros(max(config.max_batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
-    sampler = DeviceSampler(model.config.vocab_size, config.max_batch_requests, device, overlaps_launches())
+    sampler = DeviceSampler(model.spec.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():
         pool = torch.cuda.graph_pool_handle()
         prompts = PromptGraphs(packer, forward, drawn, pool)
         prompts.capture(sizes.prompts, progress)
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)
-        counts = PenaltyCounts(model.config.vocab_size, config.max_batch_requests, device)
-        draws = TokenDraws(sampler, counts, drawn, model.config.eos_token_ids, pdl=overlaps_launches())
+        counts = PenaltyCounts(model.spec.vocab_size, config.max_batch_requests, device)
+        draws = TokenDraws(sampler, counts, drawn, model.spec.eos_token_ids, pdl=overlaps_launches())
     return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts)

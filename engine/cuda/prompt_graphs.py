@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from costs.step_grid import TILE_TOKENS, answer_slots, step_sizes
-from engine.config.model import ModelConfig
+from engine.config.model import ModelSpec
 from engine.cuda.step_graph import Pool, StepGraph, capture_step, empty_step
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
-from engine.model_sizes import layer_weights
+from engine.model_sizes import active_weights
 from engine.steps.batch import StepBatch
 from engine.steps.step_buffer import StepSizes
 from engine.steps.step_packer import StepPacker
@@ -124,12 +124,13 @@ class PromptGraphs:
         return words, compute, sizes
 
 
-def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
+def prompt_graph_sizes(spec: ModelSpec, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
     """Returns the steps that get a graph, with up to `max_answers` decode rows.
 
     The narrower the layers are, the more tokens they have.
     """
-    most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * layer_weights(config)), max_step_tokens)
+    a_layer = (active_weights(spec) - spec.vocab_size * spec.hidden_size) / len(spec.layers)
+    most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * a_layer), max_step_tokens)
     totals = step_sizes(max_step_tokens)
     alone = [PromptSize(0, tokens) for tokens in sorted((*_HALF_TILES, *totals)) if tokens <= most]
     beside = [PromptSize(slots, total - slots) for slots in answer_slots(max_answers) for total in totals]

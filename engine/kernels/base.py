@@ -1,4 +1,4 @@
-"""The interface to the hardware: the operations of a Llama-family layer, fused as fast implementations need it.
+"""The interface to the hardware: the operations of a decoder's layers, fused as fast implementations need it.
 
 `reference.py` is the plain PyTorch implementation, on any device, and the reference of all others. T is the number of
 tokens in the step over all rows, R the number of rows. Every tensor is contiguous unless said otherwise; `hidden` is
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
+from engine.config.attention import AttentionShape, LatentShape
+from engine.config.model import MixtureOfExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,31 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights of a mixture of E experts with I inner elements; H is the hidden size, and gate rows come first."""
+
+    router: Tensor
+    """[E, H]."""
+    router_bias: Tensor | None
+    """[E]."""
+    choice_bias: Tensor | None
+    """[E] float32, see `ExpertRouter.choice_bias`."""
+    gate_up: Tensor
+    """[E, 2·I, H]."""
+    gate_up_bias: Tensor | None
+    """[E, 2·I]."""
+    down: Tensor
+    """[E, H, I]."""
+    down_bias: Tensor | None
+    """[E, H]."""
+    shared_gate_up: Linear | None
+    """The shared expert, as a dense network."""
+    shared_down: Linear | None
+    shared_gate: Tensor | None
+    """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output."""
+
+
+@dataclass(frozen=True, slots=True)
 class Feed:
     """Tokens that only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
@@ -72,6 +98,10 @@ class Kernels(ABC):
     def prepare(self, linear: Linear) -> Linear:
         """Called once for each weight after loading; may repack it. The default keeps it."""
         return linear
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """Like `prepare`, for the weights of a mixture of experts."""
+        return experts
 
     @property
     def prompts_capturable(self) -> bool:
@@ -96,12 +126,35 @@ class Kernels(ABC):
         """Returns RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
 
     @abstractmethod
-    def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
-        """Returns silu(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate]."""
+    def norm_gate_up(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
+    ) -> Tensor:
+        """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate].
+
+        `activation` is one of `DenseFeedForward.activation`.
+        """
+
+    @abstractmethod
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Returns x · weightᵀ + bias → [T, out]."""
 
     @abstractmethod
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Adds x · weightᵀ + bias to `hidden` in place: attention's and the MLP's output products."""
+
+    @abstractmethod
+    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+        """Adds RMSNorm(x) to `hidden` in place; x [T, hidden_size] may be overwritten."""
+
+    @abstractmethod
+    def experts(
+        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
+    ) -> None:
+        """Adds the output of a mixture of experts for RMSNorm(hidden) to `hidden` in place.
+
+        The router's product accumulates and stays in float32: rounded to bfloat16, other experts are chosen. slots [T]
+        int64 as in `StepLayout`: tokens with -1 are padding, choose no expert, and may get any value.
+        """
 
     @abstractmethod
     def rope_and_store(
@@ -116,19 +169,62 @@ class Kernels(ABC):
         layout: StepLayout,
         shape: AttentionShape,
     ) -> Tensor:
-        """Applies per-head RMSNorm to q and k where given and rotary embedding, and stores k and v in the cache.
+        """Applies RMSNorm to q and k where given and rotary embedding, and stores k and v in the cache.
 
-        qkv   [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
-        rope  [max_context, head_dim] float32: cos of the first half of the dimensions, then sin, scaling included
-        cache [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`
+        qkv    [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
+        rope   [max_context, shape.rotated] float32: cos of the first half of the dimensions, then sin, with scaling
+        q_norm [head_dim] norms each head by itself, [heads·head_dim] the whole row; k_norm likewise
+        cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`
         → q [T, heads, head_dim], which may be a view into qkv
         """
 
     @abstractmethod
-    def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes causal attention of each row's tokens over its pages.
 
-        Q [T, heads, head_dim] → [T, heads·head_dim].
+        Q [T, heads, head_dim] → [T, heads·head_dim]. sinks [heads] float32: scores that take part in the softmax of
+        every token and have no value.
+        """
+
+    @abstractmethod
+    def latent_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rope: Tensor,
+        norm: Tensor,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Rotates queries, and norms and stores the latents of latent attention.
+
+        q       [T, heads·(nope + rope)], rows may be strided; may be overwritten
+        latents [T, latent + rope], rows may be strided: the latent, then the key that all heads share
+        rope    [max_context, rope] as in `rope_and_store`
+        norm    [latent], of the latent
+        cache   [pages, layers, 1, 1, page_tokens, latent + rope]: written at `layout.slots`
+        → q [T, heads, nope + rope] with its last `rope` dimensions rotated
+        """
+
+    @abstractmethod
+    def latent_attention(
+        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
+    ) -> Tensor:
+        """Computes causal attention of each row's tokens over the latents of its pages.
+
+        q [T, heads, nope + rope] as `latent_store` returns it; kv_up [heads, nope + v_dim, latent] computes each head's
+        keys and values from the latents → [T, heads·v_dim].
         """
 
 

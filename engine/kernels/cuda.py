@@ -8,15 +8,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.config.model import ModelConfig
+from engine.config.attention import AttentionShape, LatentShape
+from engine.config.model import MixtureOfExperts, ModelSpec
 from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.base import Feed, Kernels, Linear, StepLayout
+from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
 from engine.kernels.libraries import Libraries, Wanted
 from engine.kernels.linear import triton_linear
 from engine.kernels.linear.gated_product import GatedProduct
 from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
+from engine.kernels.reference import activate
+from engine.kernels.reference import rms_norm as plain_rms_norm
 from engine.kernels.rowwise import triton_rope
 from engine.kernels.rowwise.triton_embed import embed
 from engine.kernels.rowwise.triton_norm import rms_norm
@@ -36,7 +38,7 @@ class CudaKernels(Kernels):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: ModelSpec,
         device: torch.device,
         dtype: torch.dtype,
         page_tokens: int,
@@ -46,9 +48,10 @@ class CudaKernels(Kernels):
 
         InvalidArgument for a head dim that no kernel supports.
         """
-        if model.head_dim not in _HEAD_DIMS:
+        wrong = {shape.head_dim for shape in model.attention_shapes} - set(_HEAD_DIMS)
+        if wrong:
             raise InvalidArgument(
-                "model", f"has head dim {model.head_dim}; on GPUs {', '.join(map(str, _HEAD_DIMS))} are served."
+                "model", f"has head dim {min(wrong)}; on GPUs {', '.join(map(str, _HEAD_DIMS))} are served."
             )
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
@@ -105,12 +108,22 @@ class CudaKernels(Kernels):
         x, scale = self._normed(hidden, norm, eps)
         return triton_linear.norm_linear(x, scale, eps, linear.weight, linear.bias, pdl=self._pdl)
 
-    def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+    def norm_gate_up(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
+    ) -> Tensor:
         """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
+        if activation != "silu":
+            return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
         if not _streams(hidden, gate_up):
             return self._gated(rms_norm(hidden, norm, eps, pdl=self._pdl), gate_up)
         x, scale = self._normed(hidden, norm, eps)
         return triton_linear.norm_gate_up(x, scale, eps, gate_up.weight, gate_up.bias, pdl=self._pdl)
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        if _streams(x, linear):
+            return triton_linear.norm_linear(x, None, 0.0, linear.weight, linear.bias, pdl=self._pdl)
+        return _product(x, linear)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`, as a streaming kernel for few tokens, else with cuBLAS."""
@@ -120,6 +133,37 @@ class CudaKernels(Kernels):
         hidden.addmm_(x, linear.weight.t())
         if linear.bias is not None:
             hidden += linear.bias
+
+    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+        """Applies RMSNorm and adds the result to `hidden`."""
+        hidden += plain_rms_norm(x, norm, eps)
+
+    def experts(
+        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
+    ) -> None:
+        """Is not available on GPUs yet."""
+        raise InvalidArgument("model", "is a mixture of experts, which is not served on GPUs yet; use cpu.")
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rope: Tensor,
+        norm: Tensor,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Is not available on GPUs yet."""
+        raise InvalidArgument("model", "has latent attention, which is not served on GPUs yet; use cpu.")
+
+    def latent_attention(
+        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
+    ) -> Tensor:
+        """Is not available on GPUs yet."""
+        raise InvalidArgument("model", "has latent attention, which is not served on GPUs yet; use cpu.")
 
     def _normed(self, hidden: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
         """Returns the input of a streaming product, and the norm that the product still has to apply."""
@@ -144,7 +188,15 @@ class CudaKernels(Kernels):
             qkv, rope, q_norm, k_norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
         )
 
-    def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes decode attention of the rows of one token and prefill attention of the others."""
         single = self._single_rows(layout)
         if single == len(layout.context_lens):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.compiled_folder import compiled_folder
-from engine.config.attention import AttentionShape, attention_shape
-from engine.config.model import ModelConfig
+from engine.config.attention import AttentionShape
+from engine.config.model import ModelSpec
 from engine.kernels.attention.prefill_attention import (
     COMPILED_LENGTHS,
     FlashPrefill,
@@ -25,7 +25,7 @@ from engine.kernels.linear.gated_product import GatedProduct, choose_gated_produ
 class Wanted:
     """The model and device for which kernels are compiled."""
 
-    model: ModelConfig
+    model: ModelSpec
     device: torch.device
     dtype: torch.dtype
     page_tokens: int
@@ -34,17 +34,17 @@ class Wanted:
     @property
     def shapes(self) -> set[AttentionShape]:
         """The attention shapes of the model's layers."""
-        return {attention_shape(self.model, layer) for layer in range(self.model.layers)}
+        return set(self.model.attention_shapes)
 
     def attention(self) -> PrefillAttention:
         """Returns prefill attention, not compiled yet."""
-        model = self.model
-        return choose_prefill_attention(self.device, self.dtype, model.head_dim, self.page_tokens, pdl=self.pdl)
+        head_dim = max(shape.head_dim for shape in self.shapes)
+        return choose_prefill_attention(self.device, self.dtype, head_dim, self.page_tokens, pdl=self.pdl)
 
     def gated_product(self) -> GatedProduct:
         """Returns the product of gate and up, compiled."""
-        model = self.model
-        return choose_gated_product(self.device, self.dtype, model.hidden_size, model.intermediate_size, pdl=self.pdl)
+        hidden, inner = self.model.hidden_size, max(self.model.dense_widths, default=0)
+        return choose_gated_product(self.device, self.dtype, hidden, inner, pdl=self.pdl)
 
 
 class Libraries:

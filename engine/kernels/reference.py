@@ -1,6 +1,6 @@
 """The plain PyTorch kernels: any device, any dtype, the reference of every other implementation.
 
-Rounding follows Hugging Face's Llama: norms and softmax run in float32 (float64 inputs stay float64) and round back to
+Rounding follows transformers: norms and softmax run in float32 (float64 inputs stay float64) and round back to
 the model's dtype where that code does.
 """
 
@@ -8,8 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.base import Feed, Kernels, Linear, StepLayout
+from engine.config.attention import AttentionShape, LatentShape
+from engine.config.model import ExpertRouter, MixtureOfExperts
+from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+
+_ALPHA, _LIMIT = 1.702, 7.0
+"""The constants of `clamped_swiglu`."""
 
 
 class ReferenceKernels(Kernels):
@@ -26,14 +30,44 @@ class ReferenceKernels(Kernels):
         """Applies RMSNorm, then the product."""
         return F.linear(rms_norm(hidden, norm, eps), linear.weight, linear.bias)
 
-    def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
-        """Applies RMSNorm, the product, then silu(gate) · up."""
-        gate, up = self.norm_linear(hidden, norm, eps, gate_up).chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def norm_gate_up(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
+    ) -> Tensor:
+        """Applies RMSNorm, the product, then activation(gate) · up."""
+        return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Computes the product."""
+        return F.linear(x, linear.weight, linear.bias)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`."""
         hidden += F.linear(x, linear.weight, linear.bias)
+
+    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+        """Applies RMSNorm and adds the result to `hidden`."""
+        hidden += rms_norm(x, norm, eps)
+
+    def experts(
+        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
+    ) -> None:
+        """Computes the chosen experts one after the other, each for all of its tokens."""
+        x = rms_norm(hidden, norm, eps)
+        logits = router_logits(x, experts.router, experts.router_bias)
+        weights, chosen = choose_experts(logits, experts.choice_bias, spec)
+        mixed = torch.zeros_like(hidden)
+        valid = (slots >= 0).unsqueeze(1)
+        for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist())):
+            tokens, ranks = torch.where((chosen == expert) & valid)
+            inner = F.linear(x[tokens], experts.gate_up[expert], _row(experts.gate_up_bias, expert))
+            out = F.linear(activate(inner, spec.activation), experts.down[expert], _row(experts.down_bias, expert))
+            mixed.index_add_(0, tokens, out * weights[tokens, ranks, None].to(out.dtype))
+        if experts.shared_gate_up is not None and experts.shared_down is not None:
+            shared = self.linear(activate(self.linear(x, experts.shared_gate_up), "silu"), experts.shared_down)
+            if experts.shared_gate is not None:
+                shared = torch.sigmoid(F.linear(x, experts.shared_gate)) * shared
+            mixed += shared
+        hidden += mixed
 
     def rope_and_store(
         self,
@@ -52,9 +86,9 @@ class ReferenceKernels(Kernels):
         per_head = qkv.view(-1, heads + 2 * kv_heads, shape.head_dim)
         q, k, v = torch.split(per_head, [heads, kv_heads, kv_heads], dim=1)
         if q_norm is not None:
-            q = rms_norm(q, q_norm, eps)
+            q = _norm_heads(q, q_norm, eps)
         if k_norm is not None:
-            k = rms_norm(k, k_norm, eps)
+            k = _norm_heads(k, k_norm, eps)
         cos, sin = rope[layout.positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
         page_tokens = cache.shape[4]
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
@@ -62,7 +96,15 @@ class ReferenceKernels(Kernels):
         cache[page, layer, 1, :, offset] = v
         return rotate(q, cos, sin)
 
-    def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes attention row by row over gathered keys and values."""
         starts = layout.row_starts.tolist()
         contexts = layout.context_lens.tolist()
@@ -70,21 +112,121 @@ class ReferenceKernels(Kernels):
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
             keys, values = gather_row(cache, layer, layout.page_table[row], context)
-            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens], shape)
+            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens], shape, sinks)
         return out.flatten(1)
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rope: Tensor,
+        norm: Tensor,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Norms and rotates the latents and stores them at their slots."""
+        cos, sin = rope[layout.positions.long()].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
+        page_tokens = cache.shape[4]
+        page, offset = layout.slots // page_tokens, layout.slots % page_tokens
+        cache[page, layer, 0, 0, offset, : shape.latent] = rms_norm(latents[:, : shape.latent], norm, eps)
+        cache[page, layer, 0, 0, offset, shape.latent :] = rotate(
+            latents[:, shape.latent :].unsqueeze(1), cos, sin
+        ).squeeze(1)
+        per_head = q.reshape(-1, shape.heads, shape.query)
+        return torch.cat((per_head[..., : shape.nope], rotate(per_head[..., shape.nope :], cos, sin)), dim=-1)
+
+    def latent_attention(
+        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
+    ) -> Tensor:
+        """Expands each row's latents to keys and values of all heads and attends to them."""
+        starts = layout.row_starts.tolist()
+        out = q.new_empty(len(q), shape.heads * shape.v_dim)
+        per_head = AttentionShape(shape.heads, shape.heads, shape.query, shape.scale)
+        for row, context in enumerate(layout.context_lens.tolist()):
+            tokens = slice(starts[row], starts[row + 1])
+            stored = gather_latents(cache, layer, layout.page_table[row], context)
+            expanded = torch.einsum("cl,hdl->hcd", stored[:, : shape.latent], kv_up)
+            rotated = stored[:, shape.latent :].expand(shape.heads, -1, -1)
+            keys = torch.cat((expanded[..., : shape.nope], rotated), dim=-1)
+            values = expanded[..., shape.nope :]
+            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens], per_head).flatten(1)
+        return out
+
+
+def activate(gate_up: Tensor, activation: str) -> Tensor:
+    """Returns activation(gate) · up for [gate | up] [T, 2·I] → [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * _ALPHA))
+    return (F.gelu(gate, approximate="tanh") if activation == "gelu_tanh" else F.silu(gate)) * up
+
+
+def router_logits(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x · routerᵀ + bias in at least float32 → [T, experts]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), router.to(wide), None if bias is None else bias.to(wide))
+
+
+def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
+    """Returns the weights [T, top_k] and the numbers [T, top_k] of each token's experts, as `ExpertRouter` says."""
+    router = spec.router
+    if router.score == "softmax_of_top_k":
+        found, chosen = logits.topk(spec.top_k, dim=-1)
+        return found.softmax(-1) * router.scaling, chosen
+    scores = logits.sigmoid() if router.score == "sigmoid" else logits.softmax(-1)
+    ranked = scores if choice_bias is None else scores + choice_bias
+    chosen = _within_groups(ranked, router).topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if router.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * router.scaling, chosen
+
+
+def _within_groups(ranked: Tensor, router: ExpertRouter) -> Tensor:
+    """Returns the scores with -inf for experts outside of each token's best groups."""
+    if router.groups == 1:
+        return ranked
+    grouped = ranked.view(len(ranked), router.groups, -1)
+    best = grouped.amax(-1) if router.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(router.top_groups, dim=-1).indices, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _row(stacked: Tensor | None, index: int) -> Tensor | None:
+    return None if stacked is None else stacked[index]
+
+
+def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norms x [T, heads, head_dim] by head, or by row if the weight is as long."""
+    if weight.numel() == x.shape[-1]:
+        return rms_norm(x, weight, eps)
+    return rms_norm(x.flatten(1), weight, eps).view(x.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x · rsqrt(mean(x²) + eps) · weight over the last dimension, computed in at least float32."""
+    """Returns x · rsqrt(mean(x²) + eps) · weight over the last dimension, computed in at least float32.
+
+    A weight wider than x multiplies before the result is rounded, another one after.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype != x.dtype:
+        return (weight * scaled).to(x.dtype)
     return weight * scaled.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [T, heads, head_dim]; cos and sin [T, 1, head_dim / 2]; dimension i pairs with i + half."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Rotates x [T, heads, head_dim]; cos and sin [T, 1, rotated / 2]; dimension i pairs with i + rotated / 2.
+
+    Dimensions from `rotated` on stay as they are.
+    """
+    rotated = 2 * cos.shape[-1]
+    first, second = x[..., :rotated].chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
 
 
 def gather_row(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -95,19 +237,33 @@ def gather_row(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> tup
     return pages[0, :, :context], pages[1, :, :context]
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
-    """Computes causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, context, head_dim].
+def gather_latents(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> Tensor:
+    """Returns a copy of the latents of a row's `context` tokens [context, latent + rope]."""
+    page_tokens = cache.shape[4]
+    used = page_ids[: -(-context // page_tokens)].long()
+    return cache[used, layer, 0, 0].flatten(0, 1)[:context]
 
-    A token at position p sees p - window + 1 .. p. → [tokens, heads, head_dim].
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+) -> Tensor:
+    """Computes causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, context, any dim].
+
+    A token at position p sees p - window + 1 .. p. → [tokens, heads, dim of values].
     """
     tokens, group = q.shape[0], shape.heads // shape.kv_heads
     by_group = q.reshape(tokens, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3)
-    grouped = by_group.flatten(1, 2)
-    scores = grouped @ keys.transpose(1, 2) * shape.scale
+    scores = by_group.flatten(1, 2) @ keys.transpose(1, 2) * shape.scale
+    if shape.softcap is not None:
+        scores = (scores / shape.softcap).tanh() * shape.softcap
     seen = visible(positions, keys.shape[1], shape.window).repeat(group, 1)
     wide = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~seen, float("-inf"))
-    mixed = torch.softmax(wide, dim=-1).to(q.dtype) @ values
-    return mixed.view(by_group.shape).permute(2, 0, 1, 3).flatten(1, 2)
+    if sinks is not None:
+        column = sinks.to(wide.dtype).view(shape.kv_heads, group, 1).expand(-1, -1, tokens).flatten(1)
+        wide = torch.cat((wide, column.unsqueeze(-1)), dim=-1)
+    weights = torch.softmax(wide, dim=-1)[..., : keys.shape[1]]
+    mixed = weights.to(q.dtype) @ values
+    return mixed.view(shape.kv_heads, group, tokens, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def visible(positions: Tensor, context: int, window: int | None) -> Tensor:

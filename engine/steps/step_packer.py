@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.paged_cache import PagedCache
-from engine.config.model import ModelConfig
+from engine.config.model import ModelSpec
 from engine.kernels.base import StepLayout
 from engine.steps.batch import RowColumns, StepBatch
 from engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
@@ -32,10 +32,10 @@ class PackedStep:
     drawn: Tensor | None
 
 
-def step_limits(config: ModelConfig, cache: PagedCache) -> StepLimits:
+def step_limits(spec: ModelSpec, cache: PagedCache) -> StepLimits:
     """Return the limits of a model over a cache: a request that outgrows the whole pool could never finish."""
-    reachable = min(config.max_context, cache.pages * cache.page_tokens)
-    return StepLimits(config.vocab_size, reachable, cache.pages, cache.page_tokens)
+    reachable = min(spec.max_context, cache.pages * cache.page_tokens)
+    return StepLimits(spec.vocab_size, reachable, cache.pages, cache.page_tokens)
 
 
 class StepPacker:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from engine.config.model import ModelConfig, load_model_config
-from engine.models.parameters import allocate_parameters, destinations
+from engine.config.model import ModelSpec
+from engine.models.families import places_of
+from engine.models.load_spec import load_spec
+from engine.models.parameters import Parameters, Place, allocate_parameters
 from engine.weights.safetensors_file import TensorEntry, read_header
 from engine.weights.tensor_reader import DTYPES, read_tensors
 from wire.errors import ModelError
@@ -24,27 +25,27 @@ _REVISION_BYTES = 4096
 """Bytes of each tensor that go into the revision: 1.2 MB for a model of 32 layers."""
 
 
-def check_model(folder: Path) -> ModelConfig:
-    """Returns the configuration of a model that can be served; no weights are read.
+def check_model(folder: Path) -> ModelSpec:
+    """Returns the specification of a model that can be served; no weights are read.
 
     Raises ModelError, in one sentence: no folder or configuration, an unsupported architecture, a truncated or corrupt
     file, tensors missing, extra or of the wrong shape.
     """
-    config = load_model_config(folder)
-    shapes = allocate_parameters(config, torch.float32, torch.device("meta"))
-    _match(folder, _read_entries(folder), destinations(shapes, config), config)
-    return config
+    spec = load_spec(folder)
+    shapes = allocate_parameters(spec, torch.float32, torch.device("meta"))
+    _match(folder, _read_entries(folder), places_of(spec, shapes), spec)
+    return spec
 
 
-def load_weights(
-    folder: Path, config: ModelConfig, into: Mapping[str, Tensor], progress: Progress | None = None
-) -> None:
-    """Copies every tensor of the folder to its view in `into` (by name), cast to the view's dtype during the copy.
+def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress: Progress | None = None) -> None:
+    """Copies every tensor of the folder to its place in `parameters`, cast to the place's dtype during the copy.
 
-    Raises ModelError as `check_model` does. The host holds no second copy, see `tensor_reader`.
+    Raises ModelError as `check_model` does. The host holds no second copy, see `tensor_reader`, but of one tensor at a
+    time among those whose values are transformed.
     """
-    entries = _match(folder, _read_entries(folder), into, config)
-    total = sum(into[name].numel() for name in entries)
+    places = places_of(spec, parameters)
+    entries = _match(folder, _read_entries(folder), places, spec)
+    total = sum(place.tensor.numel() for place in places.values())
     done = 0
 
     def count(elements: int) -> None:
@@ -53,7 +54,12 @@ def load_weights(
         if progress is not None:
             progress("loading weights", done / total)
 
-    read_tensors(entries, into, count)
+    plain = {
+        name: place.tensor for name, place in places.items() if place.transform is None and place.tensor.is_contiguous()
+    }
+    read_tensors({name: entries[name] for name in plain}, plain, count)
+    for name in places.keys() - plain.keys():
+        _read_transformed(name, entries[name], places[name], count)
 
 
 def revision_hash(folder: Path) -> str:
@@ -105,20 +111,20 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _match(
-    folder: Path, found: Mapping[str, TensorEntry], wanted: Mapping[str, Tensor], config: ModelConfig
+    folder: Path, found: Mapping[str, TensorEntry], wanted: Mapping[str, Place], spec: ModelSpec
 ) -> dict[str, TensorEntry]:
     """Returns the entries to load, all of them wanted, none missing, each of its shape."""
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json calls for.")
-    extra = [name for name in found if name not in wanted and not _harmless(name, config)]
+    extra = [name for name in found if name not in wanted and not _harmless(name, spec)]
     if extra:
-        raise ModelError(f"{folder} has {_some(extra)}, which a {config.architecture} model of its config.json lacks.")
+        raise ModelError(f"{folder} has {_some(extra)}, which a model of its config.json lacks.")
     for name, place in wanted.items():
         entry = found[name]
-        if entry.shape != tuple(place.shape):
+        if entry.shape != place.stored_shape:
             raise ModelError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json calls for {list(place.shape)}."
+                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json calls for {list(place.stored_shape)}."
             )
         if entry.dtype not in DTYPES:
             raise ModelError(
@@ -127,9 +133,16 @@ def _match(
     return {name: found[name] for name in wanted}
 
 
-def _harmless(name: str, config: ModelConfig) -> bool:
+def _harmless(name: str, spec: ModelSpec) -> bool:
     """Returns True for tensors of old exports that may be ignored: RoPE's constants and a copy of tied embeddings."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
+
+
+def _read_transformed(name: str, entry: TensorEntry, place: Place, count: Callable[[int], None]) -> None:
+    """Reads one tensor into the host's memory, and writes the values that are computed from it to their place."""
+    stored = torch.empty(entry.shape, dtype=place.tensor.dtype)
+    read_tensors({name: entry}, {name: stored}, count)
+    place.tensor.copy_(stored if place.transform is None else place.transform(stored))
 
 
 def _some(names: list[str]) -> str:

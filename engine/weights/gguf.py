@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField, ReaderTensor, dequantize
 
-from engine.config.model import parse_model_config
+from engine.models.load_spec import parse_spec
 from engine.user_cache import user_cache
 from engine.weights.checkpoint import Progress, check_model
 from engine.weights.gguf_config import ROPE_FACTORS, eos_token_ids, huggingface_config, huggingface_name
@@ -115,7 +115,7 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
     vocab_size = int(tensors["token_embd.weight"].shape[1])
     config = huggingface_config(read, vocab_size, tensors, None if factors is None else _dequantize(factors))
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos_token_ids(read) or None}
-    parse_model_config(config, generation)
+    parse_spec(config, generation)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
     # GGUF counts dimensions from the fastest; files from the slowest.

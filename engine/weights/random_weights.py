@@ -1,13 +1,11 @@
 """Random weights for performance runs: a real model's shapes, generated on the device in seconds."""
 
 import hashlib
-from dataclasses import fields
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from engine.models.parameters import Parameters
+from engine.models.parameters import Parameters, tensors_of
 
 _SEED = 20_240_601
 _SPREAD = 0.02
@@ -20,15 +18,10 @@ def fill_randomly(parameters: Parameters) -> None:
     Two processes on one kind of device get the same weights.
     """
     generator = torch.Generator(parameters.embedding.device).manual_seed(_SEED)
-    done: set[int] = set()
-    for field in fields(parameters):
-        tensor: Tensor | None = getattr(parameters, field.name)
-        if tensor is None or tensor.data_ptr() in done:  # tied embeddings are one tensor
-            continue
-        done.add(tensor.data_ptr())
-        if field.name.endswith("norm"):
+    for name, tensor in tensors_of(parameters):
+        if name.endswith("norm"):
             tensor.fill_(1.0)
-        elif field.name.endswith("bias"):
+        elif name.endswith("bias"):
             tensor.zero_()
         else:
             tensor.normal_(0.0, _SPREAD, generator=generator)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import attention_shape
 from engine.kernels.base import StepLayout
 from engine.kernels.cuda import CudaKernels
 from engine.models.shapes import shape_config
@@ -18,7 +17,7 @@ from tests.kernels.steps import LAYER, make_step
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 MODEL = shape_config("llama-3.2-1b")
-SHAPE = attention_shape(MODEL, 0)
+SHAPE = MODEL.attention_shapes[0]
 PAGE = 128
 ANSWERS = [(1, 40), (1, 1500), (1, 1), (1, 700), (1, 2900)]
 CHUNKS = {

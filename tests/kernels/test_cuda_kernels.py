@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.config.model import load_model_config
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.linear.gated_product import GatedProduct, PlainGated
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
+from engine.models.load_spec import load_spec
 from engine.steps.batch import Draw, StepBatch, StepRow
 from wire.messages import SamplingParams
 
@@ -41,7 +41,7 @@ def test_logits_of_the_plain_kernels(folder: Path) -> None:
     config = EngineConfig(
         folder, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, random_weights=True
     )
-    kernels = CudaKernels(load_model_config(folder), torch.device(device), torch.float32, 16, max_decode_rows=4)
+    kernels = CudaKernels(load_spec(folder), torch.device(device), torch.float32, 16, max_decode_rows=4)
     ours, plain = (ModelRunner.load(config, kernels=each) for each in (kernels, ReferenceKernels()))
     prompt = [(7 * i) % 131 for i in range(21)]
     steps = [
@@ -67,7 +67,7 @@ def test_no_library_is_still_compiling_when_graphs_are_to_be_captured(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kernels = CudaKernels(load_model_config(folder), device, torch.float32, 16, max_decode_rows=4)
+    kernels = CudaKernels(load_spec(folder), device, torch.float32, 16, max_decode_rows=4)
     compiling = _Slow()
     monkeypatch.setattr(kernels, "_gated_soon", compiling)
     assert not kernels.prompts_capturable

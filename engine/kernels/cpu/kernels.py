@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.base import Feed, Kernels, Linear, StepLayout, is_cpu
+from engine.config.attention import AttentionShape, LatentShape
+from engine.config.model import MixtureOfExperts
+from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout, is_cpu
 from engine.kernels.cpu import attention as cpu_attention
 from engine.kernels.cpu import jobs as cpu_jobs
 from engine.kernels.cpu import products as cpu_products
@@ -22,6 +23,7 @@ from engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
 from engine.kernels.cpu.panels import PANEL_ROWS
 from engine.kernels.cpu.pool import Pool, usable_cores
 from engine.kernels.cpu.products import MAX_CHUNK_ROWS
+from engine.kernels.reference import ReferenceKernels, activate, rms_norm
 from wire.errors import Internal
 
 _ALL_POSITIONS = 1 << 30
@@ -40,6 +42,7 @@ class CpuKernels(Kernels):
         self._threads = threads or usable_cores()
         self._tag = tag = cpu_jobs.TAGS[str(dtype).removeprefix("torch.")]
         self._pool = Pool(self._threads, lambda shared, scratch: cpu_jobs.perform(shared, scratch, cpu_jobs.HELP, tag))
+        self._plain = ReferenceKernels()
         self._normed = torch.empty(0, dtype=dtype)
         self._items = torch.empty(0, dtype=torch.int64)
         self._partials = torch.empty(0)
@@ -65,19 +68,41 @@ class CpuKernels(Kernels):
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         """Computes RMSNorm and the product as two jobs."""
+        if norm.dtype != self._dtype:
+            return self.linear(rms_norm(hidden, norm, eps), linear)
         out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
         self._product(cpu_jobs.NORM_LINEAR, hidden, self._normed_memory(hidden.numel()), norm, eps, linear, out)
         return out
 
-    def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+    def norm_gate_up(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
+    ) -> Tensor:
         """Computes RMSNorm and the gated product as two jobs."""
+        if activation != "silu" or norm.dtype != self._dtype:
+            return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
         out = torch.empty(len(hidden), len(gate_up.weight) // 2, dtype=self._dtype)
         self._product(cpu_jobs.NORM_GATE_UP, hidden, self._normed_memory(hidden.numel()), norm, eps, gate_up, out)
+        return out
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Computes the product."""
+        out = torch.zeros(len(x), len(linear.weight), dtype=self._dtype)
+        self.linear_add(x, linear, out)
         return out
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`."""
         self._product(cpu_jobs.LINEAR, x, x, None, 0.0, linear, hidden)
+
+    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+        """Applies RMSNorm and adds the result to `hidden`."""
+        hidden += rms_norm(x, norm, eps)
+
+    def experts(
+        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
+    ) -> None:
+        """Computes the chosen experts one after the other, each for all of its tokens."""
+        self._plain.experts(hidden, norm, eps, experts, spec, slots)
 
     def rope_and_store(
         self,
@@ -92,6 +117,8 @@ class CpuKernels(Kernels):
         shape: AttentionShape,
     ) -> Tensor:
         """Rotates q and k in place and stores k and v in the cache."""
+        if shape.rotary_dims is not None or (q_norm is not None and not self._norms_heads(q_norm, shape)):
+            return self._plain.rope_and_store(qkv, rope, q_norm, k_norm, eps, cache, layer, layout, shape)
         tokens, width = len(qkv), shape.heads * shape.head_dim
         self._pool.write(
             cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
@@ -101,8 +128,18 @@ class CpuKernels(Kernels):
         self._perform(cpu_jobs.ROPE)
         return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
 
-    def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Computes attention of all rows as one job."""
+        if sinks is not None or shape.softcap is not None:
+            return self._plain.attention(q, cache, layer, layout, shape, sinks)
         tokens, rows = q.shape[0], len(layout.context_lens)
         out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
         self._reserve_items(tokens, rows, layout.max_context, shape)
@@ -115,6 +152,31 @@ class CpuKernels(Kernels):
         )  # fmt: skip
         self._perform(cpu_jobs.ATTENTION)
         return out
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rope: Tensor,
+        norm: Tensor,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Norms and rotates the latents and stores them at their slots."""
+        return self._plain.latent_store(q, latents, rope, norm, eps, cache, layer, layout, shape)
+
+    def latent_attention(
+        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
+    ) -> Tensor:
+        """Expands each row's latents to keys and values of all heads and attends to them."""
+        return self._plain.latent_attention(q, kv_up, cache, layer, layout, shape)
+
+    def _norms_heads(self, norm: Tensor, shape: AttentionShape) -> bool:
+        """Returns True for a norm of each head by itself, which the machine code computes."""
+        return norm.numel() == shape.head_dim and norm.dtype == self._dtype
 
     def _product(
         self, operation: int, source: Tensor, x: Tensor, norm: Tensor | None, eps: float, linear: Linear, out: Tensor

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from engine.config.model import ModelConfig, parse_model_config
+from engine.config.model import ModelSpec
+from engine.models.load_spec import parse_spec
 from wire.errors import InvalidArgument
 
 _HERE = Path(__file__).parent
@@ -21,9 +22,9 @@ def shape_file(name: str) -> Path:
     return _HERE / f"{name}.json"
 
 
-def shape_config(name: str) -> ModelConfig:
-    """Returns the configuration of the model of this shape; InvalidArgument as `shape_file`."""
-    return parse_model_config(json.loads(shape_file(name).read_text(encoding="utf-8")), {})
+def shape_config(name: str) -> ModelSpec:
+    """Returns the specification of the model of this shape; InvalidArgument as `shape_file`."""
+    return parse_spec(json.loads(shape_file(name).read_text(encoding="utf-8")))
 
 
 def write_shape(name: str, folder: Path) -> Path:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape, attention_shape
+from engine.config.attention import AttentionShape
+from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec
 from engine.kernels.attention.prefill_attention import FlashPrefill
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.reference import attend
@@ -98,8 +99,9 @@ def test_what_is_compiled(flash: Flash) -> None:
 def test_all_kernels_together(flash: Flash, single: int) -> None:
     """Rows of one token at the front, if there are any, belong to decode attention."""
     config = shape_config("llama-3.2-1b")
-    model = replace(config, layers=1, windows=(None,), heads=2, kv_heads=1, hidden_size=128, intermediate_size=128)
-    shape = attention_shape(model, 0)
+    shape = AttentionShape(heads=2, kv_heads=1, head_dim=64, scale=64**-0.5)
+    attention = GroupedQueryAttention(shape, config.layers[0].attention.rope)
+    model = replace(config, layers=(LayerSpec(attention, DenseFeedForward(128)),), hidden_size=128)
     kernels = CudaKernels(model, DEVICE, torch.bfloat16, PAGE, max_decode_rows=4)
     kernels.__dict__["_prefill"] = FlashPrefill(PAGE, overlaps_launches())
     step = make_step([(1, 140), (1, 7), (3, 4097), (2, 7)], shape, PAGE)

@@ -4,7 +4,6 @@ Against float64, in Triton's interpreter or on a GPU.
 """
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.cache.paged_cache import PagedCache, cache_bytes
-from engine.config.model import ModelConfig, load_model_config
+from engine.config.model import ModelSpec
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.reference import ReferenceKernels
-from engine.models.llama import LlamaModel
-from engine.models.parameters import Parameters, allocate_parameters
+from engine.models.decoder import DecoderModel
+from engine.models.load_spec import load_spec
+from engine.models.parameters import Parameters, allocate_parameters, tensors_of
 from engine.steps.batch import Draw, StepBatch, StepRow
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.random_weights import fill_randomly
@@ -61,24 +61,26 @@ STEPS = {
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> ModelConfig:
+def model(tmp_path: Path) -> ModelSpec:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return load_model_config(tmp_path)
+    return load_spec(tmp_path)
 
 
-def weights(model: ModelConfig, dtype: torch.dtype) -> Parameters:
+def weights(model: ModelSpec, dtype: torch.dtype) -> Parameters:
     """Returns the same weights for each dtype, except for rounding."""
     parameters = allocate_parameters(model, torch.float64, DEVICE)
     fill_randomly(parameters)
-    given = {field.name: getattr(parameters, field.name) for field in fields(parameters)}
-    # Numbers that float16 holds exactly, so that every dtype starts from the same ones.
-    return Parameters(**{name: each if each is None else each.half().to(dtype) for name, each in given.items()})
+    found = allocate_parameters(model, dtype, DEVICE)
+    for (_, given), (_, each) in zip(tensors_of(parameters), tensors_of(found), strict=True):
+        # Numbers that float16 holds exactly, so that every dtype starts from the same ones.
+        each.copy_(given.half())
+    return found
 
 
-def logits(model: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
+def logits(model: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the logits of each step, in float64."""
     cache = PagedCache(model, PAGE, cache_bytes(model, PAGES, PAGE, dtype), dtype, DEVICE)
-    forward = forward_over(LlamaModel(model, weights(model, dtype), kernels, model.max_context), cache)
+    forward = forward_over(DecoderModel(model, weights(model, dtype), kernels, model.max_context), cache)
     stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE, ())
     found = {}
     with torch.inference_mode():
@@ -90,7 +92,7 @@ def logits(model: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> dict[str
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.float32, torch.bfloat16] if ON_GPU else [])], ids=str)
-def test_every_step_as_exact_as_torch(model: ModelConfig, dtype: torch.dtype) -> None:
+def test_every_step_as_exact_as_torch(model: ModelSpec, dtype: torch.dtype) -> None:
     kernels = CudaKernels(model, DEVICE, dtype, PAGE, DECODE_ROWS)
     assert sorted(shape.window or 0 for shape in kernels._decode) == [0, WINDOW]
     ours = logits(model, kernels, dtype)

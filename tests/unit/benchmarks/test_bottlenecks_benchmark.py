@@ -17,6 +17,7 @@ from benchmarks.served_model import ServedModel
 from cluster.config import ClusterConfig
 from costs.roofline import GPU
 from costs.step_cost import StepCost
+from engine.model_sizes import kv_bytes_per_token
 from engine.models.shapes import shape_config
 from simulation.hardware import roofline
 from telemetry import families as f
@@ -40,8 +41,7 @@ def kv_bytes(device: str) -> int:
     """Returns the bytes of one token's KV in the model of a stage."""
     if device == "cpu":
         return SMALL_KV_BYTES
-    model = shape_config("llama-3-8b")
-    return model.layers * 2 * model.kv_heads * model.head_dim * 2
+    return kv_bytes_per_token(shape_config("llama-3-8b"), 2)
 
 
 @pytest.mark.parametrize("device", STAGES)

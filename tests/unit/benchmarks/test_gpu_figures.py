@@ -12,9 +12,9 @@ from benchmarks.gpu.attention_timing import Size
 from benchmarks.gpu.device_spans import Span, added_time, idle_share, idle_share_next_to_copies, last_steps
 from benchmarks.gpu.gpu_engine import GpuEngine
 from engine.config.attention import AttentionShape
-from engine.config.model import load_model_config
 from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
 from engine.model_runner import ModelRunner
+from engine.models.load_spec import load_spec
 from engine.models.shapes import write_shape
 from engine.steps.batch import StepBatch, StepResult
 
@@ -30,7 +30,7 @@ class RecordedRunner:
     """A runner that computes nothing and records its calls in order."""
 
     def __init__(self, folder: Any, page_tokens: int = 128) -> None:
-        self.model_config = load_model_config(write_shape("llama-3-8b", folder))
+        self.spec = load_spec(write_shape("llama-3-8b", folder))
         self.page_tokens = page_tokens
         self.cache = SimpleNamespace(page_bytes=page_tokens * KV_OF_A_TOKEN, pages=64)
         self.facts = SimpleNamespace(max_context=8192)

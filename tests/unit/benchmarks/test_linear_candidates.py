@@ -1,5 +1,7 @@
 """The tiles that the tuner of weight-streaming products measures, for every shipped shape."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,8 +24,11 @@ def test_the_products_are_all_weights_of_the_model(model: Model) -> None:
     weights = allocate_parameters(shape_config(model.name), torch.bfloat16, torch.device("meta"))
     *layer, head = model.products
     assert head.n * head.k == weights.lm_head.numel()
-    stacked = (weights.qkv, weights.output, weights.gate_up, weights.down)
-    assert [model.layers * each.n * each.k for each in layer] == [each.numel() for each in stacked]
+    attention: Any = weights.layers[0].attention
+    feed_forward: Any = weights.layers[0].feed_forward
+    of_a_layer = (attention.qkv, attention.output, feed_forward.gate_up, feed_forward.down)
+    assert model.layers == len(weights.layers)
+    assert [each.n * each.k for each in layer] == [each.numel() for each in of_a_layer]
     assert model.largest == max(each.n * each.k for each in model.products)
 
 

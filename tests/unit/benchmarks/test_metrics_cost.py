@@ -56,7 +56,7 @@ def test_the_pool_holds_the_plan(tmp_path: Path) -> None:
     model = _tiny(tmp_path)
     for plan in (Plan(requests=2, steps=3, turns=4), Plan(requests=5, steps=20, turns=8)):
         engine = load_engine(replace(engine_settings(model, "cpu", plan), threads=1), "tiny", plan)
-        pages, longest = engine.pool.counts().total, pages_for(engine.model_config.max_context, engine.page_tokens)
+        pages, longest = engine.pool.counts().total, pages_for(engine.spec.max_context, engine.page_tokens)
         promised = decode_pages(Role.BOTH, pages, longest)
         needed = plan.requests * pages_for(PROMPT + plan.answer, engine.page_tokens)
         assert promised is not None

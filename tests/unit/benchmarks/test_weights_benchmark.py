@@ -25,7 +25,7 @@ def _tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("layers", "size"), [(1, 0), (3, REST_BYTES + 3 * LAYER_BYTES), (40, 1 << 30)])
 def test_the_checkpoint_has_the_size_asked_for_and_can_be_served(layers: int, size: int, tmp_path: Path) -> None:
     config = weights.write_checkpoint(tmp_path / "made", "tiny", size)
-    assert config.layers == layers
+    assert len(config.layers) == layers
     assert check_model(tmp_path / "made") == config
     files = sorted(file.name for file in (tmp_path / "made").glob("*.safetensors"))
     assert len(files) == layers + 1

@@ -21,7 +21,7 @@ from cli.main import app
 from cli.plain_errors import plain_errors
 from cli.start.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
 from cluster.config import CPU_KV_CACHE_BYTES, ClusterConfig
-from engine.config.model import load_model_config
+from engine.models.load_spec import load_spec
 from engine.models.parameters import weight_bytes
 from router.config import RouterConfig
 from tests.factories import write_tiny_model
@@ -405,7 +405,7 @@ def test_weights_larger_than_the_memory_are_told_before_ray_starts(
 def test_all_workers_weights_count_where_they_lie_in_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     config = ClusterConfig(model=model, prefill=2, decode=1)
-    one = weight_bytes(load_model_config(model), torch.float32)
+    one = weight_bytes(load_spec(model), torch.float32)
     available = [3 * (one + CPU_KV_CACHE_BYTES)]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
     check_weights(config)

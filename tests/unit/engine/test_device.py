@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.config.model import ModelConfig, parse_model_config
+from engine.config.model import ModelSpec
 from engine.device import choose_kernels, parse_device, parse_dtype
 from engine.memory import GIB, kv_cache_bytes, naming_the_setting
+from engine.models.load_spec import parse_spec
 from tests.factories import FAMILIES, tiny_engine_config
 from wire.errors import InvalidArgument
 
@@ -27,8 +28,8 @@ def play_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 10 * GIB)
 
 
-def model(**changes: object) -> ModelConfig:
-    return parse_model_config(FAMILIES["llama3"] | changes, {})
+def model(**changes: object) -> ModelSpec:
+    return parse_spec(FAMILIES["llama3"] | changes, {})
 
 
 def config(**changes: object) -> EngineConfig:

@@ -8,11 +8,15 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.config.model import ModelConfig, RopeConfig, load_model_config, parse_model_config
-from engine.layers.rope import rope_frequencies, rope_table
+from engine.config.model import GroupedQueryAttention, ModelSpec
+from engine.config.rope import RopeConfig
+from engine.models.load_spec import load_spec, parse_spec
+from engine.models.rope import rope_frequencies, rope_table
 from tests.factories import FAMILIES
 from wire.errors import ModelError
 
+DIMS = 16
+"""Dimensions of a head of the tiny Llama."""
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "llama3": FAMILIES["llama3"]["rope_scaling"],
@@ -23,8 +27,19 @@ SCALINGS = {
 }
 
 
-def parse(config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:
-    return parse_model_config(config, generation or {})
+def parse(config: dict[str, object], generation: dict[str, object] | None = None) -> ModelSpec:
+    return parse_spec(config, generation or {})
+
+
+def rope_of(spec: ModelSpec) -> RopeConfig:
+    rope = spec.layers[0].attention.rope
+    assert rope is not None
+    return rope
+
+
+def windows(spec: ModelSpec) -> tuple[int | None, ...]:
+    found = [layer.attention for layer in spec.layers]
+    return tuple(each.shape.window for each in found if isinstance(each, GroupedQueryAttention))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -33,8 +48,8 @@ def test_frequencies_are_those_of_transformers(scaling: str) -> None:
     theirs = AutoConfig.for_model(**FAMILIES["llama2"] | {"rope_scaling": dict(SCALINGS[scaling])})
     wanted, attention_factor = ROPE_INIT_FUNCTIONS[str(SCALINGS[scaling]["rope_type"])](theirs, torch.device("cpu"))
     parsed = parse(config)
-    torch.testing.assert_close(rope_frequencies(parsed.rope, parsed.head_dim), wanted, rtol=1e-6, atol=0)
-    assert parsed.rope.attention_factor == pytest.approx(attention_factor)
+    torch.testing.assert_close(rope_frequencies(rope_of(parsed), DIMS), wanted, rtol=1e-6, atol=0)
+    assert rope_of(parsed).attention_factor == pytest.approx(attention_factor)
 
 
 @pytest.mark.parametrize(("theta", "ends"), [(10000.0, (0, 3)), (4.0, (0, 15)), (2.0, (0, 15))])
@@ -44,7 +59,7 @@ def test_yarn_s_ramp_ends_within_the_dimensions(theta: float, ends: tuple[int, i
     config = FAMILIES["llama2"] | {"max_position_embeddings": 1024, "rope_theta": theta, "rope_scaling": scaling}
     parsed = parse(config)
     theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**config), torch.device("cpu"))
-    ours = rope_frequencies(parsed.rope, parsed.head_dim)
+    ours = rope_frequencies(rope_of(parsed), DIMS)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     low, high = ends
     divided = ((torch.arange(8.0) - low) / (high - low)).clamp(0, 1)
@@ -65,7 +80,7 @@ def test_both_spellings_mean_the_same(family: str, tmp_path: Path) -> None:
     # transformers writes its own, new spelling.
     AutoConfig.for_model(**old).save_pretrained(tmp_path)
     assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
-    new = load_model_config(tmp_path)
+    new = load_spec(tmp_path)
     assert {**_fields(new), "dtype": None} == {**_fields(parse(old)), "dtype": None}
 
 
@@ -81,11 +96,11 @@ def test_yarn_stretches_the_context() -> None:
 
 
 def test_windows_follow_each_family() -> None:
-    assert parse(FAMILIES["mistral"]).windows == (12, 12, 12)
-    assert parse(FAMILIES["mistral"] | {"sliding_window": None}).windows == (None, None, None)
-    assert parse(FAMILIES["qwen2"]).windows == (None, None, None)
-    assert parse(FAMILIES["qwen2_windows"]).windows == (None, 9, 9)
-    assert parse(FAMILIES["llama2"] | {"sliding_window": 4}).windows == (None, None, None)
+    assert windows(parse(FAMILIES["mistral"])) == (12, 12, 12)
+    assert windows(parse(FAMILIES["mistral"] | {"sliding_window": None})) == (None, None, None)
+    assert windows(parse(FAMILIES["qwen2"])) == (None, None, None)
+    assert windows(parse(FAMILIES["qwen2_windows"])) == (None, 9, 9)
+    assert windows(parse(FAMILIES["llama2"] | {"sliding_window": 4})) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +108,12 @@ def test_windows_follow_each_family() -> None:
     [
         (
             {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            r"MambaForCausalLM .*llama, mistral, qwen2, qwen3",
+            r"MambaForCausalLM .*LlamaForCausalLM, .*Qwen3ForCausalLM",
         ),
         ({"model_type": None}, "not supported"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.2}, "3 of 16 dimensions are rotated"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
         ({"head_dim": 15}, "odd"),
         ({"vocab_size": 0}, "at least 1"),
@@ -111,7 +126,7 @@ def test_windows_follow_each_family() -> None:
 def test_what_is_refused_is_named(changes: dict[str, object], words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama2"] | changes))
     with pytest.raises(ModelError, match=words) as caught:
-        load_model_config(tmp_path)
+        load_spec(tmp_path)
     assert str(tmp_path / "config.json") in caught.value.message
 
 
@@ -120,22 +135,22 @@ def test_missing_fields_are_named(missing: str, tmp_path: Path) -> None:
     config = {key: value for key, value in FAMILIES["llama2"].items() if key != missing}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=f"'{missing}' is missing"):
-        load_model_config(tmp_path)
+        load_spec(tmp_path)
 
 
 @pytest.mark.parametrize("contents", ["{", "[]", "\0\0"])
 def test_broken_json_is_named(contents: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(contents)
     with pytest.raises(ModelError, match=r"config\.json"):
-        load_model_config(tmp_path)
+        load_spec(tmp_path)
 
 
 def test_missing_folder_and_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
-        load_model_config(tmp_path)
+        load_spec(tmp_path)
     with pytest.raises(ModelError, match="is not a folder"):
-        load_model_config(tmp_path / "nowhere")
+        load_spec(tmp_path / "nowhere")
 
 
-def _fields(config: ModelConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in ModelConfig.__slots__}
+def _fields(config: ModelSpec) -> dict[str, object]:
+    return {name: getattr(config, name) for name in ModelSpec.__slots__}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.model import load_model_config
 from engine.model_runner import ModelRunner
+from engine.models.load_spec import load_spec
 from engine.models.parameters import weight_bytes
 from engine.steps.batch import StepBatch, StepRow
 from engine.weights.safetensors_file import read_header
@@ -47,7 +47,7 @@ def test_context_is_what_the_pool_can_hold(folder: Path) -> None:
 
 def test_weights_that_the_host_has_no_room_for_are_not_allocated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ModelRunner.load(tiny_engine_config(folder))
-    taken = weight_bytes(runner.model_config, torch.float32)
+    taken = weight_bytes(runner.spec, torch.float32)
     free = [taken - 1]
     monkeypatch.setattr("engine.memory.free_bytes", lambda _: free[0])
     with pytest.raises(InvalidArgument, match=r"device: the weights take .* memory are free; use a GPU, another dtype"):
@@ -61,8 +61,8 @@ def test_the_bytes_of_weights_are_those_of_the_checkpoint(family: str, tmp_path:
     model = write_tiny_model(tmp_path / family, family)
     entries = read_header(model / "model.safetensors").values()
     stored = sum(4 * math.prod(entry.shape) for entry in entries)
-    assert weight_bytes(load_model_config(model), torch.float32) == stored
-    assert weight_bytes(load_model_config(model), torch.bfloat16) == stored // 2
+    assert weight_bytes(load_spec(model), torch.float32) == stored
+    assert weight_bytes(load_spec(model), torch.bfloat16) == stored // 2
 
 
 def test_a_device_without_room_for_the_weights_says_how_large_they_are(

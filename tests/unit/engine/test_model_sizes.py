@@ -10,17 +10,18 @@ from costs.step_grid import EACH_TOKEN, gpu_grid
 from engine import model_sizes as sizes_module
 from engine.model_runner import ModelRunner
 from engine.model_sizes import cost_guess, model_sizes, step_grid
-from engine.models.parameters import allocate_parameters, destinations
+from engine.models.families import places_of
+from engine.models.parameters import allocate_parameters
 from tests.factories import tiny_engine_config, write_tiny_model
 
 
 @pytest.mark.parametrize("family", ["llama3", "smollm2", "qwen3"])
 def test_sizes_are_those_of_the_loaded_matrices(tmp_path: Path, family: str) -> None:
     runner = ModelRunner.load(tiny_engine_config(write_tiny_model(tmp_path / family, family)))
-    shape, cache = runner.model_config, runner.cache
-    sizes = model_sizes(shape, cache)
-    loaded = destinations(allocate_parameters(shape, torch.float32, torch.device("meta")), shape)
-    multiplied = {name: each for name, each in loaded.items() if each.ndim == 2}
+    shape, cache = runner.spec, runner.cache
+    sizes = model_sizes(shape, cache.item_bytes)
+    loaded = places_of(shape, allocate_parameters(shape, torch.float32, torch.device("meta")))
+    multiplied = {name: each.tensor for name, each in loaded.items() if each.tensor.ndim == 2}
     if not shape.tied_embeddings:
         del multiplied["model.embed_tokens.weight"]
     assert sizes.weights == sum(each.numel() for each in multiplied.values())
@@ -34,7 +35,7 @@ def test_sizes_are_those_of_the_loaded_matrices(tmp_path: Path, family: str) -> 
 
 def test_costs_are_guessed_by_the_device_s_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ModelRunner.load(tiny_engine_config(write_tiny_model(tmp_path / "llama3", "llama3")))
-    shape = runner.model_config
+    shape = runner.spec
     multiprocessors = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
     grid = step_grid(shape, torch.device("cuda"))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.config.model import load_model_config
-from engine.models.parameters import allocate_parameters
+from engine.models.load_spec import load_spec
+from engine.models.parameters import allocate_parameters, tensors_of
 from engine.models.shapes import shape_config, shape_names, write_shape
 from engine.weights.random_weights import fill_randomly, random_revision
 from wire.errors import InvalidArgument
@@ -18,17 +18,14 @@ BILLIONS = {"llama-3-8b": 8.03, "llama-3.2-1b": 1.24, "qwen3-0.6b": 0.6, "qwen3-
 def test_every_shape_has_the_parameters_of_its_model(tmp_path: Path) -> None:
     assert set(shape_names()) == set(BILLIONS)
     for name, billions in BILLIONS.items():
-        config = load_model_config(write_shape(name, tmp_path / name))
+        config = load_spec(write_shape(name, tmp_path / name))
         weights = allocate_parameters(config, torch.bfloat16, torch.device("meta"))
-        tensors = [weights.embedding, weights.qkv, weights.output, weights.gate_up, weights.down]
-        if not config.tied_embeddings:
-            tensors.append(weights.lm_head)
-        assert sum(tensor.numel() for tensor in tensors) / 1e9 == pytest.approx(billions, rel=0.01), name
+        assert sum(tensor.numel() for _, tensor in tensors_of(weights)) / 1e9 == pytest.approx(billions, rel=0.01), name
 
 
 def test_a_shape_needs_no_folder(tmp_path: Path) -> None:
     for name in shape_names():
-        assert shape_config(name) == load_model_config(write_shape(name, tmp_path / name))
+        assert shape_config(name) == load_spec(write_shape(name, tmp_path / name))
 
 
 def test_an_unknown_shape_lists_the_known(tmp_path: Path) -> None:
@@ -40,11 +37,11 @@ def test_random_weights_are_the_same_everywhere(tmp_path: Path) -> None:
     folder = write_shape("qwen3-0.6b", tmp_path)
     small = (folder / "config.json").read_text().replace("151936", "64").replace("28", "2")
     (folder / "config.json").write_text(small)
-    config = load_model_config(EngineConfig(folder, random_weights=True).model)
+    config = load_spec(EngineConfig(folder, random_weights=True).model)
     first, second = (allocate_parameters(config, torch.bfloat16, torch.device("cpu")) for _ in range(2))
     fill_randomly(first)
     fill_randomly(second)
-    assert torch.equal(first.qkv, second.qkv)
+    assert torch.equal(first.layers[1].attention.output, second.layers[1].attention.output)
     assert torch.equal(first.final_norm, torch.ones_like(first.final_norm))
-    assert 0.015 < float(first.down[0].float().std()) < 0.025
+    assert 0.015 < float(first.layers[0].attention.output.float().std()) < 0.025
     assert random_revision(folder).startswith("random-")

@@ -8,7 +8,15 @@ from wire.errors import FailedPrecondition
 from wire.messages import Handshake, PeerDescription, PeerRef
 
 LAYOUT = KVLayout(
-    base_address=4096, pages=8, layers=2, kv_heads=3, page_tokens=16, head_dim=64, item_bytes=4, dtype="float32"
+    base_address=4096,
+    pages=8,
+    layers=2,
+    parts=2,
+    kv_heads=3,
+    page_tokens=16,
+    head_dim=64,
+    item_bytes=4,
+    dtype="float32",
 )
 
 

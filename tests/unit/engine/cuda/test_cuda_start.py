@@ -27,10 +27,11 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     context: int, step: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A context of 100 tokens is included, for which the pages of one row hold 112."""
-    shape = replace(shape_config("qwen3-0.6b"), max_context=context, layers=1)
+    whole = shape_config("qwen3-0.6b")
+    shape = replace(whole, max_context=context, layers=whole.layers[:1])
     config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
     told: list[str] = []
-    model = cast(Any, SimpleNamespace(config=shape, end_trials=lambda: told.append("trials are over")))
+    model = cast(Any, SimpleNamespace(spec=shape, end_trials=lambda: told.append("trials are over")))
     probe = cuda_start._one_row(config, model, PAGE, torch.float32, CPU)
     packer = StepPacker(step_limits(shape, probe))
     sizes = []

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.parameters import Parameters, allocate_parameters, destinations
+from engine.models.families import places_of
+from engine.models.parameters import allocate_parameters, tensors_of
 from engine.weights.checkpoint import check_model, load_weights, revision_hash, stored_dtype
 from tests.factories import write_tiny_model
 from wire.errors import ModelError
@@ -25,14 +26,12 @@ def folder(tmp_path: Path) -> Path:
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
     config = check_model(folder)
     parameters = allocate_parameters(config, dtype, torch.device("cpu"))
-    into = destinations(parameters, config)
-    for place in into.values():
-        place.fill_(float("nan"))
-    load_weights(folder, config, into)
+    for _, tensor in tensors_of(parameters):
+        tensor.fill_(float("nan"))
+    load_weights(folder, config, parameters)
     # The stacked tensors themselves must have no hole left.
-    whole = [each for name in Parameters.__slots__ if (each := getattr(parameters, name)) is not None]
-    assert not any(each.isnan().any() for each in whole)
-    return into
+    assert not any(tensor.isnan().any() for _, tensor in tensors_of(parameters))
+    return {name: place.tensor for name, place in places_of(config, parameters).items()}
 
 
 def shard(folder: Path) -> None:
@@ -80,8 +79,8 @@ def test_weights_are_cast_on_the_way(folder: Path, stored: torch.dtype) -> None:
 def test_progress_ends_at_one(folder: Path) -> None:
     config = check_model(folder)
     seen: list[float] = []
-    into = destinations(allocate_parameters(config, torch.float32, torch.device("cpu")), config)
-    load_weights(folder, config, into, lambda stage, done: seen.append(done))
+    parameters = allocate_parameters(config, torch.float32, torch.device("cpu"))
+    load_weights(folder, config, parameters, lambda stage, done: seen.append(done))
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(1)
 

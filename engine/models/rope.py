@@ -5,12 +5,17 @@ import math
 import torch
 from torch import Tensor
 
-from engine.config.model import RopeConfig
+from engine.config.rope import RopeConfig
 
 
-def rope_table(rope: RopeConfig, head_dim: int, max_context: int, device: torch.device) -> Tensor:
-    """Returns [max_context, head_dim] float32: cos of half the dimensions, then sin, times the attention factor."""
-    frequencies = rope_frequencies(rope, head_dim)
+def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: torch.device) -> Tensor:
+    """Returns [max_context, dims] float32: cos of half the dimensions, then sin, times the attention factor.
+
+    Without a `rope` nothing is rotated: each cosine is 1, each sine 0.
+    """
+    if rope is None:
+        return torch.cat((torch.ones(max_context, dims // 2), torch.zeros(max_context, dims // 2)), dim=-1).to(device)
+    frequencies = rope_frequencies(rope, dims)
     angles = torch.outer(torch.arange(max_context, dtype=torch.float32), frequencies)
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     return (table * rope.attention_factor).to(device)
@@ -44,10 +49,7 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Scales as YaRN does (Peng et al.
-
-    2023, section 3.2): a ramp over the dimensions from kept to divided frequencies.
-    """
+    """Scales as YaRN does (arXiv:2309.00071, section 3.2): a ramp over the dimensions, from kept to divided."""
 
     def dimension(rotations: float) -> float:
         inner = rope.original_context / (rotations * 2 * math.pi)

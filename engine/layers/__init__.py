@@ -1,1 +1,0 @@
-"""Layer components without weights."""

@@ -1,0 +1,133 @@
+"""The decoder: a stack of layers that says what is computed and leaves how to the kernels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec
+from engine.config.rope import RopeConfig
+from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, Norm
+from engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters, LayerParameters, Parameters
+from engine.models.rope import rope_table
+
+RopeTable = Callable[[RopeConfig | None, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The two halves of a layer, and the norms of their outputs if it has any."""
+
+    attention: AttentionBlock | LatentBlock
+    attention_output_norm: Tensor | None
+    feed_forward: DenseBlock | ExpertsBlock
+    feed_forward_output_norm: Tensor | None
+
+
+class DecoderModel:
+    """A model of any family. Keeps the prepared weights, no state of requests."""
+
+    def __init__(self, spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int) -> None:
+        self.spec = spec
+        self._kernels = kernels
+        self._embedding = parameters.embedding
+        self._final_norm = parameters.final_norm
+        self._lm_head = kernels.prepare(Linear(parameters.lm_head))
+        device = parameters.embedding.device
+        # Rounded once to the model's dtype, as transformers does.
+        scale = torch.tensor(spec.embedding_scale, dtype=parameters.embedding.dtype).item()
+        self._embedding_scale = None if scale == 1.0 else scale
+        tables: dict[tuple[RopeConfig | None, int], Tensor] = {}
+
+        def table(rope: RopeConfig | None, dims: int) -> Tensor:
+            if (rope, dims) not in tables:
+                tables[rope, dims] = rope_table(rope, dims, max_context, device)
+            return tables[rope, dims]
+
+        self._layers = [
+            _prepare_layer(spec, number, weights, kernels, table) for number, weights in enumerate(parameters.layers)
+        ]
+
+    @property
+    def prompts_capturable(self) -> bool:
+        """See `Kernels`."""
+        return self._kernels.prompts_capturable
+
+    def end_trials(self) -> None:
+        """See `Kernels.end_trials`."""
+        self._kernels.end_trials()
+
+    def forward(
+        self, token_ids: Tensor, layout: StepLayout, cache: Tensor, drawn: Tensor | None, feed: Feed | None = None
+    ) -> Tensor | None:
+        """Stores the step's KV and returns logits [len(drawn), vocab] in the model's dtype.
+
+        token_ids [T] int64; cache as in `Kernels.rope_and_store`; drawn [D] int64: tokens whose logits are asked for,
+        None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and saves all that follows the last
+        layer's store.
+        """
+        self._kernels.begin_step(cache, layout)
+        hidden = self._kernels.embed(token_ids, self._embedding, feed)
+        if self._embedding_scale is not None:
+            hidden *= self._embedding_scale
+        slots = layout.slots
+        for layer in self._layers[:-1]:
+            q = layer.attention.store(hidden, layout, cache)
+            self._finish(layer, layer.attention.attend(q, layout, cache), hidden, slots)
+        last = self._layers[-1]
+        q = last.attention.store(hidden, layout, cache)
+        if drawn is not None and len(drawn) == 0:
+            return None
+        mixed = last.attention.attend(q, layout, cache)
+        if drawn is not None:
+            hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
+        self._finish(last, mixed, hidden, slots)
+        return self._logits(hidden)
+
+    def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
+        """Adds attention's output and the feed-forward network to the residual stream, in place."""
+        kernels, eps = self._kernels, self.spec.norm_eps
+        if layer.attention_output_norm is None:
+            kernels.linear_add(mixed, layer.attention.output, hidden)
+        else:
+            kernels.norm_add(kernels.linear(mixed, layer.attention.output), layer.attention_output_norm, eps, hidden)
+        layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        spec = self.spec
+        logits = self._kernels.norm_linear(hidden, self._final_norm, spec.norm_eps, self._lm_head)
+        if spec.logits_scale != 1.0:
+            logits *= spec.logits_scale
+        if spec.logits_softcap is not None:
+            logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
+        return logits
+
+
+def _prepare_layer(
+    spec: ModelSpec, number: int, weights: LayerParameters, kernels: Kernels, table: RopeTable
+) -> DecoderLayer:
+    layer = spec.layers[number]
+    attention, feed_forward = layer.attention, layer.feed_forward
+    found, inner = weights.attention, weights.feed_forward
+    before, between = Norm(weights.input_norm, spec.norm_eps), Norm(weights.feed_forward_norm, spec.norm_eps)
+    attention_block: AttentionBlock | LatentBlock
+    if isinstance(attention, GroupedQueryAttention):
+        assert isinstance(found, AttentionParameters)
+        rope = table(attention.rope, attention.shape.rotated)
+        attention_block = AttentionBlock(attention, number, before, found, rope=rope, kernels=kernels)
+    else:
+        assert isinstance(found, LatentParameters)
+        rope = table(attention.rope, attention.shape.rope)
+        attention_block = LatentBlock(attention, number, before, found, rope=rope, kernels=kernels)
+    feed_forward_block: DenseBlock | ExpertsBlock
+    if isinstance(feed_forward, MixtureOfExperts):
+        assert isinstance(inner, Experts)
+        feed_forward_block = ExpertsBlock(feed_forward, between, inner, kernels)
+    else:
+        assert isinstance(inner, DenseParameters)
+        feed_forward_block = DenseBlock(feed_forward, between, inner, kernels)
+    return DecoderLayer(
+        attention_block, weights.attention_output_norm, feed_forward_block, weights.feed_forward_output_norm
+    )

@@ -1,0 +1,167 @@
+"""The interface of a model family, and what most of them read from config.json in the same way."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config.attention import AttentionShape
+from engine.config.model import (
+    DenseFeedForward,
+    FeedForward,
+    GroupedQueryAttention,
+    LayerSpec,
+    ModelSpec,
+)
+from engine.config.rope import RopeConfig, parse_rope, rotary_fraction
+from engine.models.parameters import Parameters, Place, standard_places
+from wire.errors import ModelError
+
+Json = Mapping[str, Any]
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+"""The spelling of an activation in config.json → in `DenseFeedForward`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family: how its config.json and the names of its checkpoints are read.
+
+    `parse` raises ModelError for what is not supported, and KeyError, TypeError or ValueError for a configuration that
+    is incomplete.
+    """
+
+    architectures: tuple[str, ...]
+    """Classes of transformers, as `architectures` in config.json names them."""
+    model_types: tuple[str, ...]
+    """`model_type` in config.json, which counts where `architectures` is missing."""
+    parse: Callable[[Json], ModelSpec]
+    places: Callable[[ModelSpec, Parameters], dict[str, Place]] = standard_places
+    """Returns the destination of each tensor of a checkpoint by its name."""
+
+
+def parse_activation(config: Json, default: str = "silu") -> str:
+    """Returns the activation of the feed-forward networks; ModelError for one that is not supported."""
+    named = config.get("hidden_act") or config.get("hidden_activation") or default
+    if named not in ACTIVATIONS:
+        raise ModelError(f"hidden_act {named!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[named]
+
+
+def parse_dense(config: Json, *, bias: bool = False) -> DenseFeedForward:
+    """Returns the feed-forward network that every layer of a dense model has."""
+    return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config), bias)
+
+
+def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | None = None) -> AttentionShape:
+    """Returns heads, dimensions and scale, without a window; `head_dim` is the default of the family.
+
+    ModelError if the numbers do not fit together.
+    """
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    dim = int(config.get("head_dim") or head_dim or int(config["hidden_size"]) // heads)
+    if min(heads, kv_heads, dim) < 1:
+        raise ModelError("all sizes must be at least 1.")
+    if heads % kv_heads:
+        raise ModelError(f"{heads} attention heads do not divide into {kv_heads} key/value heads.")
+    rotary = int(dim * rotary_fraction(config))
+    if rotary % 2 or not 0 < rotary <= dim:
+        raise ModelError(f"{rotary} of {dim} dimensions are rotated; rotary embedding needs pairs of dimensions.")
+    return AttentionShape(
+        heads, kv_heads, dim, dim**-0.5 if scale is None else scale, rotary_dims=None if rotary == dim else rotary
+    )
+
+
+def parse_window(config: Json) -> int | None:
+    """Returns `sliding_window`; ModelError below 1."""
+    window = config.get("sliding_window")
+    if window is not None and int(window) < 1:
+        raise ModelError(f"sliding_window {window} is not supported; a token sees at least itself.")
+    return None if window is None else int(window)
+
+
+def windows_by_type(config: Json, window: int | None, default: Callable[[int], str]) -> tuple[int | None, ...]:
+    """Returns each layer's window from `layer_types`, or by `default` of its number where the file has none."""
+    layers = int(config["num_hidden_layers"])
+    kinds: Sequence[str] = config.get("layer_types") or [default(number) for number in range(layers)]
+    if len(kinds) != layers:
+        raise ModelError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}.")
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise ModelError(f"layer type {min(unknown)!r} is not supported; supported are full and sliding attention.")
+    if "sliding_attention" in kinds and window is None:
+        raise ModelError("layer_types names sliding attention, but sliding_window is not set.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def parse_eos(config: Json) -> tuple[int, ...]:
+    """Returns the ids of end of sequence."""
+    found = config.get("eos_token_id")
+    if found is None:
+        return ()
+    return tuple(int(each) for each in found) if isinstance(found, list) else (int(found),)
+
+
+def make_model(
+    config: Json,
+    architecture: str,
+    layers: Sequence[LayerSpec],
+    *,
+    norm_eps: float | None = None,
+    tied_by_default: bool = False,
+    **changes: Any,
+) -> ModelSpec:
+    """Returns a specification with the fields that all families read alike; ModelError for sizes below 1.
+
+    `changes` are further fields of `ModelSpec`.
+    """
+    ropes = [rope for layer in layers if (rope := layer.attention.rope) is not None]
+    spec = ModelSpec(
+        architecture=architecture,
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=int(config["hidden_size"]),
+        layers=tuple(layers),
+        norm_eps=float(config.get("rms_norm_eps") or 1e-6) if norm_eps is None else norm_eps,
+        max_context=_max_context(config, ropes),
+        tied_embeddings=bool(config.get("tie_word_embeddings", tied_by_default)),
+        eos_token_ids=parse_eos(config),
+        dtype=config.get("dtype") or config.get("torch_dtype"),
+        **changes,
+    )
+    if min(spec.vocab_size, spec.hidden_size, len(spec.layers), spec.max_context) < 1:
+        raise ModelError("all sizes must be at least 1.")
+    return spec
+
+
+def grouped_layers(
+    config: Json,
+    shape: AttentionShape,
+    windows: Sequence[int | None],
+    feed_forward: FeedForward,
+    *,
+    rope: RopeConfig | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: int = 0,
+) -> list[LayerSpec]:
+    """Returns layers of grouped-query attention that differ in their windows alone; `rope` None = config.json's."""
+    rope = parse_rope(config) if rope is None else rope
+    return [
+        LayerSpec(
+            GroupedQueryAttention(
+                replace(shape, window=window),
+                rope,
+                qkv_bias=qkv_bias,
+                output_bias=output_bias,
+                qk_norm=qk_norm,
+            ),
+            feed_forward,
+        )
+        for window in windows
+    ]
+
+
+def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
+    """Returns the largest context; files with YaRN may still state the context before stretching."""
+    stated = int(config["max_position_embeddings"])
+    stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn")
+    return max([stated, *stretched])
