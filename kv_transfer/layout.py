@@ -14,8 +14,6 @@ class KVLayout:
     """The address of page 0 in this process."""
     pages: int
     layers: int
-    parts: int
-    """2 for keys and values, 1 for latents."""
     kv_heads: int
     page_tokens: int
     head_dim: int
@@ -27,6 +25,8 @@ class KVLayout:
     """`DRAM` or `VRAM`."""
     device_id: int = 0
     """GPU ordinal; 0 for host memory."""
+    parts: int = 2
+    """2 for keys and values, 1 for latents."""
 
     @property
     def page_bytes(self) -> int:

@@ -40,6 +40,21 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+_NULLS = {"q_lora_rank"}
+"""Fields whose null says something else than their absence."""
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _BASE | {"num_key_value_heads": 4},
@@ -54,6 +69,118 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": _BASE | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "yarn": _BASE | {"model_type": "qwen3", "head_dim": 32, "rope_parameters": _YARN_ROPE, "rope_theta": None},
+    "ministral": _BASE
+    | {
+        "model_type": "ministral",
+        "sliding_window": 20,
+        "head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": _BASE
+    | {
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": _BASE
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": _BASE
+    | {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "sliding_window": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_scaling": _YARN_ROPE | {"truncate": False, "factor": 8.0},
+    },
+    "deepseek_v2_lite": _BASE | _LATENT | {"model_type": "deepseek_v2", "topk_method": "greedy"},
+    "deepseek_v2": _BASE
+    | _LATENT
+    | {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": 40,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_scaling": _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+    "deepseek_v3": _BASE
+    | _LATENT
+    | {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 40,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "glm4_moe": _BASE
+    | {
+        "model_type": "glm4_moe",
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+    },
+    "gemma2": _BASE
+    | {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 20,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    "gemma3": _BASE
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    "phi3": _BASE | {"model_type": "phi3", "sliding_window": 30, "pad_token_id": 0},
+    "glm4": _BASE
+    | {
+        "model_type": "glm4",
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "pad_token_id": 0,
+    },
 }
 """Configurations as Hugging Face writes them, with the field names of transformers 4 (`yarn`: 5), by family."""
 
@@ -61,7 +188,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def write_tiny_model(folder: Path, family: str = "llama3", seed: int = 0, **changes: object) -> Path:
     """Writes a loadable folder (config.json, model.safetensors) with random weights; `changes` override the config."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {key: value for key, value in (FAMILIES[family] | changes).items() if value is not None}
+    config = {key: value for key, value in (FAMILIES[family] | changes).items() if value is not None or key in _NULLS}
     (folder / "config.json").write_text(json.dumps(config))
     tensors = random_weights(config, seed)
     write_float32(folder / "model.safetensors", {name: each.shape for name, each in tensors.items()}, tensors.values())
@@ -96,5 +223,7 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) 
     values = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in name:
         return 1 + values / 10
+    if "correction_bias" in name:
+        return values / 10
     scale = 1.0 if len(shape) == 1 or "embed" in name else 1 / math.sqrt(shape[-1])
     return (values * scale).astype(np.float32)

@@ -3,7 +3,7 @@
 H is the hidden size, E the number of experts, I the inner size of a feed-forward network.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 
@@ -169,8 +169,8 @@ def layer_places(spec: LayerSpec, weights: LayerParameters) -> dict[str, Place]:
     if isinstance(attention, GroupedQueryAttention) and isinstance(weights.attention, AttentionParameters):
         found |= _attention_places(attention, weights.attention)
     if isinstance(feed_forward, DenseParameters):
-        found |= dense_places("mlp.", feed_forward)
-    return found
+        return found | dense_places("mlp.", feed_forward)
+    return found | expert_places(feed_forward)
 
 
 def dense_places(prefix: str, weights: DenseParameters) -> dict[str, Place]:
@@ -191,15 +191,34 @@ def dense_places(prefix: str, weights: DenseParameters) -> dict[str, Place]:
     return found
 
 
-def expert_places(prefix: str, weights: Experts, names: tuple[str, str, str]) -> dict[str, Place]:
-    """Returns the places of experts that are stored one by one; `names` are those of gate, up and down.
-
-    The names of expert 3 begin with `prefix` and `3.`.
-    """
-    found: dict[str, Place] = {}
+def expert_places(weights: Experts) -> dict[str, Place]:
+    """Returns the places of a mixture of experts whose experts are stored one by one."""
+    named = {
+        "mlp.gate.weight": weights.router,
+        "mlp.gate.bias": weights.router_bias,
+        "mlp.gate.e_score_correction_bias": weights.choice_bias,
+        "mlp.shared_expert_gate.weight": weights.shared_gate,
+    }
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        gate, up = weights.shared_gate_up.weight.chunk(2)
+        named |= {"mlp.shared_experts.gate_proj.weight": gate, "mlp.shared_experts.up_proj.weight": up}
+        named |= {"mlp.shared_experts.down_proj.weight": weights.shared_down.weight}
     for number, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
-        for name, tensor in zip(names, (*gate_up.chunk(2), down), strict=True):
-            found[f"{prefix}{number}.{name}.weight"] = Place(tensor)
+        gate, up = gate_up.chunk(2)
+        prefix = f"mlp.experts.{number}."
+        named |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up, f"{prefix}down_proj.weight": down}
+    return {name: Place(tensor) for name, tensor in named.items() if tensor is not None}
+
+
+def renamed(places: dict[str, Place], names: Mapping[str, str]) -> dict[str, Place]:
+    """Returns the same places under other names: each key of `names` that occurs in one is replaced by its value."""
+    found = {}
+    for name, place in places.items():
+        for old, new in names.items():
+            if old in name:
+                name = name.replace(old, new)  # noqa: PLW2901
+                break
+        found[name] = place
     return found
 
 

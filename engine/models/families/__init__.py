@@ -10,7 +10,7 @@ from engine.models.families.family import Family, Json
 from engine.models.parameters import Parameters, Place
 from wire.errors import ModelError
 
-_SHARED = {"family"}
+_SHARED = {"family", "rows"}
 """Files of the folder that are no family."""
 
 

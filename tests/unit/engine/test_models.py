@@ -41,7 +41,9 @@ class Case:
 
 
 def _logits(folder: Path, token_ids: tuple[int, ...]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
     return logits

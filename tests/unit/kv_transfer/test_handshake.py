@@ -11,7 +11,6 @@ LAYOUT = KVLayout(
     base_address=4096,
     pages=8,
     layers=2,
-    parts=2,
     kv_heads=3,
     page_tokens=16,
     head_dim=64,

@@ -1,0 +1,60 @@
+"""Gemma 3, the text model: five layers with a window and a rope of their own to each one without."""
+
+from dataclasses import replace
+
+from engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from engine.config.rope import RopeConfig, parse_rope
+from engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    parse_activation,
+    parse_dense,
+    parse_shape,
+    parse_window,
+    windows_by_type,
+)
+from engine.models.families.gemma2 import gemma_model, gemma_places
+
+_GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
+"""Of layers without and with a window, where config.json names none."""
+
+
+def _parse(config: Json) -> ModelSpec:
+    shape = parse_shape(config, head_dim=256, scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5)
+    cap = config.get("attn_logit_softcapping")
+    shape = replace(shape, softcap=None if cap is None else float(cap))
+    every = int(config.get("sliding_window_pattern") or 6)
+    windows = windows_by_type(
+        config,
+        parse_window({"sliding_window": 4096} | dict(config)),
+        lambda number: "sliding_attention" if (number + 1) % every else "full_attention",
+    )
+    full, local = _ropes(config)
+    biased = bool(config.get("attention_bias"))
+    dense = replace(parse_dense(config), activation=parse_activation(config, "gelu_pytorch_tanh"))
+    layers = grouped_layers(
+        config, shape, windows, dense, rope=full, qkv_bias=biased, output_bias=biased, qk_norm=shape.head_dim
+    )
+    return gemma_model(config, "Gemma3ForCausalLM", [_with_rope(layer, local) for layer in layers])
+
+
+def _with_rope(layer: LayerSpec, local: RopeConfig) -> LayerSpec:
+    """Returns the layer with the rope of layers that have a window, if it has one."""
+    attention = layer.attention
+    assert isinstance(attention, GroupedQueryAttention)
+    return layer if attention.shape.window is None else replace(layer, attention=replace(attention, rope=local))
+
+
+def _ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
+    """Returns the ropes of layers without and with a window."""
+    named = config.get("rope_parameters") or {}
+    if "full_attention" in named:
+        full = {"rope_theta": _GLOBAL_THETA} | dict(named["full_attention"] or {})
+        local = {"rope_theta": _LOCAL_THETA} | dict(named.get("sliding_attention") or {})
+        return parse_rope(config, full), parse_rope(config, local)
+    full = {"rope_theta": config.get("rope_theta") or _GLOBAL_THETA} | dict(config.get("rope_scaling") or {})
+    return parse_rope(config, full), RopeConfig(theta=float(config.get("rope_local_base_freq") or _LOCAL_THETA))
+
+
+FAMILY = Family(("Gemma3ForCausalLM",), ("gemma3_text",), _parse, gemma_places)
