@@ -181,6 +181,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "pad_token_id": 0,
     },
+    "granite": _BASE
+    | {
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 8.0,
+        "tie_word_embeddings": True,
+    },
+    "olmoe": _BASE
+    | {
+        "model_type": "olmoe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "norm_topk_prob": False,
+        "pad_token_id": 0,
+    },
 }
 """Configurations as Hugging Face writes them, with the field names of transformers 4 (`yarn`: 5), by family."""
 
