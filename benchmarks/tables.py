@@ -64,7 +64,7 @@ balanced 1 s and 25 ms, quick 300 ms and 60 ms.
 """
 _OVER_HTTP = (
     "tandem up --random-weights llama-3-8b; "
-    "python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --model llama-3-8b --rates 8,12,16 --save"
+    "python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --rates 8,12,16 --save"
 )
 _PICTURES = """
 ![Two H200: requests within the targets of each class, by offered load](pictures/strategies-two-h200-balanced.png)

@@ -1,6 +1,6 @@
 """Sends open-loop load over OpenAI's HTTP API, the same for any server.
 
-Run `python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --model NAME --rates 8,12,16 --seconds 20`.
+Run `python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --rates 8,12,16 --seconds 20`.
 
 Prompts are random token ids, so that servers do the same work whatever their tokenizers; lengths are lognormal. The
 last line is one JSON object with a row of loads; `--save` keeps it, which needs the GPU that the server runs on.
@@ -9,6 +9,7 @@ last line is one JSON object with a row of loads; `--save` keeps it, which needs
 import argparse
 import json
 from collections.abc import Sequence
+from urllib.request import Request, urlopen
 
 from benchmarks.command_line import exit_on_error
 from benchmarks.http_load.client import HttpShare, address_of, run_http_share
@@ -21,6 +22,7 @@ from benchmarks.load.synthetic import Lengths, Synthetic
 from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result
 from router.observability.verdict import Outcome
+from wire.errors import InvalidArgument
 
 GOOD = {
     "good_1000_25": SloCell("1000 and 25 ms", 1.0, 0.025, 95),
@@ -29,13 +31,14 @@ GOOD = {
 """Service levels: limits of TTFT, and of the ITL at the request's 95th percentile."""
 
 Row = dict[str, object]
+_ANSWER_S = 10.0
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.http_load", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--url", required=True, help="http://HOST:PORT/v1 of any OpenAI server")
-    parser.add_argument("--model", required=True, help="the name by which it serves its model")
+    parser.add_argument("--model", default="", help="the name by which it serves its model; by default its first one")
     parser.add_argument("--api-key", default="", help="for a server that asks for one")
     parser.add_argument("--rates", default="8", help="requests a second, one load for each: 8,12,16")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
@@ -55,7 +58,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Runs a load at each rate, and prints its figures at once."""
-    address_of(arguments.url)
+    arguments.model = arguments.model or served_model(arguments.url, arguments.api_key)
     source = Synthetic(
         Lengths.parse("--prompt-tokens", arguments.prompt_tokens), Lengths.parse("--new-tokens", arguments.new_tokens)
     )
@@ -65,7 +68,20 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         workload = source.at(rate, arguments.seconds, arguments.seed + number).fitted(arguments.context)
         rows.append(figures(workload, _send(workload, arguments)))
         print(json.dumps(rows[-1]), flush=True)
+        if rows[-1]["errors"] == rows[-1]["n"]:
+            raise InvalidArgument("--url", f"no request was answered: {rows[-1]['err']}")
     return rows
+
+
+def served_model(url: str, api_key: str = "") -> str:
+    """Returns the name of the first model that the server lists; InvalidArgument if it lists none."""
+    address_of(url)
+    request = Request(f"{url.rstrip('/')}/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urlopen(request, timeout=_ANSWER_S) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InvalidArgument("--url", f"{url} lists no models: {error}") from error
 
 
 def _send(workload: Workload, arguments: argparse.Namespace) -> list[RequestRecord]:
@@ -121,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = measure(parsed)
     result = {"model": parsed.model, "rows": {parsed.row: rows}, "dtype": parsed.dtype} | run_facts(parsed.device)
     if parsed.save:
-        print("saved", save_result(f"http-{parsed.model}", result))
+        print("saved", save_result(f"http-{parsed.model.removeprefix('random-')}", result))
     print(json.dumps(result))
 
 

@@ -4,9 +4,20 @@ Libraries that only GPU machines have emit deprecation warnings, one of them at 
 missing library, and the test would measure its fallback.
 """
 
+import gc
+
 import pytest
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Shows warnings of this folder's tests, without turning them into errors."""
     item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines_are_gone() -> None:
+    """Frees the engines of earlier files before a file loads its own.
+
+    Collected later, a CUDA graph could be destroyed while another one is captured, which ends the process.
+    """
+    gc.collect()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks.http_load.__main__ import figures, main
+from benchmarks.http_load.__main__ import figures, main, served_model
 from benchmarks.http_load.client import address_of
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.synthetic import Lengths, Synthetic
@@ -21,6 +21,11 @@ class Server(BaseHTTPRequestHandler):
     """Streams as many tokens as requested; refuses answers of 7, truncates those of 9, sends invalid JSON for 11."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "listed"}]}')
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -80,10 +85,23 @@ def test_requests_leave_as_drawn_and_are_counted(url: str, capsys: pytest.Captur
 def test_what_is_no_whole_answer_is_an_error(
     tokens: str, error: str, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (load,) = result_of(url, capsys, "--new-tokens", tokens)["rows"]["defaults"]
+    """A load of which nothing was answered ends the run, after its figures are printed."""
+    with pytest.raises(SystemExit, match=f"no request was answered: .*{error}"):
+        result_of(url, capsys, "--new-tokens", tokens)
+    load = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert load["errors"] == load["n"]
-    assert error in load["err"][0]
     assert (load["tok_s"], load["good_1000_25"], load["ttft_ms"]) == (0.0, 0.0, {})
+
+
+def test_the_model_is_the_servers_first_by_default(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = result_of(url, capsys, "--model", "", "--new-tokens", "2")
+    assert result["model"] == "listed"
+    assert {asked["model"] for asked in Server.asked} == {"listed"}
+
+
+def test_a_server_that_lists_no_model_is_named(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="lists no models"):
+        served_model(url.removesuffix("/v1"))
 
 
 def test_figures_are_of_each_requests_own_gaps() -> None:
