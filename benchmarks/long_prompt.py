@@ -1,0 +1,94 @@
+"""Measures one long prompt on a GPU: `python -m benchmarks.long_prompt --shape llama-3.1-8b --tokens 131000 --save`.
+
+The prompt is computed in chunks of the default step size, as a worker computes it when nothing else runs. Weights are
+random. The ceiling is a matrix product of 8,192³, measured after the prompt. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.command_line import exit_on_error, need_gpu
+from benchmarks.gpu.ceilings import matrix_rate
+from benchmarks.results import run_facts, save_result
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from engine.models.shapes import shape_names, write_shape
+from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.weights.gguf import default_cache
+from wire.ending import pages_for
+from wire.messages import SamplingParams
+
+_GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.long_prompt", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
+    parser.add_argument("--shape", default="llama-3.1-8b", choices=shape_names())
+    parser.add_argument("--tokens", type=int, default=131_000, help="of the prompt")
+    parser.add_argument("--step-tokens", type=int, default=EngineConfig.max_step_tokens, help="of a chunk")
+    parser.add_argument("--kv-gb", type=float, default=None, help="size of the KV pool in 10⁹ bytes")
+    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    return parser.parse_args(arguments)
+
+
+def measure(runner: ModelRunner, tokens: int, step_tokens: int) -> dict[str, object]:
+    """Computes a prompt of random tokens twice, the first time to compile; returns the seconds of the second."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, runner.spec.vocab_size, (tokens,), generator=generator).tolist()
+    pages = range(pages_for(tokens, runner.page_tokens))
+    seconds = 0.0
+    for ids in (prompt[: 2 * step_tokens], prompt):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for start in range(0, len(ids), step_tokens):
+            chunk = ids[start : start + step_tokens]
+            last = start + step_tokens >= len(ids)
+            runner.run(StepBatch([StepRow(chunk, start, pages, _GREEDY if last else None)]))
+        seconds = time.perf_counter() - started
+    sizes = runner.roofline.sizes
+    pairs = tokens * (tokens + 1) / 2
+    flops = 2 * (sizes.weights - sizes.output_weights) * tokens + sizes.attention_flop_per_pair * pairs
+    return {"seconds": round(seconds, 3), "flops": flops, "pages": len(pages)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures the prompt, and prints the result as JSON last."""
+    chosen = parse_arguments(arguments)
+    with exit_on_error():
+        need_gpu()
+        config = EngineConfig(
+            write_shape(chosen.shape, default_cache() / f"shape-{chosen.shape}"),
+            device=chosen.device,
+            dtype="bfloat16",
+            random_weights=True,
+            max_step_tokens=chosen.step_tokens,
+            kv_cache_bytes=None if chosen.kv_gb is None else int(chosen.kv_gb * 1e9),
+        )
+        runner = ModelRunner.load(config)
+        found = measure(runner, min(chosen.tokens, runner.facts.max_context), chosen.step_tokens)
+    ceiling = matrix_rate()
+    result = found | {
+        "shape": chosen.shape,
+        "tokens": chosen.tokens,
+        "step_tokens": chosen.step_tokens,
+        "kv_gb": round(runner.cache.pages * runner.cache.page_bytes / 1e9, 2),
+        "matmul_tflops": round(ceiling / 1e12, 1),
+        "dtype": "bfloat16",
+        **run_facts(chosen.device),
+    }
+    print(f"{chosen.tokens} tokens in {found['seconds']} s to the first token", flush=True)
+    if chosen.save:
+        print("saved", save_result(f"long-prompt-{chosen.shape}", result))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
