@@ -8,6 +8,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -33,7 +34,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=shape_names())
     parser.add_argument("--tokens", type=int, default=131_000, help="of the prompt")
-    parser.add_argument("--step-tokens", type=int, default=EngineConfig.max_step_tokens, help="of a chunk")
+    parser.add_argument("--step-tokens", type=int, default=EngineConfig(Path()).max_step_tokens, help="of a chunk")
     parser.add_argument("--kv-gb", type=float, default=None, help="size of the KV pool in 10⁹ bytes")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     return parser.parse_args(arguments)

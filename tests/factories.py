@@ -91,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {
         "model_type": "qwen3_moe",
         "head_dim": 32,
-        "num_experts": 16,
+        "num_experts": 8,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,

@@ -9,15 +9,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.config.model import MixtureOfExperts
+from engine.kernels import reference
 from engine.kernels.base import Kernels
-from engine.kernels.reference import ReferenceKernels
+from engine.kernels.reference import ReferenceKernels, _within_groups, choose_experts
 from engine.model_runner import ModelRunner
+from engine.models.load_spec import parse_spec
 from engine.steps.batch import StepBatch
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
 from tests.pairwise import pairwise
 
 TOLERANCE = 2e-5
+MARGIN = 1e-4
+"""Of the scores between the last expert that a token chooses and the next one."""
 PROMPT = 150
+SEEDS = {"qwen3_moe": 9, "gpt_oss": 9, "olmoe": 8}
+"""Seeds of weights whose routers choose clearly, where the usual one's do not."""
 
 
 class Case:
@@ -55,6 +62,10 @@ def _ids(seed: int, length: int) -> tuple[int, ...]:
     return tuple(rng.randrange(160) for _ in range(length))
 
 
+def _has_experts(family: str) -> bool:
+    return any(isinstance(layer.feed_forward, MixtureOfExperts) for layer in parse_spec(FAMILIES[family]).layers)
+
+
 KERNELS: dict[str, Callable[[], Kernels | None]] = {"device": lambda: None, "reference": ReferenceKernels}
 PAGES = [16, 128]
 every_family = pairwise(family=sorted(FAMILIES), page_tokens=PAGES, kernels=KERNELS)
@@ -64,7 +75,9 @@ two_families = pairwise(family=["llama3", "smollm2"], page_tokens=PAGES, kernels
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return functools.cache(lambda family: write_tiny_model(tmp_path_factory.mktemp("model"), family, seed=7))
+    return functools.cache(
+        lambda family: write_tiny_model(tmp_path_factory.mktemp("model"), family, seed=SEEDS.get(family, 7))
+    )
 
 
 @pytest.fixture
@@ -104,6 +117,29 @@ def test_packed_with_others(case: Case) -> None:
     case.check(case.runner.logits(StepBatch(mixed)), (a, 101), (b, 32), (d, 16))
     decode = [row([d[16]], 16, dt), row([a[101]], 101, at), row([c[60]], 60, ct), row([b[32]], 32, bt)]
     case.check(case.runner.logits(StepBatch(decode)), (d, 17), (a, 102), (c, 61), (b, 33))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if _has_experts(name)])
+def test_experts_are_chosen_by_a_clear_margin(
+    family: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise rounding could choose other experts than transformers, and parity would be chance."""
+    margins: list[float] = []
+
+    def choose(
+        logits: torch.Tensor, bias: torch.Tensor | None, spec: MixtureOfExperts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = logits.sigmoid() if spec.router.score == "sigmoid" else logits.softmax(-1)
+        ranked = _within_groups(scores if bias is None else scores + bias, spec.router).sort(-1, descending=True).values
+        margins.append(float((ranked[:, spec.top_k - 1] - ranked[:, spec.top_k]).min()))
+        return choose_experts(logits, bias, spec)
+
+    monkeypatch.setattr(reference, "choose_experts", choose)
+    case = Case(folder_of(family), 16, ReferenceKernels())
+    margins.clear()
+    case.runner.logits(StepBatch([row(list(_ids(1, PROMPT)), 0, case.pages(PROMPT))]))
+    assert margins
+    assert min(margins) > MARGIN
 
 
 @two_families
