@@ -12,7 +12,7 @@ from engine.config.model import (
     ModelSpec,
 )
 from engine.config.rope import RopeConfig, parse_rope, yarn_temperature
-from engine.models.families.family import Family, Json, make_model, parse_activation, parse_dense
+from engine.models.families.family import Family, Json, make_model, parse_activation, parse_dense, parse_expert_count
 from engine.models.families.rows import with_halves
 from engine.models.parameters import LatentParameters, Parameters, Place, standard_places
 from wire.errors import ModelError
@@ -38,7 +38,7 @@ def latent_model(config: Json, architecture: str, router: ExpertRouter) -> Model
     attention = _attention(config)
     dense = parse_dense(config)
     first = int(config.get("first_k_dense_replace") or 0)
-    experts = _experts(config, router) if config.get("n_routed_experts") else None
+    experts = _experts(config, router) if config.get("n_routed_experts") or config.get("num_local_experts") else None
     layers = []
     for number in range(int(config["num_hidden_layers"])):
         feed_forward: FeedForward = dense if number < first or experts is None else experts
@@ -47,7 +47,7 @@ def latent_model(config: Json, architecture: str, router: ExpertRouter) -> Model
 
 
 def _experts(config: Json, router: ExpertRouter) -> MixtureOfExperts:
-    width, experts = int(config["moe_intermediate_size"]), int(config["n_routed_experts"])
+    width, experts = int(config["moe_intermediate_size"]), parse_expert_count(config)
     if experts % router.groups:
         raise ModelError(f"{experts} experts do not divide into {router.groups} groups.")
     if int(config.get("moe_layer_freq") or 1) != 1:

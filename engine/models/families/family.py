@@ -51,6 +51,12 @@ def parse_dense(config: Json, *, bias: bool = False) -> DenseFeedForward:
     return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config), bias)
 
 
+def parse_expert_count(config: Json) -> int:
+    """Returns the number of experts, which transformers 4 and 5 name differently; KeyError if none is named."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next((config[name] for name in names if config.get(name)), None) or config[names[0]])
+
+
 def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | None = None) -> AttentionShape:
     """Returns heads, dimensions and scale, without a window; `head_dim` is the default of the family.
 

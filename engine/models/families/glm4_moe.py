@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 from engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
-from engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
+from engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_dense,
+    parse_expert_count,
+    parse_shape,
+)
 from wire.errors import ModelError
 
 
@@ -20,7 +28,7 @@ def _parse(config: Json) -> ModelSpec:
     )
     width = int(config["moe_intermediate_size"])
     experts = MixtureOfExperts(
-        experts=int(config["n_routed_experts"]),
+        experts=parse_expert_count(config),
         top_k=int(config["num_experts_per_tok"]),
         width=width,
         router=router,

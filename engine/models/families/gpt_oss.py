@@ -12,6 +12,7 @@ from engine.models.families.family import (
     Json,
     grouped_layers,
     make_model,
+    parse_expert_count,
     parse_shape,
     parse_window,
     windows_by_type,
@@ -27,7 +28,7 @@ def _parse(config: Json) -> ModelSpec:
     if (float(config.get("swiglu_alpha", _ALPHA)), float(config.get("swiglu_limit", _LIMIT))) != (_ALPHA, _LIMIT):
         raise ModelError(f"swiglu_alpha and swiglu_limit other than {_ALPHA} and {_LIMIT} are not supported.")
     experts = MixtureOfExperts(
-        experts=int(config["num_local_experts"]),
+        experts=parse_expert_count(config),
         top_k=int(config.get("num_experts_per_tok") or config["experts_per_token"]),
         width=int(config["intermediate_size"]),
         router=ExpertRouter(score="softmax_of_top_k", bias=True),

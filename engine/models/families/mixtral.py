@@ -1,7 +1,15 @@
 """Mixtral 8x7B and 8x22B."""
 
 from engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
-from engine.models.families.family import Family, Json, grouped_layers, make_model, parse_shape, parse_window
+from engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_expert_count,
+    parse_shape,
+    parse_window,
+)
 from engine.models.parameters import Parameters, Place, renamed, standard_places
 
 _NAMES = {
@@ -14,7 +22,7 @@ _NAMES = {
 
 def _parse(config: Json) -> ModelSpec:
     experts = MixtureOfExperts(
-        experts=int(config["num_local_experts"]),
+        experts=parse_expert_count(config),
         top_k=int(config["num_experts_per_tok"]),
         width=int(config["intermediate_size"]),
         router=ExpertRouter(),

@@ -1,7 +1,7 @@
 """OLMoE: queries and keys are normed over all heads."""
 
 from engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
-from engine.models.families.family import Family, Json, grouped_layers, make_model, parse_shape
+from engine.models.families.family import Family, Json, grouped_layers, make_model, parse_expert_count, parse_shape
 from wire.errors import ModelError
 
 
@@ -10,7 +10,7 @@ def _parse(config: Json) -> ModelSpec:
         raise ModelError("clip_qkv is not supported.")
     shape = parse_shape(config)
     experts = MixtureOfExperts(
-        experts=int(config["num_experts"]),
+        experts=parse_expert_count(config),
         top_k=int(config["num_experts_per_tok"]),
         width=int(config["intermediate_size"]),
         router=ExpertRouter(renormalize=bool(config.get("norm_topk_prob"))),

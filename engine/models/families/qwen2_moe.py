@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 from engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
-from engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
+from engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_dense,
+    parse_expert_count,
+    parse_shape,
+)
 from engine.models.families.qwen2 import qwen_windows
 from engine.models.families.qwen3_moe import dense_layers
 from engine.models.parameters import Parameters, Place, renamed, standard_places
@@ -11,7 +19,7 @@ from engine.models.parameters import Parameters, Place, renamed, standard_places
 
 def _parse(config: Json) -> ModelSpec:
     experts = MixtureOfExperts(
-        experts=int(config["num_experts"]),
+        experts=parse_expert_count(config),
         top_k=int(config["num_experts_per_tok"]),
         width=int(config["moe_intermediate_size"]),
         router=ExpertRouter(renormalize=bool(config.get("norm_topk_prob"))),

@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 from engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
-from engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
+from engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_dense,
+    parse_expert_count,
+    parse_shape,
+)
 from engine.models.families.qwen2 import qwen_windows
 from engine.models.families.qwen3 import HEAD_DIM
 
@@ -17,7 +25,7 @@ def dense_layers(config: Json) -> list[int]:
 def _parse(config: Json) -> ModelSpec:
     shape, biased = parse_shape(config, head_dim=HEAD_DIM), bool(config.get("attention_bias"))
     experts = MixtureOfExperts(
-        experts=int(config["num_experts"]),
+        experts=parse_expert_count(config),
         top_k=int(config["num_experts_per_tok"]),
         width=int(config["moe_intermediate_size"]),
         router=ExpertRouter(renormalize=bool(config.get("norm_topk_prob"))),

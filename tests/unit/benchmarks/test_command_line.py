@@ -40,7 +40,7 @@ def test_an_unknown_shape_lists_the_known(
         (["--device", "cuda"], "^device: 'cuda' is not there: PyTorch sees 0 CUDA devices"),
         (["--device", "gpu"], "^--device: 'gpu' is none of cpu, cuda and cuda:N$"),
         (["--dtype", "float8"], "^--dtype: 'float8' is none of auto, float32, bfloat16, float16$"),
-        (["--shape", "nope"], "'nope' is no known shape; choose llama-3-8b"),
+        (["--shape", "nope"], "'nope' is no known shape; choose deepseek-v2-lite"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_sentence(

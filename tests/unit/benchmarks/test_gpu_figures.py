@@ -11,9 +11,11 @@ from benchmarks.gpu import engine_gpu
 from benchmarks.gpu.attention_timing import Size
 from benchmarks.gpu.device_spans import Span, added_time, idle_share, idle_share_next_to_copies, last_steps
 from benchmarks.gpu.gpu_engine import GpuEngine
+from costs.roofline import GPU, Roofline
 from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
 from engine.model_runner import ModelRunner
+from engine.model_sizes import model_sizes
 from engine.models.load_spec import load_spec
 from engine.models.shapes import write_shape
 from engine.steps.batch import StepBatch, StepResult
@@ -31,6 +33,7 @@ class RecordedRunner:
 
     def __init__(self, folder: Any, page_tokens: int = 128) -> None:
         self.spec = load_spec(write_shape("llama-3-8b", folder))
+        self.roofline = Roofline(model_sizes(self.spec, 2), GPU)
         self.page_tokens = page_tokens
         self.cache = SimpleNamespace(page_bytes=page_tokens * KV_OF_A_TOKEN, pages=64)
         self.facts = SimpleNamespace(max_context=8192)

@@ -5,17 +5,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.dense_layer import dense_shapes
 from benchmarks.tuning.linear_candidates import Model, Product, candidates, model_of
 from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import TUNED, Skinny
 from engine.models.parameters import allocate_parameters
-from engine.models.shapes import shape_config, shape_names
+from engine.models.shapes import shape_config
 
 EARLY = [512]
 TOKENS = (1, *TOKEN_TILES)
 
 
-@pytest.fixture(params=shape_names())
+@pytest.fixture(params=dense_shapes())
 def model(request: pytest.FixtureRequest) -> Model:
     return model_of(request.param, shape_config(request.param))
 
@@ -44,7 +45,7 @@ def test_every_size_has_something_to_measure(model: Model) -> None:
 
 
 def test_the_table_holds_what_the_tuner_may_find() -> None:
-    models = [model_of(name, shape_config(name)) for name in shape_names()]
+    models = [model_of(name, shape_config(name)) for name in dense_shapes()]
     products: dict[tuple[int, int, bool], Product] = {
         (product.n, product.k, product.paired): product for model in models for product in model.products
     }

@@ -79,7 +79,7 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         (["--gpu", "TPU"], "--gpu"),
         (["--rate", "0"], "--rate"),
         (["--cached", "1"], "--cached"),
-        (["--shape", "nobody's"], '--shape: "nobody\'s" is none of llama-3-8b'),
+        (["--shape", "nobody's"], '--shape: "nobody\'s" is none of deepseek-v2-lite'),
         (["--shape", "qwen3-32b", "--gpu", "L4"], "--gpu"),
         (["--slo-itl", "1"], "--slo-itl: a single request has"),
         (["--slo-ttft", "20"], "--slo-ttft: a prompt of 2000 tokens alone takes"),

@@ -2,11 +2,12 @@
 
 import pytest
 
+from benchmarks.dense_layer import dense_shapes
 from benchmarks.tuning.linear_candidates import model_of
 from engine.kernels.linear import triton_linear_plan
 from engine.kernels.linear.triton_linear_plan import fits_scratch, tile_for
 from engine.kernels.linear.triton_linear_tiles import Gemv
-from engine.models.shapes import shape_config, shape_names
+from engine.models.shapes import shape_config
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256)
 SHARED_BYTES = 227 << 10
@@ -18,7 +19,7 @@ ITEM_BYTES = 2
 
 @pytest.mark.parametrize("measured", [True, False], ids=["measured", "by the rule"])
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("name", shape_names())
+@pytest.mark.parametrize("name", dense_shapes())
 def test_every_product_has_a_tile_that_fits(
     name: str, tokens: int, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,21 @@ from engine.models.shapes import shape_config, shape_names, write_shape
 from engine.weights.random_weights import fill_randomly, random_revision
 from wire.errors import InvalidArgument
 
-BILLIONS = {"llama-3-8b": 8.03, "llama-3.2-1b": 1.24, "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8}
+BILLIONS = {
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3-4-layers": 15.1,
+    "gemma-3-12b": 11.8,
+    "gemma-3-27b": 27.0,
+    "gpt-oss-20b": 20.9,
+    "llama-3-70b": 70.6,
+    "llama-3-8b": 8.03,
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "qwen3-0.6b": 0.6,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-32b": 32.8,
+    "qwen3-8b": 8.19,
+}
 
 
 def test_every_shape_has_the_parameters_of_its_model(tmp_path: Path) -> None:
