@@ -9,18 +9,20 @@ def tanh(x):
     """Returns the hyperbolic tangent of float32 numbers, with a relative error of about 2e-7.
 
     An odd polynomial near 0, where the exponential would cancel (its coefficients are those of Cephes' tanhf), and
-    1 - 2 / (e^2|x| + 1) elsewhere, which cannot overflow to NaN.
+    (1 - e^-2|x|) / (1 + e^-2|x|) elsewhere; neither overflows.
     """
-    square = x * x
+    size = tl.abs(x)
+    low = tl.minimum(size, 1.0)
+    square = low * low
     near = -5.70498872745e-3
     near = near * square + 2.06390887954e-2
     near = near * square - 5.37397155531e-2
     near = near * square + 1.33314422036e-1
     near = near * square - 3.33332819422e-1
-    near = near * square * x + x
-    size = tl.abs(x)
-    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
-    return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
+    near = near * square * low + low
+    falling = tl.exp(-2.0 * size)
+    found = tl.where(size < 0.625, near, (1.0 - falling) / (1.0 + falling))
+    return tl.where(x < 0, -found, found)
 
 
 @triton.jit
