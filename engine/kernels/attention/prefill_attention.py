@@ -80,7 +80,7 @@ def choose_prefill_attention(
 
     Logs the choice, and warns of a slow page size.
     """
-    reason = _why_no_flash(device, dtype, kinds)
+    reason = _why_no_flash(device, dtype, kinds, page_tokens)
     if reason:
         log.warning("prefill attention: PyTorch SDPA, one row at a time (%s)", reason)
         return SdpaPrefill()
@@ -106,13 +106,16 @@ def compiled(
     return SdpaPrefill()
 
 
-def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind]) -> str:
+def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind], page_tokens: int) -> str:
     if dtype not in {torch.bfloat16, torch.float16}:
         return "flash-attn-4 computes bfloat16 and float16 only"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
         return "flash-attn-4 needs a GPU of compute capability 9.0"
     if any(kind.shape.head_dim not in _FLASH_DIMS for kind in kinds):
         return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}"
+    if page_tokens % _FLASH_PAGE and any(kind.shape.window is not None for kind in kinds):
+        # Its tiles of keys would reach into pages before the window, which other requests may own by then.
+        return f"flash-attn-4 computes windows over pages of {_FLASH_PAGE} tokens only"
     return why_not_imported("flash_attn.cute", "flash-attn-4") or _what_flash_lacks(kinds)
 
 

@@ -134,6 +134,16 @@ def test_a_library_without_an_argument_is_not_used_where_layers_need_it(
     assert lacking is None or f"the installed flash-attn-4 has no argument {lacking}" in caplog.text
 
 
+def test_windows_over_small_pages_take_the_fallback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kinds = [AttentionKind(SHAPES["gqa"]), AttentionKind(SHAPES["window"])]
+    chosen = choose_prefill_attention(torch.device("cuda"), torch.bfloat16, kinds, 64, pdl=True)
+    assert isinstance(chosen, SdpaPrefill)
+    assert "windows over pages of 128 tokens only" in caplog.text
+
+
 def test_prefill_attention_without_the_library_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, prefill_attention.__name__):
         assert isinstance(

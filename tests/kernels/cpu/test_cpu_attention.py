@@ -59,7 +59,7 @@ CAPPED = {
 
 
 @pairwise(rows=STEPS, shape=CAPPED, sinks={"sinks": True, "none": False}, page_tokens=[16, 128], dtype=NAMED_DTYPES)
-def test_soft_caps_and_sinks(
+def test_soft_caps_and_sinks(  # noqa: PLR0917
     rows: list[tuple[int, int]],
     shape: AttentionShape,
     sinks: bool,
