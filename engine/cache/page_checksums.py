@@ -48,12 +48,14 @@ def page_checksums(cache: Tensor) -> PageChecksums:
 def as_words(cache: Tensor) -> Tensor:
     """Returns the same memory as [pages, rows, page_tokens, words] int32.
 
-    A row is one head's keys or values of a layer.
+    A row is one head's keys or values of a layer; rows are in the order of the memory, whatever that of the cache's
+    dimensions is.
     """
     pages, layers, parts, kv_heads, page_tokens, head_dim = cache.shape
+    outer = sorted((1, 2, 3), key=cache.stride, reverse=True)
     if head_dim * cache.element_size() % WORD_BYTES:
         raise ValueError(f"heads of {head_dim} elements of {cache.dtype} are not whole words of {WORD_BYTES} bytes")
-    return cache.view(torch.int32).view(pages, layers * parts * kv_heads, page_tokens, -1)
+    return cache.permute(0, *outer, 4, 5).view(torch.int32).view(pages, layers * parts * kv_heads, page_tokens, -1)
 
 
 class HostChecksums:

@@ -16,17 +16,16 @@ from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
 from engine.kernels.libraries import Libraries, Wanted
 from engine.kernels.linear import triton_linear
 from engine.kernels.linear.gated_product import GatedProduct
+from engine.kernels.linear.triton_activation import gelu_mul
 from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
-from engine.kernels.reference import activate
-from engine.kernels.reference import rms_norm as plain_rms_norm
 from engine.kernels.rowwise import triton_rope
 from engine.kernels.rowwise.triton_embed import embed
-from engine.kernels.rowwise.triton_norm import rms_norm
+from engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from engine.kernels.second_stream import SecondStream
 from engine.kernels.triton_launch import overlaps_launches
 from wire.errors import InvalidArgument
 
-_HEAD_DIMS = (64, 96, 128, 256)
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _ONE_STREAM = SecondStream(None)
 
 
@@ -61,7 +60,7 @@ class CudaKernels(Kernels):
         wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
         self._decode = {
             shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True)
-            for shape in wanted.shapes
+            for shape in model.attention_shapes
         }
         # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)
@@ -112,12 +111,15 @@ class CudaKernels(Kernels):
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
     ) -> Tensor:
         """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
-        if activation != "silu":
-            return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
-        if not _streams(hidden, gate_up):
-            return self._gated(rms_norm(hidden, norm, eps, pdl=self._pdl), gate_up)
-        x, scale = self._normed(hidden, norm, eps)
-        return triton_linear.norm_gate_up(x, scale, eps, gate_up.weight, gate_up.bias, pdl=self._pdl)
+        if _streams(hidden, gate_up):
+            x, scale = self._normed(hidden, norm, eps)
+            return triton_linear.norm_gate_up(
+                x, scale, eps, gate_up.weight, gate_up.bias, pdl=self._pdl, activation=activation
+            )
+        normed = rms_norm(hidden, norm, eps, pdl=self._pdl)
+        if activation == "gelu_tanh":
+            return gelu_mul(_product(normed, gate_up), pdl=self._pdl)
+        return self._gated(normed, gate_up)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
@@ -136,7 +138,7 @@ class CudaKernels(Kernels):
 
     def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
         """Applies RMSNorm and adds the result to `hidden`."""
-        hidden += plain_rms_norm(x, norm, eps)
+        norm_add(x, norm, eps, hidden, pdl=self._pdl)
 
     def experts(
         self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
@@ -200,13 +202,21 @@ class CudaKernels(Kernels):
         """Computes decode attention of the rows of one token and prefill attention of the others."""
         single = self._single_rows(layout)
         if single == len(layout.context_lens):
-            return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens)
+            return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens, sinks=sinks)
         if single == 0:
-            return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
-        return self._mixed_attention(q, cache, layer, layout, shape, single)
+            return self._prefill(q, cache, layer, layout, shape, 0, sinks).flatten(1)
+        return self._mixed_attention(q, cache, layer, layout, shape, sinks, single=single)
 
     def _mixed_attention(
-        self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, single: int
+        self,
+        q: Tensor,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        *,
+        single: int,
     ) -> Tensor:
         """Computes attention of `single` rows of one token and the longer ones after them.
 
@@ -216,7 +226,7 @@ class CudaKernels(Kernels):
         second = self._second if leaves_idle(len(q) - single, shape.heads, self._multiprocessors) else _ONE_STREAM
         with second.joined():
             # The chunk first: its programs need whole multiprocessors, and would wait for the others' to end.
-            out = self._prefill(q, cache, layer, layout, shape, single).flatten(1)
+            out = self._prefill(q, cache, layer, layout, shape, single, sinks).flatten(1)
             with second.turn():
                 self._decode[shape](
                     q[:single],
@@ -225,6 +235,7 @@ class CudaKernels(Kernels):
                     layout.page_table[:single],
                     layout.context_lens[:single],
                     out[:single],
+                    sinks,
                     alone=second.apart,
                 )
         return out

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.compiled_folder import compiled_folder
-from engine.config.attention import AttentionShape
-from engine.config.model import ModelSpec
+from engine.config.model import GroupedQueryAttention, ModelSpec
 from engine.kernels.attention.prefill_attention import (
     COMPILED_LENGTHS,
+    AttentionKind,
     FlashPrefill,
     PrefillAttention,
     choose_prefill_attention,
@@ -32,14 +32,18 @@ class Wanted:
     pdl: bool
 
     @property
-    def shapes(self) -> set[AttentionShape]:
-        """The attention shapes of the model's layers."""
-        return set(self.model.attention_shapes)
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of grouped-query attention of the model's layers, each once."""
+        found = (layer.attention for layer in self.model.layers)
+        return tuple(
+            dict.fromkeys(
+                AttentionKind(each.shape, each.sinks) for each in found if isinstance(each, GroupedQueryAttention)
+            )
+        )
 
     def attention(self) -> PrefillAttention:
         """Returns prefill attention, not compiled yet."""
-        head_dim = max(shape.head_dim for shape in self.shapes)
-        return choose_prefill_attention(self.device, self.dtype, head_dim, self.page_tokens, pdl=self.pdl)
+        return choose_prefill_attention(self.device, self.dtype, self.kinds, self.page_tokens, pdl=self.pdl)
 
     def gated_product(self) -> GatedProduct:
         """Returns the product of gate and up, compiled."""
@@ -88,7 +92,7 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
 def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
     chosen = wanted.attention()
     wait()
-    return compiled(chosen, wanted.shapes, wanted.dtype, wanted.device)
+    return compiled(chosen, wanted.kinds, wanted.dtype, wanted.device)
 
 
 def _compile_attention(wanted: Wanted, tokens: int) -> None:
@@ -96,7 +100,7 @@ def _compile_attention(wanted: Wanted, tokens: int) -> None:
     _use(wanted.device)
     attention = wanted.attention()
     if isinstance(attention, FlashPrefill):
-        attention.compile(wanted.shapes, wanted.dtype, wanted.device, [tokens])
+        attention.compile(wanted.kinds, wanted.dtype, wanted.device, [tokens])
 
 
 def _compile_product(wanted: Wanted) -> None:

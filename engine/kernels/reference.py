@@ -111,8 +111,9 @@ class ReferenceKernels(Kernels):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
-            keys, values = gather_row(cache, layer, layout.page_table[row], context)
-            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens], shape, sinks)
+            first = first_read(context, starts[row + 1] - starts[row], shape.window, cache.shape[4])
+            keys, values = gather_row(cache, layer, layout.page_table[row], context, first)
+            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens] - first, shape, sinks)
         return out.flatten(1)
 
     def latent_store(
@@ -229,12 +230,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
 
 
-def gather_row(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Returns copies of the keys and values of a row's `context` tokens, each [kv_heads, context, head_dim]."""
+def first_read(context: int, tokens: int, window: int | None, page_tokens: int) -> int:
+    """Returns the first position of the first page that the last `tokens` tokens of a context see.
+
+    Other requests may own the pages before.
+    """
+    return 0 if window is None else max(context - tokens - window + 1, 0) // page_tokens * page_tokens
+
+
+def gather_row(cache: Tensor, layer: int, page_ids: Tensor, context: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Returns copies of a row's keys and values at positions `first`, which begins a page, to `context`.
+
+    Each is [kv_heads, context - first, head_dim].
+    """
     page_tokens = cache.shape[4]
-    used = page_ids[: -(-context // page_tokens)].long()
+    used = page_ids[first // page_tokens : -(-context // page_tokens)].long()
     pages = cache[used, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
-    return pages[0, :, :context], pages[1, :, :context]
+    return pages[0, :, : context - first], pages[1, :, : context - first]
 
 
 def gather_latents(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> Tensor:

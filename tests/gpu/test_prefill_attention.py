@@ -14,6 +14,7 @@ import torch
 
 from engine.config.attention import AttentionShape
 from engine.kernels.attention.prefill_attention import (
+    AttentionKind,
     FlashPrefill,
     PrefillAttention,
     SdpaPrefill,
@@ -130,7 +131,7 @@ def test_what_another_kernel_left_on_the_chip_is_not_read(odd_page_tokens: int, 
 def test_no_prompt_waits_for_a_compiler(shape: str, page_tokens: int, dtype: torch.dtype) -> None:
     interface = pytest.importorskip("flash_attn.cute.interface", reason="needs the package flash-attn-4")
     attention = FlashPrefill(page_tokens, pdl=True)
-    attention.compile([SHAPES[shape]], dtype, GPU)
+    attention.compile([AttentionKind(SHAPES[shape])], dtype, GPU)
     compiled = set(interface._flash_attn_fwd.compile_cache.cache)
     for rows in ROWS.values():
         step = make_step(rows, SHAPES[shape], page_tokens)
@@ -141,6 +142,6 @@ def test_no_prompt_waits_for_a_compiler(shape: str, page_tokens: int, dtype: tor
 
 def test_the_choice_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "engine.kernels.attention.prefill_attention"):
-        choose_prefill_attention(GPU, torch.float32, 64, 128, pdl=False)
+        choose_prefill_attention(GPU, torch.float32, [AttentionKind(SHAPES["gqa"])], 128, pdl=False)
     assert "SDPA" in caplog.text
     assert "bfloat16 and float16 only" in caplog.text

@@ -42,26 +42,30 @@ def attention_of(step: Step, dtype: torch.dtype = torch.float16, max_rows: int =
     return DecodeAttention(step.shape, most, DEVICE, dtype, overlaps_launches(), **options)
 
 
-def attend(attention: DecodeAttention, q: Tensor, cache: Tensor, layer: int, *rows: Tensor) -> Tensor:
+def attend(
+    attention: DecodeAttention, q: Tensor, cache: Tensor, layer: int, *rows: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """Computes attention; `rows`: their page tables and contexts."""
     attention.begin_step(cache, *rows)
     rows[0].clone()  # overlaps no launch, as the embedding between them
-    return attention(q, cache, layer, *rows)
+    return attention(q, cache, layer, *rows, sinks=sinks)
 
 
 def rows_of(step: Step) -> tuple[Tensor, Tensor]:
     return step.layout.page_table.to(DEVICE), step.layout.context_lens.to(DEVICE)
 
 
-def run(attention: DecodeAttention, step: Step, dtype: torch.dtype) -> Tensor:
-    out = attend(attention, step.q.to(DEVICE, dtype), step.cache_as(dtype).to(DEVICE), LAYER, *rows_of(step))
+def run(attention: DecodeAttention, step: Step, dtype: torch.dtype, cache: Tensor | None = None) -> Tensor:
+    held = (step.cache if cache is None else cache).to(DEVICE, dtype)
+    sinks = None if step.sinks is None else step.sinks.to(DEVICE)
+    out = attend(attention, step.q.to(DEVICE, dtype), held, LAYER, *rows_of(step), sinks=sinks)
     assert out.dtype == dtype
     assert not attention._counters.any()
     return out.cpu()
 
 
 def torch_of(step: Step, dtype: torch.dtype) -> Tensor:
-    return REFERENCE.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape)
+    return REFERENCE.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape, step.sinks)
 
 
 def check(step: Step, dtype: torch.dtype, **options: Any) -> None:

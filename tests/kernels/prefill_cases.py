@@ -57,7 +57,8 @@ def run(
     q = step.q.to(device, dtype)
     held = (step.cache if cache is None else cache).to(device, dtype)
     attention.begin_step(held, layout, first_row)
-    out = attention(q, held, LAYER, layout, step.shape, first_row)[int(step.layout.row_starts[first_row]) :]
+    sinks = None if step.sinks is None else step.sinks.to(device)
+    out = attention(q, held, LAYER, layout, step.shape, first_row, sinks)[int(step.layout.row_starts[first_row]) :]
     assert out.dtype == dtype
     return out.flatten(1).cpu()
 
@@ -65,7 +66,8 @@ def run(
 def torch_of(step: Step, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Runs PyTorch's plain operations in `dtype`."""
     q, cache = step.q.to(device, dtype), step.cache.to(device, dtype)
-    return REFERENCE.attention(q, cache, LAYER, to_device(step.layout, device), step.shape).cpu()
+    sinks = None if step.sinks is None else step.sinks.to(device)
+    return REFERENCE.attention(q, cache, LAYER, to_device(step.layout, device), step.shape, sinks).cpu()
 
 
 def check(

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.kernels.base import Linear
 from engine.kernels.linear import triton_linear as ours
 from engine.kernels.linear.triton_linear_tiles import Tile
-from engine.kernels.reference import ReferenceKernels, rms_norm
+from engine.kernels.reference import ReferenceKernels, activate, rms_norm
 from engine.kernels.triton_launch import overlaps_launches
 
 from .steps import assert_as_good
@@ -71,26 +71,36 @@ def make_case(
     return Case(x, random(k) if norm else None, random(n, k) / 8, random(n) if bias else None, random(tokens, n))
 
 
-def run(op: int, case: Case, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
+def run(
+    op: int,
+    case: Case,
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+    *,
+    activation: str = "silu",
+    norm_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Runs one product by the kernels under test, its output poisoned before and its surroundings checked after."""
     paired = op == ours.GATE_UP.value
     tokens, n = case.x.shape[0], case.weight.shape[0] // (2 if paired else 1)
     fresh = torch.full((tokens, n), float("nan"))
     out = guarded(case.residual if op == ours.ADD.value else fresh, dtype)
-    inputs = [None if t is None else guarded(t, dtype) for t in (case.x, case.norm, case.weight, case.bias)]
-    x, norm, weight, bias = inputs
-    assert x is not None
-    assert weight is not None
-    ours.launch(x, norm, EPS, weight, bias, out, op, pdl=overlaps_launches(), tile=tile)
+    x, weight = guarded(case.x, dtype), guarded(case.weight, dtype)
+    norm = None if case.norm is None else guarded(case.norm, norm_dtype or dtype)
+    bias = None if case.bias is None else guarded(case.bias, dtype)
+    gelu = activation == "gelu_tanh"
+    ours.launch(x, norm, EPS, weight, bias, out, op, pdl=overlaps_launches(), tile=tile, gelu=gelu)
     assert guards_of(out).isnan().all()
     return out.to(case.x.device)
 
 
-def torch_run(op: int, case: Case, dtype: torch.dtype) -> Tensor:
+def torch_run(
+    op: int, case: Case, dtype: torch.dtype, activation: str = "silu", norm_dtype: torch.dtype | None = None
+) -> Tensor:
     """Runs the same product in plain PyTorch."""
     x = case.x.to(dtype)
     if case.norm is not None:
-        x = rms_norm(x, case.norm.to(dtype), EPS)
+        x = rms_norm(x, case.norm.to(norm_dtype or dtype), EPS)
     linear = Linear(case.weight.to(dtype), None if case.bias is None else case.bias.to(dtype))
     if op == ours.ADD.value:
         hidden = case.residual.to(dtype, copy=True)
@@ -99,13 +109,22 @@ def torch_run(op: int, case: Case, dtype: torch.dtype) -> Tensor:
     product = torch.nn.functional.linear(x, linear.weight, linear.bias)
     if op == ours.STORE.value:
         return product
-    gate, up = product.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return activate(product, activation)
 
 
-def check(op: int, cases: list[Case], dtype: torch.dtype, tile: Tile | None = None) -> None:
+def check(
+    op: int,
+    cases: list[Case],
+    dtype: torch.dtype,
+    tile: Tile | None = None,
+    *,
+    activation: str = "silu",
+    norm_dtype: torch.dtype | None = None,
+) -> None:
     """Checks all cases together, as the largest of few errors is random."""
-    found = torch.cat([run(op, case, dtype, tile).flatten() for case in cases])
-    baseline = torch.cat([torch_run(op, case, dtype).flatten() for case in cases])
-    exact = torch.cat([torch_run(op, case, torch.float64).flatten() for case in cases])
+    found = torch.cat(
+        [run(op, case, dtype, tile, activation=activation, norm_dtype=norm_dtype).flatten() for case in cases]
+    )
+    baseline = torch.cat([torch_run(op, case, dtype, activation, norm_dtype).flatten() for case in cases])
+    exact = torch.cat([torch_run(op, case, torch.float64, activation).flatten() for case in cases])
     assert_as_good(found, baseline, exact)

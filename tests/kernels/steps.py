@@ -1,7 +1,7 @@
 """Random steps for kernel tests: rows on shuffled pages, a cache that is NaN in all memory that was never written."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Step:
     q: Tensor
     qkv: Tensor
     rope: Tensor
+    sinks: Tensor | None = None
 
     def cache_as(self, dtype: torch.dtype) -> Tensor:
         return self.cache.to(dtype)
@@ -66,9 +67,8 @@ def make_step(
         max_context=max(context for _, context in rows),
     )
     total = starts[-1]
-    angles = torch.arange(layout.max_context)[:, None] / 100.0 ** (
-        torch.arange(shape.head_dim // 2) / (shape.head_dim // 2)
-    )
+    pairs = shape.rotated // 2
+    angles = torch.arange(layout.max_context)[:, None] / 100.0 ** (torch.arange(pairs) / pairs)
     return Step(
         rows=rows,
         shape=shape,
@@ -78,6 +78,16 @@ def make_step(
         qkv=random(total, (shape.heads + 2 * shape.kv_heads) * shape.head_dim),
         rope=torch.cat((angles.cos(), angles.sin()), dim=-1).float(),
     )
+
+
+def head_major(cache: Tensor) -> Tensor:
+    """Returns a copy with the same dimensions, in whose memory a page's heads are outermost."""
+    return cache.permute(0, 3, 1, 2, 4, 5).contiguous().permute(0, 2, 3, 1, 4, 5)
+
+
+def with_sinks(step: Step) -> Step:
+    """Returns the step with a sink for each head, of scores like those of keys."""
+    return replace(step, sinks=torch.linspace(-2, 3, step.shape.heads).bfloat16().float())
 
 
 def heads(heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> AttentionShape:

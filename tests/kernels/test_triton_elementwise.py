@@ -1,19 +1,21 @@
 """RMSNorm, activation, rotary embedding with the KV store, and embedding in Triton against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config.attention import AttentionShape
-from engine.kernels.linear.triton_activation import silu_mul
-from engine.kernels.reference import ReferenceKernels
+from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
+from engine.kernels.reference import ReferenceKernels, activate
 from engine.kernels.reference import rms_norm as reference_rms_norm
 from engine.kernels.rowwise.triton_embed import embed
-from engine.kernels.rowwise.triton_norm import rms_norm
+from engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from engine.kernels.rowwise.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
 from engine.kernels.triton_launch import overlaps_launches
-from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step
+from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps_launches()
@@ -52,6 +54,36 @@ def test_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
 
 
 @all_dtypes
+def test_norm_weights_in_float32(dtype: torch.dtype) -> None:
+    x, weight = random(3, 100), random(100, seed=1).float() * 1.001
+    ours = rms_norm(guarded(x, dtype), guarded(weight, torch.float32), EPS, pdl=PDL)
+    baseline = reference_rms_norm(x.to(DEVICE, dtype), weight.to(DEVICE), EPS)
+    assert_as_good(ours.cpu(), baseline.cpu(), reference_rms_norm(x, weight.double(), EPS))
+
+
+@all_dtypes
+@pytest.mark.parametrize(("tokens", "width"), [(1, 576), (3, 100)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_norm_add(tokens: int, width: int, wide: bool, dtype: torch.dtype) -> None:
+    x, weight, residual = random(tokens, width), random(width, seed=1), random(tokens, width, seed=2)
+    weight_dtype = torch.float32 if wide else dtype
+    ours, given = guarded(residual, dtype), guarded(x, dtype)
+    norm_add(given, guarded(weight, weight_dtype), EPS, ours, pdl=PDL)
+    baseline = residual.to(DEVICE, dtype, copy=True)
+    ReferenceKernels().norm_add(x.to(DEVICE, dtype), weight.to(DEVICE, weight_dtype), EPS, baseline)
+    assert_as_good(ours.cpu(), baseline.cpu(), residual + reference_rms_norm(x, weight, EPS))
+
+
+@all_dtypes
+def test_gelu_mul(dtype: torch.dtype) -> None:
+    x = random(3, 200) * 4
+    x[0, :4] = torch.tensor([-200.0, 200.0, 0.0, 1e-3])
+    ours = gelu_mul(guarded(x, dtype), pdl=PDL)
+    baseline = activate(x.to(DEVICE, dtype), "gelu_tanh")
+    assert_as_good(ours.cpu(), baseline.cpu(), activate(x, "gelu_tanh"))
+
+
+@all_dtypes
 @pytest.mark.parametrize(
     ("tokens", "width"), [(1, 1536), (3, 100), (129, 96), (2, 4096), pytest.param(2049, 14336, marks=big)]
 )
@@ -83,11 +115,17 @@ def test_embed(tokens: int, width: int, dtype: torch.dtype) -> None:
 
 
 def run_rope(
-    step: Step, dtype: torch.dtype, norms: tuple[Tensor | None, Tensor | None], slots: Tensor, planned_tokens: int = 1
+    step: Step,
+    dtype: torch.dtype,
+    norms: tuple[Tensor | None, Tensor | None],
+    slots: Tensor,
+    planned_tokens: int = 1,
+    *,
+    norm_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Returns q and the cache after the store, with the tile of a step of `planned_tokens`."""
-    cache = step.cache.to(DEVICE, dtype)
-    q_norm, k_norm = (None if norm is None else guarded(norm, dtype) for norm in norms)
+    cache = step.cache.to(DEVICE, dtype, copy=True)
+    q_norm, k_norm = (None if norm is None else guarded(norm, norm_dtype or dtype) for norm in norms)
     positions = torch.where(slots >= 0, step.layout.positions, 2**30)
     q = rope_and_store(
         guarded(step.qkv, dtype),
@@ -106,9 +144,14 @@ def run_rope(
     return [q.cpu(), cache.cpu()]
 
 
-def run_reference(step: Step, dtype: torch.dtype, norms: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
+def run_reference(
+    step: Step,
+    dtype: torch.dtype,
+    norms: tuple[Tensor | None, Tensor | None],
+    norm_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
     cache = step.cache_as(dtype)
-    q_norm, k_norm = (None if norm is None else norm.to(dtype) for norm in norms)
+    q_norm, k_norm = (None if norm is None else norm.to(norm_dtype or dtype) for norm in norms)
     rope = step.rope.to(torch.promote_types(dtype, torch.float32))
     q = ReferenceKernels().rope_and_store(
         step.qkv.to(dtype), rope, q_norm, k_norm, EPS, cache, LAYER, step.layout, step.shape
@@ -140,6 +183,54 @@ def test_rope_in_every_tile(shape: AttentionShape, planned_tokens: int, dtype: t
     norms = (random(shape.head_dim), random(shape.head_dim, seed=1))
     q, cache = run_rope(step, dtype, norms, step.layout.slots, planned_tokens)
     assert_rotated_and_stored(step, dtype, norms, q, cache)
+
+
+PARTIAL = {
+    "half": replace(heads(4, 2, 64), rotary_dims=32),
+    "three quarters": replace(heads(2, 1, 128), rotary_dims=96),
+    "few": replace(heads(2, 2, 80), rotary_dims=20),
+}
+
+
+@all_dtypes
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", PARTIAL.values(), ids=PARTIAL.keys())
+def test_a_part_of_each_head_is_rotated(shape: AttentionShape, normed: bool, dtype: torch.dtype) -> None:
+    step = make_step([(5, 30), (1, 1)], shape, page_tokens=16, filled=False)
+    norms = (random(shape.head_dim), random(shape.head_dim, seed=1)) if normed else (None, None)
+    q, cache = run_rope(step, dtype, norms, step.layout.slots, SMALL_TOKENS)
+    assert_rotated_and_stored(step, dtype, norms, q, cache)
+
+
+@all_dtypes
+@pytest.mark.parametrize("planned_tokens", [TINY_TOKENS, SMALL_TOKENS + 1])
+@pytest.mark.parametrize("shape", [heads(6, 2, 64), PARTIAL["few"]], ids=["6 on 2 of 64", "few"])
+def test_norms_of_whole_rows(shape: AttentionShape, planned_tokens: int, dtype: torch.dtype) -> None:
+    step = make_step([(5, 30), (1, 1)], shape, page_tokens=16, filled=False)
+    norms = (random(shape.heads * shape.head_dim), random(shape.kv_heads * shape.head_dim, seed=1))
+    q, cache = run_rope(step, dtype, norms, step.layout.slots, planned_tokens)
+    assert_rotated_and_stored(step, dtype, norms, q, cache)
+
+
+def test_head_norms_in_float32() -> None:
+    dtype, wide = DTYPES[-1], torch.float32
+    step = make_step([(5, 30), (1, 1)], heads(4, 2, 64), page_tokens=16, filled=False)
+    norms = (random(64).float() * 1.001, random(64, seed=1).float() * 1.001)
+    q, cache = run_rope(step, dtype, norms, step.layout.slots, norm_dtype=wide)
+    base_q, base_cache = run_reference(step, dtype, norms, wide)
+    exact_q, exact_cache = run_reference(step, torch.float64, norms)
+    written = ~exact_cache.isnan()
+    assert_as_good(q, base_q, exact_q)
+    assert_as_good(cache[written], base_cache[written], exact_cache[written])
+
+
+@pytest.mark.parametrize("planned_tokens", [1, SMALL_TOKENS + 1])
+def test_pages_whose_heads_are_outermost(planned_tokens: int) -> None:
+    step = make_step([(5, 30), (1, 1)], heads(4, 2, 64), page_tokens=16, filled=False)
+    turned = replace(step, cache=head_major(step.cache))
+    for each in (step, turned):
+        q, cache = run_rope(each, torch.float32, (None, None), step.layout.slots, planned_tokens)
+        assert_rotated_and_stored(step, torch.float32, (None, None), q, cache)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 2048])

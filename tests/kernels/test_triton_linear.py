@@ -76,6 +76,22 @@ def test_every_kind_of_tile(tile: Tile, op: int, dtype: torch.dtype) -> None:
         assert not ours.reserve_scratch(torch.empty(0, device=DEVICE).device)[1].any()
 
 
+SPLIT = Skinny(32, 16, 32, splits=4, stages=2, warps=4)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("tile", [None, SPLIT], ids=["planned", "split"])
+def test_gelu_of_the_gate(tile: Tile | None, dtype: torch.dtype) -> None:
+    cases = [make_case(t, 50, 100, bias=t == 3, seed=t) for t in ((1, 3, 17) if tile is None else (3, 17))]
+    check(ours.GATE_UP.value, cases, dtype, tile, activation="gelu_tanh")
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+@pytest.mark.parametrize("op", OPS[:2], ids=OP_NAMES[:2])
+def test_norm_weights_in_float32(op: int, dtype: torch.dtype) -> None:
+    check(op, [make_case(t, 50, 100, seed=t) for t in (1, 3, 17)], dtype, norm_dtype=torch.float32)
+
+
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=OP_NAMES)
 def test_the_same_bits_in_every_run(op: int, dtype: torch.dtype) -> None:

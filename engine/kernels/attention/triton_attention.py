@@ -10,7 +10,6 @@ once per step. The last program of a row and key head to finish merges the parti
 so the same inputs give the same bits.
 """
 
-import math
 import threading
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from engine.kernels.attention.triton_attention_kernels import (
     split_attention_kernel,
 )
 from engine.kernels.attention.triton_attention_plan import LEAST_DOT, Plan, PlanFunction, make_plan
+from engine.kernels.attention.triton_attention_tiles import LOG2_E
 from engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
 
 MERGED_ELEMENTS = 8192
@@ -57,7 +57,7 @@ class DecodeAttention:
     programmatic dependent launch. The scratch is some MiB: partial results in float32, as many as a step may have, and
     a counter for each row and key head, 0 between calls.
 
-    shape      heads, scale and window; head_dim is a multiple of 16
+    shape      heads, scale, window and soft cap; head_dim is a multiple of 16
     max_rows   most rows of a call
     dtype      of queries, keys and values
     pdl        launch with programmatic dependent launch (see triton_launch)
@@ -135,16 +135,18 @@ class DecodeAttention:
         page_table: Tensor,
         context_lens: Tensor,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
         *,
         alone: bool = False,
     ) -> Tensor:
         """Computes attention of each row's query to positions context - window .. context - 1 of its pages.
 
         q            [R, heads, head_dim]; rows and heads may be strided
-        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], contiguous
+        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous
         page_table   [R, W] int32; entries after a row's context are not read
         context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
         out          the contiguous result; allocated if it is None
+        sinks        [heads] float32 as in `Kernels.attention`, never written by an earlier kernel, or None
         alone        the launch does not overlap the one before it in its stream
         → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
         """
@@ -179,9 +181,13 @@ class DecodeAttention:
             cache.stride(1) * layer,
             cache.stride(0),
             page_table.stride(0),
-            shape.scale * math.log2(math.e),
+            shape.scale * LOG2_E.value,
+            q if sinks is None else sinks,
             **cut,
             **self._constants(page_tokens, chosen.block_tokens, q.element_size()),
+            HEAD_STRIDE=cache.stride(3),
+            PART_STRIDE=cache.stride(2),
+            SINKS=sinks is not None,
             PDL=pdl,
             EARLY=self._early,
             WIDE_DOT=INTERPRETED,
@@ -193,7 +199,7 @@ class DecodeAttention:
             prefer_shared_memory(compiled, chosen.shared_percent)
         return out
 
-    def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, int]:
+    def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, float]:
         shape = self._shape
         group = shape.heads // shape.kv_heads
         group_padded = triton.next_power_of_2(group)
@@ -210,6 +216,7 @@ class DecodeAttention:
             "MERGED_SPLITS": max(1, MERGED_ELEMENTS // (group_padded * dim_padded)),
             "LINES": max(1, dim_padded * item_bytes // LINE_BYTES),
             "WINDOW": shape.window or 0,
+            "SOFTCAP": (shape.softcap or 0.0) * LOG2_E.value,
         }
 
     def _plan(self, rows: int, capacity: int) -> Plan:

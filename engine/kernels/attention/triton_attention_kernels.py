@@ -53,6 +53,7 @@ def split_attention_kernel(
     page_stride,
     table_stride,
     log2_scale,
+    sinks,
     least_tiles,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
@@ -64,7 +65,11 @@ def split_attention_kernel(
     BLOCK_TOKENS: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     LINES: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    PART_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
@@ -84,8 +89,8 @@ def split_attention_kernel(
     row = tl.program_id(1)
     split = tl.program_id(2)
     q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
-    keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
-    values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    keys = cache + layer_offset + kv_head * HEAD_STRIDE
+    values = keys + PART_STRIDE
     table = page_table + row * table_stride
     context = tl.load(context_lens + row)
     begin = first_seen(context, WINDOW)
@@ -111,7 +116,8 @@ def split_attention_kernel(
         lane = row * KV_HEADS + kv_head
         highest, total, mixed = attend(
             query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
-            GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, WIDE_DOT,
+            sinks + kv_head * GROUP, split, GROUP, GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW,
+            SOFTCAP, SINKS, WIDE_DOT,
         )  # fmt: skip
         deliver(
             highest, total, mixed, lane, split, active, lane * tl.num_programs(2), out, partials, partial_lse, counters,
@@ -208,6 +214,7 @@ def persistent_attention_kernel(
     page_stride,
     table_stride,
     log2_scale,
+    sinks,
     tile_ranges,
     rows,
     GROUP: tl.constexpr,
@@ -220,7 +227,11 @@ def persistent_attention_kernel(
     BLOCK_TOKENS: tl.constexpr,
     MERGED_SPLITS: tl.constexpr,
     LINES: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    PART_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
@@ -247,8 +258,8 @@ def persistent_attention_kernel(
     start_tile = unit * range_tiles
     end_tile = start_tile + range_tiles
 
-    keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
-    values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    keys = cache + layer_offset + kv_head * HEAD_STRIDE
+    values = keys + PART_STRIDE
     if EARLY:
         if PDL:
             row = tl.minimum(first_row, rows - 1)
@@ -279,7 +290,8 @@ def persistent_attention_kernel(
         query = tl.load(q + q_cells, mask=held, other=0.0)
         highest, mass, mixed = attend(
             query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
-            GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, WIDE_DOT,
+            sinks + kv_head * GROUP, unit - first_unit, GROUP, GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS,
+            BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, WIDE_DOT,
         )  # fmt: skip
         deliver(
             highest, mass, mixed, row * KV_HEADS + kv_head, unit - first_unit, active,

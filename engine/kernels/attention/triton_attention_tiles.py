@@ -5,8 +5,15 @@ contiguous range in one page; else each token's page is looked up. Page ids are 
 are in units of log2.
 """
 
+import math
+
 import triton
 import triton.language as tl
+
+from engine.kernels.triton_math import tanh
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+"""Scores times this are in units of log2."""
 
 
 @triton.jit
@@ -111,17 +118,24 @@ def attend(
     context,
     page_stride,
     log2_scale,
+    sinks,
+    split,
+    GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
     """Computes attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, whose page is `page`, to `end`.
 
-    Returns the running maximum and sum [GROUP_TILE] of its scores, and the weighted values [GROUP_TILE, DIM_PADDED].
+    The first range (`split` 0) of a row includes the score of its sink, if SINKS: `sinks` points to those of the key
+    head. SOFTCAP is in units of log2, 0 = none. Returns the running maximum and sum [GROUP_TILE] of its scores, and the
+    weighted values [GROUP_TILE, DIM_PADDED].
     """
     token = tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, DIM_PADDED)
@@ -132,6 +146,11 @@ def attend(
     highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_TILE], tl.float32)
     mixed = tl.zeros([GROUP_TILE, DIM_PADDED], tl.float32)
+    if SINKS:
+        head = tl.arange(0, GROUP_TILE)
+        if split == 0:
+            highest = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
+            total += 1.0
 
     for tile in tl.range(start, end):
         offset = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
@@ -144,6 +163,8 @@ def attend(
         loaded = seen[:, None] & (dim < HEAD_DIM)[None, :]
         key = tl.load(keys + offset + cells, mask=loaded, other=0.0)
         scores = _dot(query, tl.trans(key), WIDE_DOT) * log2_scale
+        if SOFTCAP > 0:
+            scores = tanh(scores / SOFTCAP) * SOFTCAP
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         weight = tl.exp2(scores - higher[:, None])

@@ -17,6 +17,7 @@ from engine.kernels.cpu.rope import INT32, INT64
 from engine.kernels.cpu.tiles import dot_rows, mix_rows
 from engine.kernels.cpu.vector import (
     add_row,
+    cap_row,
     combine_row,
     exp,
     item_bytes,
@@ -38,15 +39,17 @@ ITEM_FIELDS = 5
 LOWEST = np.float32(-1e30)
 """A number below every score and yet finite, so that a block without a visible key adds exactly nothing."""
 
-(Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS, PAGE_TABLE, COLUMNS, TABLE_ROWS,
- HEADS, KV_HEADS, HEAD_DIM, WINDOW, ITEMS, PARTIALS, SCALE) = range(2, 21)  # fmt: skip
+(Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS,
+ PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SINKS, ITEMS, PARTIALS, SCALE,
+ SOFTCAP) = range(2, 25)  # fmt: skip
 """Indices of arguments.
 
-`q_items` is the distance of the tokens of q, in elements; `cache` is the layer's part of page 0, `page_items` its
-distance from that of page 1; `page_table` has `table_rows` rows of `columns`; `items` and `partials` are memory for the
-list of items and for partial results (head_dim sums, the largest score, the total weight; float32).
+`q_items` is the distance of the tokens of q, in elements; `cache` is the layer's part of page 0; `page_items`,
+`part_items` and `head_items` are the distances of pages, of keys and values, and of heads; `page_table` has
+`table_rows` rows of `columns`; `sinks` (float32) and `softcap` are 0 where there is none; `items` and `partials` are
+memory for the list of items and for partial results (head_dim sums, the largest score, the total weight; float32).
 """
-ATTENTION = struct.Struct("=20qd")
+ATTENTION = struct.Struct("=23q2d")
 
 
 @inlined
@@ -93,14 +96,17 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
     fresh = sums + QUERIES * q_stride
     largest, weights = fresh + QUERIES * q_stride, fresh + QUERIES * (q_stride + F32_BYTES)
 
+    # A sink counts once, in the first block of a row that is split.
+    first_block = max(load_int(argument(shared, CONTEXT_LENS), row, INT32) - window, 0) // KEYS
+    has_sink = argument(shared, SINKS) != 0 and (block < 0 or block == first_block)
     for i in range(queries):
         token, member = row_start + (first_query + i) // group, (first_query + i) % group
         source = argument(shared, Q) + (token * argument(shared, Q_ITEMS) + (head * group + member) * head_dim) * size
         for d in range(head_dim):
             store(qs + i * head_dim * size, d, load(source, d, tag), tag)
             store(sums + i * q_stride, d, np.float32(0), F32)
-        store(largest, i, LOWEST, F32)
-        store(weights, i, np.float32(0), F32)
+        store(largest, i, load(argument(shared, SINKS), head * group + member, F32) if has_sink else LOWEST, F32)
+        store(weights, i, np.float32(1 if has_sink else 0), F32)
 
     first_position = load_int(positions, row_start + first_query // group, INT32)
     end = load_int(positions, row_start + (first_query + queries - 1) // group, INT32) + 1
@@ -114,8 +120,8 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
         _score(shared, row, head, begin, stop, qs, queries, scores, tag)
         for i in range(queries):
             position = load_int(positions, row_start + (first_query + i) // group, INT32)
-            target, scale = scores + i * KEYS * F32_BYTES, real(shared, SCALE)
-            factor = _soften(target, begin, stop, position, window, scale, largest, weights, i)
+            target, scale, softcap = scores + i * KEYS * F32_BYTES, real(shared, SCALE), real(shared, SOFTCAP)
+            factor = _soften(target, begin, stop, position, window, scale, softcap, largest, weights, i)
             scale_row(sums + i * q_stride, factor, sums + i * q_stride, head_dim, F32)
             for d in range(head_dim):
                 store(fresh + i * q_stride, d, np.float32(0), F32)
@@ -139,10 +145,10 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 @inlined
 def _page(shared, row, head, key, values):  # type: ignore[no-untyped-def]
     """Returns the element of the layer's cache at which key (or value) `key` of a row begins."""
-    page_tokens, head_dim = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM)
+    page_tokens = argument(shared, PAGE_TOKENS)
     page = load_int(argument(shared, PAGE_TABLE), row * argument(shared, COLUMNS) + key // page_tokens, INT32)
-    plane = (head + argument(shared, KV_HEADS) if values else head) * page_tokens
-    return page * argument(shared, PAGE_ITEMS) + (plane + key % page_tokens) * head_dim
+    plane = head * argument(shared, HEAD_ITEMS) + (argument(shared, PART_ITEMS) if values else 0)
+    return page * argument(shared, PAGE_ITEMS) + plane + key % page_tokens * argument(shared, HEAD_DIM)
 
 
 @inlined
@@ -159,9 +165,12 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, tag):  # type: i
 
 
 @inlined
-def _soften(scores, begin, stop, position, window, scale, largest, weights, i):  # type: ignore[no-untyped-def]
+def _soften(scores, begin, stop, position, window, scale, softcap, largest, weights, i):  # type: ignore[no-untyped-def]
     """Turns a block's scores into weights against the running largest score → the factor of the sums before."""
     n = (stop - begin + LANES - 1) // LANES * LANES
+    if softcap != 0:
+        cap_row(scores, scale / softcap, softcap, n, F32)
+        scale = np.float32(1.0)
     for j in range(min(max(position - window + 1 - begin, 0), n)):
         store(scores, j, np.float32(-np.inf), F32)
     for j in range(max(min(position + 1, stop) - begin, 0), n):

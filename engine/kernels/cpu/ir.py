@@ -249,3 +249,25 @@ def exponential(builder: Builder, x: Value) -> Value:
     exponent = builder.add(builder.fptosi(n, integers), constant(integers, 127))
     scaled = builder.fmul(value, builder.bitcast(builder.shl(exponent, constant(integers, 23)), kind))
     return builder.select(builder.fcmp_ordered("<", x, number(-87.0)), number(0.0), scaled)
+
+
+def hyperbolic_tangent(builder: Builder, x: Value) -> Value:
+    """Emits tanh of one float32 or sixteen, with a relative error of about 2e-7.
+
+    An odd polynomial near 0 with the coefficients of Cephes' tanhf, and (1 - e^-2|x|) / (1 + e^-2|x|) elsewhere.
+    """
+
+    def number(value: float) -> Value:
+        return constant(x.type, value)
+
+    negative = builder.fcmp_ordered("<", x, number(0.0))
+    size = builder.select(negative, builder.fneg(x), x)
+    square = builder.fmul(size, size)
+    near = number(-5.70498872745e-3)
+    for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        near = multiply_add(builder, near, square, number(coefficient))
+    near = multiply_add(builder, builder.fmul(near, square), size, size)
+    falling = exponential(builder, builder.fmul(size, number(-2.0)))
+    far = builder.fdiv(builder.fsub(number(1.0), falling), builder.fadd(number(1.0), falling))
+    found = builder.select(builder.fcmp_ordered("<", size, number(0.625)), near, far)
+    return builder.select(negative, builder.fneg(found), found)

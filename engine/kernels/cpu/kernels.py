@@ -4,7 +4,8 @@ A token's numbers do not depend on the other tokens: in steps of fewer than LONG
 order, whatever else is in the step; longer steps, which are prefill, repack their weights and have another order.
 Attention of a row depends on that row alone in any step. The number of threads changes nothing.
 
-Addresses go to machine code unchecked, so tensors must be as the interface requires: contiguous, of the kernels' dtype.
+Addresses go to machine code unchecked, so tensors must be as the interface requires: contiguous (of the cache, its last
+two dimensions), of the kernels' dtype; norms may be float32.
 docs/decisions/0002-cpu-kernels.md gives the reasons of this design, with figures.
 """
 
@@ -23,7 +24,7 @@ from engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
 from engine.kernels.cpu.panels import PANEL_ROWS
 from engine.kernels.cpu.pool import Pool, usable_cores
 from engine.kernels.cpu.products import MAX_CHUNK_ROWS
-from engine.kernels.reference import ReferenceKernels, activate, rms_norm
+from engine.kernels.reference import ReferenceKernels, rms_norm
 from wire.errors import Internal
 
 _ALL_POSITIONS = 1 << 30
@@ -68,8 +69,6 @@ class CpuKernels(Kernels):
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         """Computes RMSNorm and the product as two jobs."""
-        if norm.dtype != self._dtype:
-            return self.linear(rms_norm(hidden, norm, eps), linear)
         out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
         self._product(cpu_jobs.NORM_LINEAR, hidden, self._normed_memory(hidden.numel()), norm, eps, linear, out)
         return out
@@ -78,10 +77,9 @@ class CpuKernels(Kernels):
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
     ) -> Tensor:
         """Computes RMSNorm and the gated product as two jobs."""
-        if activation != "silu" or norm.dtype != self._dtype:
-            return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
         out = torch.empty(len(hidden), len(gate_up.weight) // 2, dtype=self._dtype)
-        self._product(cpu_jobs.NORM_GATE_UP, hidden, self._normed_memory(hidden.numel()), norm, eps, gate_up, out)
+        normed, gelu = self._normed_memory(hidden.numel()), activation == "gelu_tanh"
+        self._product(cpu_jobs.NORM_GATE_UP, hidden, normed, norm, eps, gate_up, out, gelu=gelu)
         return out
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
@@ -117,13 +115,14 @@ class CpuKernels(Kernels):
         shape: AttentionShape,
     ) -> Tensor:
         """Rotates q and k in place and stores k and v in the cache."""
-        if shape.rotary_dims is not None or (q_norm is not None and not self._norms_heads(q_norm, shape)):
+        if q_norm is not None and q_norm.numel() != shape.head_dim:
             return self._plain.rope_and_store(qkv, rope, q_norm, k_norm, eps, cache, layer, layout, shape)
         tokens, width = len(qkv), shape.heads * shape.head_dim
         self._pool.write(
             cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
-            _layer_address(cache, layer), cache.stride(0), layout.positions.data_ptr(), layout.slots.data_ptr(), tokens,
-            shape.heads, shape.kv_heads, shape.head_dim, cache.shape[4], eps,
+            _is_wide(q_norm), _layer_address(cache, layer), cache.stride(0), cache.stride(2), cache.stride(3),
+            layout.positions.data_ptr(), layout.slots.data_ptr(), tokens, shape.heads, shape.kv_heads, shape.head_dim,
+            shape.rotated, cache.shape[4], eps,
         )  # fmt: skip
         self._perform(cpu_jobs.ROPE)
         return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
@@ -138,17 +137,16 @@ class CpuKernels(Kernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes attention of all rows as one job."""
-        if sinks is not None or shape.softcap is not None:
-            return self._plain.attention(q, cache, layer, layout, shape, sinks)
         tokens, rows = q.shape[0], len(layout.context_lens)
         out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
         self._reserve_items(tokens, rows, layout.max_context, shape)
         self._pool.write(
             cpu_attention.ATTENTION, cpu_jobs.ATTENTION, 0, q.data_ptr(), q.stride(0), out.data_ptr(),
-            _layer_address(cache, layer), cache.stride(0), cache.shape[4], layout.positions.data_ptr(),
-            layout.row_starts.data_ptr(), layout.context_lens.data_ptr(), layout.page_table.data_ptr(),
-            layout.page_table.stride(0), rows, shape.heads, shape.kv_heads, shape.head_dim,
-            shape.window or _ALL_POSITIONS, self._items.data_ptr(), self._partials.data_ptr(), shape.scale,
+            _layer_address(cache, layer), cache.stride(0), cache.stride(2), cache.stride(3), cache.shape[4],
+            layout.positions.data_ptr(), layout.row_starts.data_ptr(), layout.context_lens.data_ptr(),
+            layout.page_table.data_ptr(), layout.page_table.stride(0), rows, shape.heads, shape.kv_heads,
+            shape.head_dim, shape.window or _ALL_POSITIONS, _address(sinks), self._items.data_ptr(),
+            self._partials.data_ptr(), shape.scale, shape.softcap or 0.0,
         )  # fmt: skip
         self._perform(cpu_jobs.ATTENTION)
         return out
@@ -174,12 +172,17 @@ class CpuKernels(Kernels):
         """Expands each row's latents to keys and values of all heads and attends to them."""
         return self._plain.latent_attention(q, kv_up, cache, layer, layout, shape)
 
-    def _norms_heads(self, norm: Tensor, shape: AttentionShape) -> bool:
-        """Returns True for a norm of each head by itself, which the machine code computes."""
-        return norm.numel() == shape.head_dim and norm.dtype == self._dtype
-
     def _product(
-        self, operation: int, source: Tensor, x: Tensor, norm: Tensor | None, eps: float, linear: Linear, out: Tensor
+        self,
+        operation: int,
+        source: Tensor,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        linear: Linear,
+        out: Tensor,
+        *,
+        gelu: bool = False,
     ) -> None:
         """Computes out [T, rows] = or (without a norm) += x · weightᵀ + bias; x is memory for the normed source."""
         tokens, k = source.shape
@@ -187,7 +190,7 @@ class CpuKernels(Kernels):
         self._pool.write(
             cpu_products.PRODUCT, operation, 0, self._chunk_rows(rows, tokens, k), tokens, k, x.data_ptr(),
             out.data_ptr(), linear.weight.data_ptr(), _address(linear.bias), rows, norm is None, source.data_ptr(),
-            _address(norm), eps,
+            _address(norm), _is_wide(norm), gelu, eps,
         )  # fmt: skip
         self._perform(operation)
 
@@ -221,6 +224,10 @@ class CpuKernels(Kernels):
 
 def _layer_address(cache: Tensor, layer: int) -> int:
     return cache.data_ptr() + layer * cache.stride(1) * cache.element_size()
+
+
+def _is_wide(norm: Tensor | None) -> bool:
+    return norm is not None and norm.dtype == torch.float32
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -14,7 +14,16 @@ import numpy as np
 from engine.kernels.cpu.panels import PANEL_BYTES, PANEL_UNITS, panel_rows
 from engine.kernels.cpu.pool import argument, inlined, real
 from engine.kernels.cpu.tiles import BLOCK, dot_rows
-from engine.kernels.cpu.vector import add_row, gate_row, item_bytes, norm_row, scale_row, squares_of
+from engine.kernels.cpu.vector import (
+    add_row,
+    gate_row,
+    gelu_row,
+    item_bytes,
+    norm_row,
+    scale_row,
+    squares_of,
+    wide_norm_row,
+)
 
 F32 = np.float32(0)
 """The tag of float32 memory."""
@@ -28,13 +37,14 @@ LONG_TOKENS = 48
 TOKENS_A_PANEL = 512
 """Tokens that share a repacked panel; a thread's scratch memory holds it and two such blocks of outputs."""
 
-ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, EPS = range(2, 14)
+ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, WIDE_NORM, GELU, EPS = range(2, 16)
 """Indices of the arguments of a product out = x · weightᵀ + bias (0 = none), or out += that.
 
 x [tokens, k] is RMSNorm of `source`, or unchanged input. `rows` are the weight's, or those of each half for gate and
-up.
+up. `wide_norm` is 1 if the norm's weight is float32 whatever the model's dtype is, `gelu` 1 if gates have GELU and not
+SiLU.
 """
-PRODUCT = struct.Struct("=13qd")
+PRODUCT = struct.Struct("=15qd")
 
 
 @inlined
@@ -44,7 +54,11 @@ def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
     norm, eps = argument(shared, NORM_WEIGHT), real(shared, EPS)
     for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, tokens)):
         start = token * k * item_bytes(tag)
-        norm_row(source + start, norm_factor(source + start, eps, k, tag), norm, x + start, k, tag)
+        factor = norm_factor(source + start, eps, k, tag)
+        if argument(shared, WIDE_NORM) != 0:
+            wide_norm_row(source + start, factor, norm, x + start, k, tag)
+        else:
+            norm_row(source + start, factor, norm, x + start, k, tag)
 
 
 @inlined
@@ -96,7 +110,7 @@ def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-
 
 @inlined
 def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes some weight rows of each half of a product [g | u] whose output is silu(g) · u."""
+    """Computes some weight rows of each half of a product [g | u] whose output is activation(g) · u."""
     x, tokens, rows = argument(shared, X), argument(shared, TOKENS), argument(shared, ROWS)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
@@ -125,9 +139,13 @@ def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
 
 @inlined
 def _finish_gate_up(shared, gate, up, token, first, n, tag):  # type: ignore[no-untyped-def]
-    """Applies bias and silu(g) · u to n outputs of one token, from row `first` on, and stores them."""
+    """Applies bias and activation(g) · u to n outputs of one token, from row `first` on, and stores them."""
     bias, rows = argument(shared, BIAS), argument(shared, ROWS)
     if bias != 0:
         add_row(gate, bias + first * item_bytes(tag), n, tag)
         add_row(up, bias + (rows + first) * item_bytes(tag), n, tag)
-    gate_row(gate, up, argument(shared, OUT) + (token * rows + first) * item_bytes(tag), n, tag)
+    target = argument(shared, OUT) + (token * rows + first) * item_bytes(tag)
+    if argument(shared, GELU) != 0:
+        gelu_row(gate, up, target, n, tag)
+    else:
+        gate_row(gate, up, target, n, tag)

@@ -10,14 +10,15 @@ from engine.kernels.cpu.vector import item_bytes, load, load_int, store
 
 INT32, INT64 = np.int32(0), np.int64(0)
 """Tags of integers in memory."""
-(QKV, ANGLES, Q_NORM, K_NORM, CACHE, PAGE_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS,
- EPS) = range(2, 16)  # fmt: skip
+(QKV, ANGLES, Q_NORM, K_NORM, WIDE_NORM, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS,
+ KV_HEADS, HEAD_DIM, ROTATED, PAGE_TOKENS, EPS) = range(2, 20)  # fmt: skip
 """Indices of arguments.
 
-Norms are 0 where there is none, `cache` is the layer's part of page 0, `page_items` its distance from that of page 1 in
-elements.
+Norms are 0 where there is none, and float32 whatever the model's dtype is if `wide_norm` is 1. `cache` is the layer's
+part of page 0; `page_items`, `part_items` and `head_items` are the distances of pages, of keys and values, and of heads
+in elements. `rotated` leading dimensions of a head are rotated.
 """
-ROPE = struct.Struct("=15qd")
+ROPE = struct.Struct("=19qd")
 
 
 @inlined
@@ -25,11 +26,13 @@ def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
     """Processes some tokens: norms and rotates q in place; norms, rotates and stores k; stores v."""
     heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
     page_tokens = argument(shared, PAGE_TOKENS)
-    half = head_dim // 2
+    rotated = argument(shared, ROTATED)
+    half = rotated // 2
+    part_items, head_items = argument(shared, PART_ITEMS), argument(shared, HEAD_ITEMS)
     qkv, q_norm, k_norm = argument(shared, QKV), argument(shared, Q_NORM), argument(shared, K_NORM)
     cache, size = argument(shared, CACHE), item_bytes(tag)
     for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, argument(shared, TOKENS))):
-        angles = argument(shared, ANGLES) + load_int(argument(shared, POSITIONS), token, INT32) * head_dim * F32_BYTES
+        angles = argument(shared, ANGLES) + load_int(argument(shared, POSITIONS), token, INT32) * rotated * F32_BYTES
         slot = load_int(argument(shared, SLOTS), token, INT64)
         place = (slot // page_tokens) * argument(shared, PAGE_ITEMS) + (slot % page_tokens) * head_dim
         head_row = qkv + token * (heads + 2 * kv_heads) * head_dim * size
@@ -42,17 +45,21 @@ def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
                 factor = norm_factor(source, real(shared, EPS), head_dim, tag)
             for i in range(head_dim):
                 value = load(source, i, tag) * factor
-                store(scratch, i, value * load(norm, i, tag) if norm != 0 else value, F32)
+                if norm != 0:
+                    value *= load(norm, i, F32) if argument(shared, WIDE_NORM) != 0 else load(norm, i, tag)
+                store(scratch, i, value, F32)
             target = source
             if is_key:
-                target = cache + (place + (head - heads) * page_tokens * head_dim) * size
+                target = cache + (place + (head - heads) * head_items) * size
             for i in range(half):
                 first, second = load(scratch, i, F32), load(scratch, half + i, F32)
                 cos, sin = load(angles, i, F32), load(angles, half + i, F32)
                 store(target, i, first * cos - second * sin, tag)
                 store(target, half + i, second * cos + first * sin, tag)
+            for i in range(rotated, head_dim):
+                store(target, i, load(scratch, i, F32), tag)
         for head in range(kv_heads):
             source = head_row + (heads + kv_heads + head) * head_dim * size
-            target = cache + (place + (kv_heads + head) * page_tokens * head_dim) * size
+            target = cache + (place + part_items + head * head_items) * size
             for i in range(head_dim):
                 store(target, i, load(source, i, tag), tag)

@@ -23,6 +23,7 @@ from engine.kernels.cpu.ir import (
     constant,
     exponential,
     fold,
+    hyperbolic_tangent,
     load_element,
     load_vector,
     loop,
@@ -34,6 +35,8 @@ from engine.kernels.cpu.ir import (
     tag_bytes,
 )
 
+_GELU = 0.7978845608028654
+"""√(2 / π), of the approximation of GELU with tanh."""
 Fetch = Callable[[Value, Any], Value]
 Put = Callable[[Value, Any, Value], None]
 Spread = Callable[[Value], Value]
@@ -77,12 +80,33 @@ def _emit_norm(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, sp
     put(target, tag, builder.fmul(builder.fmul(fetch(source, tag), spread(factor)), fetch(norm, tag)))
 
 
+def _emit_wide_norm(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
+    source, factor, norm, target = args
+    put(target, tag, builder.fmul(builder.fmul(fetch(source, tag), spread(factor)), fetch(norm, types.float32)))
+
+
 def _emit_gate(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
     gate, up, target = args
     g = fetch(gate, types.float32)
     falling = exponential(builder, builder.fneg(g))
     silu = builder.fdiv(g, builder.fadd(falling, constant(g.type, 1.0)))
     put(target, tag, builder.fmul(silu, fetch(up, types.float32)))
+
+
+def _emit_gelu(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
+    gate, up, target = args
+    g = fetch(gate, types.float32)
+    square = builder.fmul(g, g)
+    inner = builder.fmul(g, multiply_add(builder, square, constant(g.type, _GELU * 0.044715), constant(g.type, _GELU)))
+    half = builder.fmul(g, constant(g.type, 0.5))
+    gelu = multiply_add(builder, half, hyperbolic_tangent(builder, inner), half)
+    put(target, tag, builder.fmul(gelu, fetch(up, types.float32)))
+
+
+def _emit_cap(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
+    y, factor, cap = args
+    inner = builder.fmul(fetch(y, types.float32), spread(factor))
+    put(y, types.float32, builder.fmul(hyperbolic_tangent(builder, inner), spread(cap)))
 
 
 def _emit_soften(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
@@ -98,7 +122,8 @@ def _emit_combine(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put,
 
 
 _ADD, _SCALE = _rowwise("add", _emit_add), _rowwise("scale", _emit_scale)
-_NORM, _GATE = _rowwise("norm", _emit_norm), _rowwise("gate", _emit_gate)
+_NORM, _WIDE_NORM = _rowwise("norm", _emit_norm), _rowwise("wide_norm", _emit_wide_norm)
+_GATE, _GELU_GATE, _CAP = _rowwise("gate", _emit_gate), _rowwise("gelu", _emit_gelu), _rowwise("cap", _emit_cap)
 _SOFTEN, _COMBINE = _rowwise("soften", _emit_soften), _rowwise("combine", _emit_combine)
 
 
@@ -128,6 +153,24 @@ def scale_row(typingctx, y, factor, target, n, tag):  # type: ignore[no-untyped-
 def norm_row(typingctx, source, factor, norm, target, n, tag):  # type: ignore[no-untyped-def]
     """Emits target = source · factor · norm; all `tag` elements."""
     return types.void(types.int64, types.float32, *[types.int64] * 3, tag), _calls(_NORM)
+
+
+@intrinsic
+def wide_norm_row(typingctx, source, factor, norm, target, n, tag):  # type: ignore[no-untyped-def]
+    """Emits target = source · factor · norm; norm float32, the others `tag` elements."""
+    return types.void(types.int64, types.float32, *[types.int64] * 3, tag), _calls(_WIDE_NORM)
+
+
+@intrinsic
+def gelu_row(typingctx, gate, up, target, n, tag):  # type: ignore[no-untyped-def]
+    """Emits target = gelu(gate) · up like `gate_row`, in the approximation with tanh."""
+    return types.void(*[types.int64] * 4, tag), _calls(_GELU_GATE)
+
+
+@intrinsic
+def cap_row(typingctx, y, factor, cap, n, tag):  # type: ignore[no-untyped-def]
+    """Emits y = cap · tanh(y · factor), float32; the tag is float32's."""
+    return types.void(types.int64, types.float32, types.float32, types.int64, tag), _calls(_CAP)
 
 
 @intrinsic

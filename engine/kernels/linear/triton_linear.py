@@ -1,7 +1,7 @@
 """Products of a few tokens with a large weight, bound by the bandwidth at which the weight is read from memory.
 
 y = RMSNorm(x) · weightᵀ = rsqrt(mean(x²) + eps) · ((x ∘ norm) · weightᵀ): the mean of squares is summed while the same
-loop multiplies, and scales the result at its end. SiLU × up and the residual are applied before the result is stored.
+loop multiplies, and scales the result at its end. Activation and residual are applied before the result is stored.
 
 One bfloat16 or float16 token: a program holds a few rows of the weight in registers and multiplies in float32. More
 tokens, and float32: `tl.dot` with the weight as the left operand, sums in float32, exact products for float32. Where
@@ -61,7 +61,8 @@ def norm_linear(
 ) -> Tensor:
     """Returns RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
 
-    Without norm the plain product. All of one dtype: bfloat16, float16 or float32, rounded once, at the end.
+    Without norm the plain product. All of one dtype: bfloat16, float16 or float32, rounded once, at the end. Only the
+    norm may be float32 with others of 16 bits.
     """
     out = hidden.new_empty(hidden.shape[0], weight.shape[0])
     launch(hidden, norm, eps, weight, bias, out, STORE.value, pdl=pdl)
@@ -69,14 +70,21 @@ def norm_linear(
 
 
 def norm_gate_up(
-    hidden: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, *, pdl: bool
+    hidden: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    pdl: bool,
+    activation: str = "silu",
 ) -> Tensor:
-    """Returns silu(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias.
+    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias.
 
-    Weight [2·I, K], gate rows first → [T, I].
+    Weight [2·I, K], gate rows first → [T, I]; `activation` is one of `DenseFeedForward.activation`.
     """
     out = hidden.new_empty(hidden.shape[0], weight.shape[0] // 2)
-    launch(hidden, norm, eps, weight, bias, out, GATE_UP.value, pdl=pdl)
+    launch(hidden, norm, eps, weight, bias, out, GATE_UP.value, pdl=pdl, gelu=activation == "gelu_tanh")
     return out
 
 
@@ -96,8 +104,11 @@ def launch(
     *,
     pdl: bool,
     tile: Tile | None = None,
+    gelu: bool = False,
 ) -> None:
     """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's.
+
+    GATE_UP applies SiLU, or GELU if `gelu`.
 
     Raises ValueError where a split tile's partial sums do not fit the scratch memory.
     """
@@ -114,7 +125,7 @@ def launch(
     if isinstance(tile, Gemv):
         gemv_kernel[(-(-n // tile.rows),)](
             x, norm_or_any, weight, bias_or_any, out, n, eps,
-            K=k, OP=op, NORM=when, BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns,
+            K=k, OP=op, GELU=gelu, NORM=when, BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns,
             VECTOR=vector, PDL=pdl, **shared,
         )  # fmt: skip
         return
@@ -128,8 +139,8 @@ def launch(
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
     skinny_kernel[grid](
         x, norm_or_any, weight, bias_or_any, out, partials, counters, tokens, n, eps,
-        K=k, OP=op, NORM=when, BIAS=bias is not None, ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,
-        SPLITS=tile.splits, VECTOR=vector, EARLY=_early_bytes(weight, tile) if pdl else 0,
+        K=k, OP=op, GELU=gelu, NORM=when, BIAS=bias is not None, ROWS=tile.rows, TOKENS=tile.tokens,
+        COLUMNS=tile.columns, SPLITS=tile.splits, VECTOR=vector, EARLY=_early_bytes(weight, tile) if pdl else 0,
         PDL=pdl, num_stages=tile.stages, **shared,
     )  # fmt: skip
 

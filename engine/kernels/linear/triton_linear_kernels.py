@@ -4,11 +4,12 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+from engine.kernels.triton_math import gelu_tanh
 
 STORE = tl.constexpr(0)
 GATE_UP = tl.constexpr(1)
 ADD = tl.constexpr(2)
-"""The use of the products: stored, silu(gate) · up stored, or added to the output."""
+"""The use of the products: stored, activation(gate) · up stored, or added to the output."""
 
 NO_NORM = tl.constexpr(0)
 NORM_LAST = tl.constexpr(1)
@@ -35,7 +36,10 @@ def _fold(numbers, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(gate, up):
+def _gated(gate, up, GELU: tl.constexpr):
+    """Returns silu(gate) · up, or with GELU gelu(gate) · up."""
+    if GELU:
+        return gelu_tanh(gate) * up
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -50,6 +54,7 @@ def gemv_kernel(
     eps,
     K: tl.constexpr,
     OP: tl.constexpr,
+    GELU: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -115,7 +120,7 @@ def gemv_kernel(
         factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / K + eps)
     total += tl.sum(sums, axis=1) * factor
     if OP == GATE_UP:
-        total = _silu_mul(total, total_up + tl.sum(sums_up, axis=1) * factor)
+        total = _gated(total, total_up + tl.sum(sums_up, axis=1) * factor, GELU)
     tl.store(out + rows, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -138,7 +143,7 @@ def _call_into_l2(rows_at, start, K: tl.constexpr, EARLY: tl.constexpr):
 @triton.jit
 def _finish(
     sums, sums_up, squares, bias, out, rows, tokens, T, N, eps,
-    K: tl.constexpr, OP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Applies norm, bias, activation or residual to the sums [ROWS, TOKENS], and stores them to out [T, N]."""
     if NORM == NORM_LAST:
@@ -150,7 +155,7 @@ def _finish(
     if OP == GATE_UP:
         if BIAS:
             sums_up += tl.load(bias + N + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-        sums = _silu_mul(sums, sums_up)
+        sums = _gated(sums, sums_up, GELU)
     out_at = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
     inside = (rows[:, None] < N) & (tokens[None, :] < T)
     if OP == ADD:
@@ -172,6 +177,7 @@ def skinny_kernel(
     eps,
     K: tl.constexpr,
     OP: tl.constexpr,
+    GELU: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -242,7 +248,7 @@ def skinny_kernel(
             sums_up = tl.dot(held_up, right, sums_up, input_precision="ieee")
     squares = tl.sum(folded, axis=1)
     if SPLITS == 1:
-        _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, NORM, BIAS)
+        _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
     else:
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         area: tl.constexpr = ROWS * TOKENS
@@ -268,5 +274,5 @@ def skinny_kernel(
                 if NORM == NORM_LAST:
                     theirs = base + part * slot + (slot - TOKENS) + tl.arange(0, TOKENS)
                     squares += tl.load(theirs, cache_modifier=".cg")
-            _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, NORM, BIAS)
+            _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
             tl.store(counters + tile, 0)

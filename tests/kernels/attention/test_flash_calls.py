@@ -11,13 +11,13 @@ from torch import Tensor
 
 from engine.config.attention import AttentionShape
 from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec
-from engine.kernels.attention.prefill_attention import FlashPrefill
+from engine.kernels.attention.prefill_attention import AttentionKind, FlashPrefill
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.reference import attend
 from engine.kernels.triton_launch import overlaps_launches
 from engine.models.shapes import shape_config
-from tests.kernels.prefill_cases import run, to_device, torch_of
-from tests.kernels.steps import LAYER, assert_as_good, heads, make_step
+from tests.kernels.prefill_cases import check, run, to_device, torch_of
+from tests.kernels.steps import LAYER, assert_as_good, head_major, heads, make_step, with_sinks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 128
@@ -32,16 +32,25 @@ class Flash:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int | None, int]] = []
+        self.softcap: float | None = None
+        self.sinks: Tensor | None = None
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, **asked: Any) -> tuple[Tensor, None]:
         left, right = asked["window_size"]
         assert asked["causal"]
         assert right == (None if left is None else 0)
         self.calls.append((left, asked["max_seqlen_q"]))
+        self.softcap, self.sinks = asked.get("softcap"), asked.get("learnable_sink")
+        assert self.sinks is None or self.sinks.dtype == torch.bfloat16
         out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
         starts = asked["cu_seqlens_q"].tolist()
         shape = AttentionShape(
-            q.shape[1], keys.shape[2], q.shape[2], asked["softmax_scale"], None if left is None else left + 1
+            q.shape[1],
+            keys.shape[2],
+            q.shape[2],
+            asked["softmax_scale"],
+            None if left is None else left + 1,
+            softcap=self.softcap,
         )
         for row, context in enumerate(asked["seqused_k"].tolist()):
             here = slice(starts[row], starts[row + 1])
@@ -52,7 +61,7 @@ class Flash:
             pages = asked["page_table"][row, : -(-context // PAGE)]
             k, v = (each[pages].flatten(0, 1)[:context].transpose(0, 1).float() for each in (keys, values))
             positions = torch.arange(context - tokens, context, device=q.device)
-            out[here] = attend(q[here].float(), k, v, positions, shape).to(q.dtype)
+            out[here] = attend(q[here].float(), k, v, positions, shape, self.sinks).to(q.dtype)
         return out, None
 
 
@@ -88,11 +97,32 @@ def test_one_step_of_layers_of_both_kinds(flash: Flash) -> None:
 def test_what_is_compiled(flash: Flash) -> None:
     """Only the library runs: at the same time other kernels are compiled and launches left out."""
     attention = FlashPrefill(PAGE, overlaps_launches())
-    attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE)
+    attention.compile([AttentionKind(WHOLE), AttentionKind(WINDOWED)], torch.bfloat16, DEVICE)
     assert flash.calls == [(None, 1), (None, 257), (39, 1), (39, 257)]
     flash.calls.clear()
-    attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE, [257])
+    attention.compile([AttentionKind(WHOLE), AttentionKind(WINDOWED)], torch.bfloat16, DEVICE, [257])
     assert flash.calls == [(None, 257), (39, 257)]
+
+
+def test_soft_caps_and_sinks_are_passed_on_where_a_layer_has_them(flash: Flash) -> None:
+    attention = FlashPrefill(PAGE, overlaps_launches())
+    for shape in (WHOLE, WINDOWED):
+        step = with_sinks(make_step([(5, 5), (9, 200)], replace(shape, softcap=0.5), PAGE))
+        check(attention, step, torch.bfloat16, DEVICE)
+        assert flash.softcap == 0.5
+        assert flash.sinks is not None
+        rounded = flash.sinks
+        check(attention, replace(step, shape=shape, sinks=None), torch.bfloat16, DEVICE)
+        assert flash.softcap is flash.sinks is None
+        assert rounded.tolist() == step.sinks.tolist()
+    attention.compile([AttentionKind(WHOLE, sinks=True)], torch.bfloat16, DEVICE)
+    assert flash.sinks is not None
+
+
+def test_pages_of_which_heads_are_outermost(flash: Flash) -> None:
+    step = make_step([(5, 5), (9, 200)], heads(4, 2, 16), PAGE)
+    attention = FlashPrefill(PAGE, overlaps_launches())
+    check(attention, step, torch.bfloat16, DEVICE, cache=head_major(step.cache.bfloat16()))
 
 
 @pytest.mark.parametrize("single", [0, 2])

@@ -1,9 +1,11 @@
-"""All GPU kernels together in a model whose layers have different windows, over prefill and decode steps.
+"""All GPU kernels together in models whose layers differ, over prefill and decode steps.
 
-Against float64, in Triton's interpreter or on a GPU.
+One has layers of different windows, the other everything that a layer may have besides. Against float64, in Triton's
+interpreter or on a GPU.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.paged_cache import PagedCache, cache_bytes
-from engine.config.model import ModelSpec
+from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.kernels.cuda import CudaKernels
@@ -60,10 +62,27 @@ STEPS = {
 """The steps in order: each reads the KV that those before it stored."""
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> ModelSpec:
+@pytest.fixture(params=["windows", "everything"])
+def model(tmp_path: Path, request: pytest.FixtureRequest) -> ModelSpec:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return load_spec(tmp_path)
+    spec = load_spec(tmp_path)
+    return spec if request.param == "windows" else with_everything(spec)
+
+
+def with_everything(spec: ModelSpec) -> ModelSpec:
+    """Returns the model with soft caps, sinks, partial rotary, GELU and norms of every kind, each in some layers."""
+    first, second, third = spec.layers
+    assert isinstance(first.attention, GroupedQueryAttention)
+    assert isinstance(second.attention, GroupedQueryAttention)
+    assert isinstance(third.attention, GroupedQueryAttention)
+    shape, whole = first.attention.shape, second.attention.shape
+    attentions = (
+        replace(first.attention, shape=replace(shape, softcap=2.0), sinks=True),
+        replace(second.attention, shape=replace(whole, rotary_dims=32), qk_norm=whole.heads * whole.head_dim),
+        replace(third.attention, rope=None, qk_norm=0, sinks=True),
+    )
+    layers = (LayerSpec(attention, DenseFeedForward(96, "gelu_tanh"), output_norms=True) for attention in attentions)
+    return replace(spec, layers=tuple(layers), wide_norms=True)
 
 
 def weights(model: ModelSpec, dtype: torch.dtype) -> Parameters:
@@ -94,7 +113,7 @@ def logits(model: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> dict[str, 
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.float32, torch.bfloat16] if ON_GPU else [])], ids=str)
 def test_every_step_as_exact_as_torch(model: ModelSpec, dtype: torch.dtype) -> None:
     kernels = CudaKernels(model, DEVICE, dtype, PAGE, DECODE_ROWS)
-    assert sorted(shape.window or 0 for shape in kernels._decode) == [0, WINDOW]
+    assert {shape.window or 0 for shape in kernels._decode} == {0, WINDOW}
     ours = logits(model, kernels, dtype)
     plain = logits(model, ReferenceKernels(), dtype)
     exact = logits(model, ReferenceKernels(), torch.float64)

@@ -3,7 +3,11 @@
 tests/gpu tests flash-attn-4 on the same steps.
 """
 
+import inspect
 import logging
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +15,13 @@ import torch
 
 from engine.config.attention import AttentionShape
 from engine.kernels.attention import prefill_attention
-from engine.kernels.attention.prefill_attention import SdpaPrefill, choose_prefill_attention, leaves_idle
+from engine.kernels.attention.prefill_attention import (
+    AttentionKind,
+    FlashPrefill,
+    SdpaPrefill,
+    choose_prefill_attention,
+    leaves_idle,
+)
 from tests.kernels.prefill_cases import LENGTHS, LONG, ROWS, SHAPES, check, run, torch_of
 from tests.kernels.steps import assert_as_good, heads, make_step
 
@@ -86,7 +96,10 @@ def test_a_slow_page_size_is_warned_of_with_a_better_one(
     monkeypatch.setattr(prefill_attention, "_why_no_flash", lambda *_: "")
     monkeypatch.setattr(prefill_attention, "FlashPrefill", flash)
     with caplog.at_level(logging.INFO, prefill_attention.__name__):
-        assert choose_prefill_attention(CPU, torch.bfloat16, 64, page_tokens, pdl=True) is flash.return_value
+        assert (
+            choose_prefill_attention(CPU, torch.bfloat16, [AttentionKind(SHAPES["gqa"])], page_tokens, pdl=True)
+            is flash.return_value
+        )
     flash.assert_called_once_with(page_tokens, True)
     warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     slow = [f"pages of {page_tokens} tokens slow prefill attention down; 128 is the fast size"]
@@ -94,9 +107,48 @@ def test_a_slow_page_size_is_warned_of_with_a_better_one(
     assert caplog.messages[-1] == "prefill attention: flash-attn-4"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "lacking"),
+    [
+        (["softcap", "learnable_sink"], None),
+        (["softcap"], "learnable_sink"),
+        (["learnable_sink"], "softcap"),
+    ],
+)
+def test_a_library_without_an_argument_is_not_used_where_layers_need_it(
+    arguments: list[str], lacking: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in arguments]
+    function = Mock(__signature__=inspect.Signature(parameters))
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=function))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    capped = AttentionKind(replace(SHAPES["gqa"], softcap=50.0))
+
+    def chosen(*kinds: AttentionKind) -> object:
+        return choose_prefill_attention(torch.device("cuda"), torch.bfloat16, kinds, 128, pdl=True)
+
+    assert isinstance(chosen(AttentionKind(SHAPES["gqa"])), FlashPrefill)
+    found = chosen(capped, AttentionKind(SHAPES["mqa"], sinks=True))
+    assert isinstance(found, FlashPrefill if lacking is None else SdpaPrefill)
+    assert lacking is None or f"the installed flash-attn-4 has no argument {lacking}" in caplog.text
+
+
+def test_windows_over_small_pages_take_the_fallback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    kinds = [AttentionKind(SHAPES["gqa"]), AttentionKind(SHAPES["window"])]
+    chosen = choose_prefill_attention(torch.device("cuda"), torch.bfloat16, kinds, 64, pdl=True)
+    assert isinstance(chosen, SdpaPrefill)
+    assert "windows over pages of 128 tokens only" in caplog.text
+
+
 def test_prefill_attention_without_the_library_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, prefill_attention.__name__):
-        assert isinstance(choose_prefill_attention(CPU, torch.bfloat16, 64, 16, pdl=True), SdpaPrefill)
+        assert isinstance(
+            choose_prefill_attention(CPU, torch.bfloat16, [AttentionKind(SHAPES["gqa"])], 16, pdl=True), SdpaPrefill
+        )
     (said,) = caplog.messages
     assert said.endswith("(flash-attn-4 needs a GPU of compute capability 9.0)")
 

@@ -1,5 +1,7 @@
 """Attention, rotary embedding and the KV store against float64, on shuffled pages with NaN in all unwritten memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from engine.config.attention import AttentionShape
 from engine.kernels.base import Kernels
 from engine.kernels.cpu.kernels import CpuKernels
 from engine.kernels.reference import ReferenceKernels
-from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step
+from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step, with_sinks
 from tests.pairwise import pairwise
 
 REFERENCE = ReferenceKernels()
@@ -37,7 +39,7 @@ NAMED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def attend(kernels: Kernels, step: Step, dtype: torch.dtype) -> Tensor:
-    return kernels.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape)
+    return kernels.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape, step.sinks)
 
 
 @pairwise(rows=STEPS, shape=SHAPES, page_tokens=[16, 128], dtype=NAMED_DTYPES, always=EDGES)
@@ -46,6 +48,43 @@ def test_attention_is_as_exact_as_torch(
 ) -> None:
     step = make_step(rows, shape, page_tokens)
     assert_as_good(attend(kernels, step, dtype), attend(REFERENCE, step, dtype), attend(REFERENCE, step, torch.float64))
+
+
+CAPPED = {
+    "capped": replace(heads(6, 2, 64), softcap=1.5),
+    "capped window": replace(heads(20, 1, 64, window=100), softcap=1.5),
+    "weakly": replace(heads(4, 2, 24), softcap=50.0),
+    "window": SHAPES["window"],
+}
+
+
+@pairwise(rows=STEPS, shape=CAPPED, sinks={"sinks": True, "none": False}, page_tokens=[16, 128], dtype=NAMED_DTYPES)
+def test_soft_caps_and_sinks(  # noqa: PLR0917
+    rows: list[tuple[int, int]],
+    shape: AttentionShape,
+    sinks: bool,
+    page_tokens: int,
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+) -> None:
+    plain = make_step(rows, shape, page_tokens)
+    step = with_sinks(plain) if sinks else plain
+    assert_as_good(attend(kernels, step, dtype), attend(REFERENCE, step, dtype), attend(REFERENCE, step, torch.float64))
+
+
+def test_a_sink_counts_once_in_a_row_of_many_blocks(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    step = with_sinks(make_step([(1, 1025), (1, 257)], heads(2, 1, 64)))
+    assert step.sinks is not None
+    step = replace(step, sinks=step.sinks + 12)
+    ours, exact = attend(kernels, step, dtype), attend(REFERENCE, step, torch.float64)
+    torch.testing.assert_close(ours.double(), exact, rtol=0.02, atol=float(exact.abs().max()) * 1e-2)
+
+
+def test_pages_whose_heads_are_outermost(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    step = make_step([(1, 300), (17, 60)], SHAPES["gqa"])
+    turned = replace(step, cache=head_major(step.cache))
+    assert not turned.cache_as(dtype).is_contiguous()
+    assert torch.equal(attend(kernels, turned, dtype), attend(kernels, step, dtype))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 8, 9, 17])
@@ -84,15 +123,30 @@ def test_large_scores_do_not_overflow(kernels: CpuKernels, dtype: torch.dtype) -
     assert_as_good(ours, REFERENCE.attention(q, step.cache_as(dtype), LAYER, step.layout, step.shape), exact)
 
 
-@pairwise(shape=SHAPES, normed={"plain": False, "qk_norm": True}, dtype=NAMED_DTYPES)
-def test_rope_and_store(shape: AttentionShape, normed: bool, kernels: CpuKernels, dtype: torch.dtype) -> None:
+ROTATED = SHAPES | {"partial": replace(heads(4, 2, 80), rotary_dims=20)}
+
+
+@pairwise(
+    shape=ROTATED,
+    normed={"plain": None, "qk_norm": torch.bfloat16, "wide": torch.float32},
+    head_major_pages={"heads outermost": True, "layers outermost": False},
+    dtype=NAMED_DTYPES,
+)
+def test_rope_and_store(
+    shape: AttentionShape,
+    normed: torch.dtype | None,
+    head_major_pages: bool,
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+) -> None:
     step = make_step([(1, 1), (17, 33), (1, 500), (129, 129)], shape, filled=False)
     norms = [torch.linspace(0.5, 1.5, shape.head_dim).bfloat16().double() for _ in range(2)] if normed else [None, None]
 
     def store(kernels: Kernels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cache = step.cache_as(dtype)
-        cache = cache.clone()
-        q_norm, k_norm = (None if norm is None else norm.to(dtype) for norm in norms)
+        cache = head_major(cache) if head_major_pages else cache.clone()
+        norm_dtype = torch.float32 if normed is torch.float32 and dtype is torch.bfloat16 else dtype
+        q_norm, k_norm = (None if norm is None else norm.to(norm_dtype) for norm in norms)
         qkv = step.qkv.to(dtype, copy=True)
         q = kernels.rope_and_store(qkv, step.rope, q_norm, k_norm, 1e-6, cache, LAYER, step.layout, shape)
         return q, cache

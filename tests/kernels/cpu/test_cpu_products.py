@@ -49,6 +49,13 @@ class Product:
         kernels.linear_add(self.x[tokens].to(dtype), self.linear_as(dtype), hidden)
         return hidden
 
+    def wide_norm_linear(self, kernels: Kernels, dtype: torch.dtype) -> Tensor:
+        norm = self.norm.to(torch.promote_types(dtype, torch.float32))
+        return kernels.norm_linear(self.x.to(dtype), norm, EPS, self.linear_as(dtype))
+
+    def norm_gelu(self, kernels: Kernels, dtype: torch.dtype) -> Tensor:
+        return kernels.norm_gate_up(self.x.to(dtype), self.norm.to(dtype), EPS, self.linear_as(dtype), "gelu_tanh")
+
 
 Operation = Callable[..., Tensor]
 OPERATIONS: list[Operation] = [Product.norm_linear, Product.norm_gate_up, Product.linear_add]
@@ -81,6 +88,14 @@ def test_many_tokens_share_a_panel_and_then_another(kernels: CpuKernels, dtype: 
     for operation in OPERATIONS:
         exact = operation(product, REFERENCE, torch.float64)
         assert_as_good(operation(product, kernels, dtype), operation(product, REFERENCE, dtype), exact)
+
+
+@pytest.mark.parametrize("operation", [Product.wide_norm_linear, Product.norm_gelu])
+def test_norm_weights_in_float32_and_gelu(operation: Operation, kernels: CpuKernels, dtype: torch.dtype) -> None:
+    products = [Product(tokens, 100, 38, bias=tokens == 3, seed=tokens) for tokens in (1, 3, LONG_TOKENS)]
+    ours, baseline = (torch.cat([operation(each, of, dtype) for each in products]) for of in (kernels, REFERENCE))
+    exact = torch.cat([operation(each, REFERENCE, torch.float64) for each in products])
+    assert_as_good(ours, baseline, exact)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

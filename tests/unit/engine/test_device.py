@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.config.attention import AttentionShape
 from engine.config.model import ModelSpec
 from engine.device import choose_kernels, parse_device, parse_dtype
 from engine.memory import GIB, kv_cache_bytes, naming_the_setting
@@ -67,8 +68,8 @@ def test_a_checkpoint_of_another_dtype_is_told_so() -> None:
 
 def test_a_head_dim_without_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch)
-    with pytest.raises(InvalidArgument, match="has head dim 80; on GPUs 64, 96, 128, 256 are served"):
-        choose_kernels(config(), model(head_dim=80), GPU, torch.bfloat16, 128)
+    with pytest.raises(InvalidArgument, match="has head dim 48; on GPUs 64, 80, 96, 128, 192, 256 are served"):
+        choose_kernels(config(), model(head_dim=48), GPU, torch.bfloat16, 128)
 
 
 class TestPrefillAttention:
@@ -82,9 +83,10 @@ class TestPrefillAttention:
         monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
 
     def choose(self, page_tokens: int = 128, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
-        from engine.kernels.attention.prefill_attention import choose_prefill_attention
+        from engine.kernels.attention.prefill_attention import AttentionKind, choose_prefill_attention
 
-        return type(choose_prefill_attention(GPU, dtype, head_dim, page_tokens, pdl=False)).__name__
+        kinds = [AttentionKind(AttentionShape(4, 2, dim, 0.1)) for dim in (64, head_dim)]
+        return type(choose_prefill_attention(GPU, dtype, kinds, page_tokens, pdl=False)).__name__
 
     def test_the_fast_page_size_is_not_warned_of(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -108,7 +110,7 @@ class TestPrefillAttention:
         [
             ((8, 0), {}, "needs a GPU of compute capability 9.0"),
             ((9, 0), {"dtype": torch.float32}, "bfloat16 and float16 only"),
-            ((9, 0), {"head_dim": 256}, "head dims 64, 96, 128"),
+            ((9, 0), {"head_dim": 80}, "head dims 64, 96, 128, 256"),
         ],
     )
     def test_the_fallback_says_why(
