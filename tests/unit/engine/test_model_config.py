@@ -115,7 +115,7 @@ def test_windows_follow_each_family() -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.2}, "3 of 16 dimensions are rotated"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
-        ({"head_dim": 15}, "odd"),
+        ({"head_dim": 15}, "needs pairs of dimensions"),
         ({"vocab_size": 0}, "at least 1"),
         ({"hidden_size": "wide"}, "invalid literal"),
         ({"rope_scaling": "yes"}, "not a complete model configuration"),
