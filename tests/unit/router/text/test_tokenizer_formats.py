@@ -217,3 +217,13 @@ def test_templates_come_from_every_place(tmp_path: Path) -> None:
     for name, contents, wanted in places:
         (tmp_path / name).write_text(contents)
         assert Tokenizer(tmp_path).render_chat(TURNS) == wanted
+
+
+@pytest.mark.usefixtures("sentencepiece")
+def test_sentencepiece_of_gemma_keeps_the_first_space(tmp_path: Path) -> None:
+    special = {"tokenizer_class": "GemmaTokenizer", "pad_token": "<pad>"}
+    tokenizer = Tokenizer(write_sentencepiece(tmp_path, **special))
+    for text in ("hello world", " hello", "你 world!"):
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1
+        assert tokenizer.decode(ids) == "".join(pieces(tokenizer, ids)) == text
