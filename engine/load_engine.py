@@ -15,6 +15,7 @@ from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
+from engine.model_summary import model_summary
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import load_spec
 from engine.models.parameters import allocate_parameters, weight_bytes
@@ -91,6 +92,7 @@ def load_parts(
         max_context=step_limits(spec, cache).max_context,
         eos_token_ids=spec.eos_token_ids,
         dtype=cache.dtype,
+        summary=model_summary(spec, cache.item_bytes),
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
     return LoadedParts(spec, cache, facts, revision, stepper)

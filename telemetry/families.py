@@ -270,6 +270,9 @@ WORKER_INFO = gauge(
     "device",
     "dtype",
 )
+MODEL_INFO = gauge(
+    "model_info", "1; the worker's model: parameters, KV cache, attention and experts, as text.", "summary"
+)
 WORKER_READY = gauge("worker_ready", "1 = it takes new requests.")
 POOL_SOUND = gauge("kv_pool_consistent", "1 = the page pool's integrity checks pass.")
 

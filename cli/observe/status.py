@@ -60,11 +60,12 @@ def absences(address: str) -> list[str]:
 
 
 def summary(address: str, view: "ServerView") -> str:
-    """Returns the router's summary line."""
-    return (
+    """Returns the router's summary line, and what the model is."""
+    line = (
         f"router {address} serves {view.model.model} ({view.model.dtype}, context {view.model.max_context}), "
         f"{view.info.mode}, {view.loads.running} running, {view.loads.waiting} waiting, Tandem {view.info.version}"
     )
+    return "\n  ".join((line, *view.model.summary))
 
 
 def worker_table(view: "ServerView") -> "Table":

@@ -41,7 +41,18 @@ def why(
         return ScrapeInterval(before, await scrape(address, key))
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
-    console.print(findings(asyncio.run(look())))
+    interval = asyncio.run(look())
+    for line in models(interval.now):
+        console.print(line, markup=False)
+    console.print(findings(interval))
+
+
+def models(now: Scrape) -> list[str]:
+    """Returns the lines about the model that the workers serve."""
+    from telemetry import families as f
+
+    found = now.values(f.MODEL_INFO, "summary")
+    return list(dict.fromkeys(line for each in found for line in each.split("; ") if line))
 
 
 def findings(interval: ScrapeInterval) -> Table:

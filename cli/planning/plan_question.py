@@ -23,7 +23,8 @@ from wire.errors import InvalidArgument
 MEMORY_FRACTION = 0.9
 MAX_STEP_TOKENS = 2048
 WORKERS_MAX = 1024
-_ITEM_BYTES = 2
+ITEM_BYTES = 2
+"""Bytes of an element of weights and KV."""
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
 
@@ -49,7 +50,7 @@ class Question:
     @property
     def memory(self) -> Memory:
         """The memory of one worker."""
-        weights = total_weights(self.model) * _ITEM_BYTES
+        weights = total_weights(self.model) * ITEM_BYTES
         return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights, kv_bytes(self.model))
 
     @property

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from rich.table import Table
 
-from cli.planning.plan_question import Question
+from cli.planning.plan_question import ITEM_BYTES, Question
 from cli.planning.plan_trials import Found
+from engine.model_summary import model_summary
 from planner.decision import Split
 from planner.memory import GIB
 from planner.what_if import changes
@@ -21,6 +22,8 @@ def lines(question: Question, split: Split) -> Iterator[str]:
     memory, demand, costs = question.memory, question.demand, question.costs
     prefill, decode = question.sizing.load_ratios(split)
     alone_s = demand.lone_prompt_seconds(costs, question.facts.chunk_tokens)
+    for number, line in enumerate(model_summary(question.model, ITEM_BYTES)):
+        yield f"{'' if number else 'model':<10}{line}"
     yield (
         f"memory    weights {memory.weight_bytes / GIB:.1f} GiB, {memory.kv_bytes_per_token / 1024:.0f} KiB of KV a"
         f" token: {memory.kv_tokens:,.0f} tokens a worker, {memory.kv_tokens / demand.kv_tokens:.0f} such requests"

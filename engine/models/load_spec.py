@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.model import ModelSpec
-from engine.models.families import family_of
+from engine.models.families import family_of, is_supported
 from engine.models.families.family import Json, parse_eos
 from wire.errors import ModelError
+
+_QUANTIZED = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files in which quantized checkpoints may name their method, in place of config.json."""
+_TOWERS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config", "sound_config")
+"""Fields of config.json that describe the parts of a multimodal model that are not text."""
+_SHARED_FIELDS = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+"""Fields that multimodal models may have beside `text_config` alone."""
 
 
 def load_spec(folder: Path) -> ModelSpec:
@@ -18,6 +25,8 @@ def load_spec(folder: Path) -> ModelSpec:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; a model folder needs config.json, safetensors and a tokenizer.")
     config = read_json(folder / "config.json")
+    if method := next((method for name, method in _QUANTIZED.items() if (folder / name).is_file()), None):
+        raise ModelError(f"{folder}: {_quantized(method)}")
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     try:
@@ -35,15 +44,38 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
 
     Raises ModelError for what is not supported, KeyError, TypeError or ValueError for a malformed configuration.
     """
-    if config.get("quantization_config"):
-        method = dict(config["quantization_config"]).get("quant_method")
-        raise ModelError(
-            f"the checkpoint is quantized ({method}), which is not supported; use one in bfloat16, float16 or float32."
-        )
+    config = text_part(config)
+    if quantization := config.get("quantization_config") or config.get("compression_config"):
+        raise ModelError(_quantized(dict(quantization).get("quant_method")))
     spec = family_of(config).parse(config)
     # Chat models may end a turn with another token than a text, and the generation configuration names it.
     ends = parse_eos(generation or {})
     return replace(spec, eos_token_ids=ends) if ends else spec
+
+
+def text_part(config: Json) -> Json:
+    """Returns the configuration of the text model: of a multimodal model its `text_config`, else `config` itself.
+
+    ModelError names the towers of a multimodal model whose text part is not supported.
+    """
+    towers, text = towers_of(config), config.get("text_config")
+    if is_supported(config) or not (towers or text):
+        return config
+    name = next(iter(config.get("architectures") or ()), config.get("model_type"))
+    if not text:
+        raise ModelError(f"{name} is a multimodal model ({towers}) without a text_config, which is not supported.")
+    outer = (*_SHARED_FIELDS, "quantization_config", "compression_config")
+    text = {field: config[field] for field in outer if field in config} | dict(text)
+    try:
+        family_of(text)
+    except ModelError as error:
+        raise ModelError(f"{name} is a multimodal model ({towers or 'text_config'}): {error.message}") from error
+    return text
+
+
+def towers_of(config: Json) -> str:
+    """Returns the fields of config.json that describe a multimodal model's towers, "" for a model of text."""
+    return ", ".join(name for name in _TOWERS if config.get(name))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,6 +87,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ModelError(f"{path} holds no JSON object.")
     return parsed
+
+
+def _quantized(method: object) -> str:
+    return f"the checkpoint is quantized ({method}), which is not supported; use one in bfloat16, float16 or float32."
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import torch
 
 from engine.config.model import ModelSpec
 from engine.models.families import places_of
-from engine.models.load_spec import load_spec
+from engine.models.load_spec import load_spec, read_json, text_part, towers_of
 from engine.models.parameters import Parameters, Place, allocate_parameters
 from engine.weights.safetensors_file import TensorEntry, read_header
+from engine.weights.tensor_names import TensorNames
 from engine.weights.tensor_reader import DTYPES, read_tensors
 from wire.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Called with the name of an activity and its completed part, 0 to 1."""
@@ -33,7 +37,7 @@ def check_model(folder: Path) -> ModelSpec:
     """
     spec = load_spec(folder)
     shapes = allocate_parameters(spec, torch.float32, torch.device("meta"))
-    _match(folder, _read_entries(folder), places_of(spec, shapes), spec)
+    _match(folder, places_of(spec, shapes), spec)
     return spec
 
 
@@ -44,7 +48,10 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
     time among those whose values are transformed.
     """
     places = places_of(spec, parameters)
-    entries = _match(folder, _read_entries(folder), places, spec)
+    entries = _match(folder, places, spec)
+    config = read_json(folder / "config.json")
+    if text_part(config) is not config:
+        log.info("%s: the text part is served, images and the like are not (%s)", folder, towers_of(config))
     total = sum(place.tensor.numel() for place in places.values())
     done = 0
 
@@ -110,14 +117,14 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
     return found
 
 
-def _match(
-    folder: Path, found: Mapping[str, TensorEntry], wanted: Mapping[str, Place], spec: ModelSpec
-) -> dict[str, TensorEntry]:
+def _match(folder: Path, wanted: Mapping[str, Place], spec: ModelSpec) -> dict[str, TensorEntry]:
     """Returns the entries to load, all of them wanted, none missing, each of its shape."""
+    names = TensorNames.of(spec, read_json(folder / "config.json"))
+    found = names.text_model(_read_entries(folder))
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json calls for.")
-    extra = [name for name in found if name not in wanted and not _harmless(name, spec)]
+    extra = [name for name in found if name not in wanted and not names.is_harmless(name)]
     if extra:
         raise ModelError(f"{folder} has {_some(extra)}, which a model of its config.json lacks.")
     for name, place in wanted.items():
@@ -131,11 +138,6 @@ def _match(
                 f"{entry.file}: {name} is stored as {entry.dtype}; only {', '.join(sorted(DTYPES))} can be loaded."
             )
     return {name: found[name] for name in wanted}
-
-
-def _harmless(name: str, spec: ModelSpec) -> bool:
-    """Returns True for tensors of old exports that may be ignored: RoPE's constants and a copy of tied embeddings."""
-    return name.endswith("rotary_emb.inv_freq") or (spec.tied_embeddings and name == "lm_head.weight")
 
 
 def _read_transformed(name: str, entry: TensorEntry, place: Place, count: Callable[[int], None]) -> None:

@@ -92,6 +92,7 @@ class InferenceServicer:
             vocab_size=served.facts.vocab_size,
             eos_token_ids=served.facts.eos_token_ids,
             dtype=served.facts.dtype,
+            summary=served.facts.summary,
         )
 
     async def GetServerInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetServerInfoResponse:

@@ -1,4 +1,4 @@
-"""The model's tokenizer, loaded from tokenizer.json without transformers."""
+"""The model's tokenizer: prompts to token ids and back."""
 
 import re
 import secrets
@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from router.text.chat_template import NO_VARIABLES, ChatTemplate, ChatTurn
+from router.text.chat_template_files import DEFAULT, template_sources
 from router.text.model_folder import read_json
 from router.text.token_length import token_length
-from wire.errors import InvalidArgument, ModelError
+from router.text.tokenizer_formats import load_tokenizer
+from wire.errors import InvalidArgument
 
 _SPELLED_BYTE = re.compile("<0x[0-9A-F]{2}>")
 """The token text for one byte of an unknown character in SentencePiece-style tokenizers."""
@@ -31,23 +32,18 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Load the tokenizer in `folder`; raises ModelError if it has no usable one."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{folder} has no tokenizer.json; convert the model's tokenizer to that format")
-        try:
-            self._inner: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises the bare class
-            raise ModelError(f"{path} is no readable tokenizer ({error}); restore it from the source") from error
+        loaded = load_tokenizer(folder)
+        self._inner: Any = loaded.inner
         self._inner.no_truncation()
         self._inner.no_padding()
         config = read_json(folder, "tokenizer_config.json")
-        special = _special_tokens(folder, config)
+        special = {**loaded.special_tokens, **_special_tokens(folder, config)}
         self._follow_bos_and_eos(config, special)
         added: dict[int, AddedToken] = self._inner.get_added_tokens_decoder()
         self._added = {number: each.content for number, each in added.items()}
         decoder = self._inner.decoder
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        source = _template_source(folder, config)
+        source = template_sources(folder, config).get(DEFAULT, loaded.chat_template)
         self._template = None if source is None else ChatTemplate(source, special)
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
         """Number of ids of this tokenizer; the model's embedding may have more."""
@@ -183,15 +179,3 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             if isinstance(text, str):
                 found[name] = text
     return found
-
-
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template: chat_template.jinja, else tokenizer_config.json's, its "default" if it has several."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    value = config.get("chat_template")
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None

@@ -15,6 +15,8 @@ class ModelFacts:
     max_context: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    summary: tuple[str, ...] = ()
+    """Parameters, KV cache, attention and experts, a line each, for display only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,7 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
     graphs = engine.graph_use
     return {
         f.WORKER_INFO: {(role(), engine.device_name, engine.facts.dtype): 1.0},
+        f.MODEL_INFO: {("; ".join(engine.facts.summary),): 1.0},
         f.GRAPH_STEPS: {("hit",): graphs.hits, ("miss",): graphs.misses},
         f.GRAPH_PADDED_TOKENS: graphs.padded_tokens,
     }

@@ -26,11 +26,10 @@ def family_of(config: Json) -> Family:
 
     ModelError names the architecture and lists the supported ones.
     """
-    named: list[Any] = list(config.get("architectures") or [])
-    kind = config.get("model_type")
-    for family in families():
-        if set(named) & set(family.architectures) or (not named and kind in family.model_types):
-            return family
+    found = next((family for family in families() if _matches(family, config)), None)
+    if found is not None:
+        return found
+    named, kind = list(config.get("architectures") or ()), config.get("model_type")
     supported = sorted(name for family in families() for name in family.architectures)
     raise ModelError(
         f"architecture {named[0] if named else kind} (model_type {kind!r}) is not supported; "
@@ -38,6 +37,18 @@ def family_of(config: Json) -> Family:
     )
 
 
+def is_supported(config: Json) -> bool:
+    """Returns True if a family reads this config.json."""
+    return any(_matches(family, config) for family in families())
+
+
 def places_of(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
     """Returns the destination of each tensor of a checkpoint of this model by its name."""
     return family_of({"architectures": [spec.architecture]}).places(spec, parameters)
+
+
+def _matches(family: Family, config: Json) -> bool:
+    named: list[Any] = list(config.get("architectures") or ())
+    return bool(set(named) & set(family.architectures)) or (
+        not named and config.get("model_type") in family.model_types
+    )

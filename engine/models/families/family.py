@@ -10,6 +10,7 @@ from engine.config.model import (
     FeedForward,
     GroupedQueryAttention,
     LayerSpec,
+    MixtureOfExperts,
     ModelSpec,
 )
 from engine.config.rope import RopeConfig, parse_rope, rotary_fraction
@@ -116,7 +117,9 @@ def make_model(
     tied_by_default: bool = False,
     **changes: Any,
 ) -> ModelSpec:
-    """Returns a specification with the fields that all families read alike; ModelError for sizes below 1.
+    """Returns a specification with the fields that all families read alike.
+
+    ModelError for sizes below 1, and for experts that cannot be chosen or computed.
 
     `changes` are further fields of `ModelSpec`.
     """
@@ -135,6 +138,9 @@ def make_model(
     )
     if min(spec.vocab_size, spec.hidden_size, len(spec.layers), spec.max_context) < 1:
         raise ModelError("all sizes must be at least 1.")
+    for experts in {layer.feed_forward for layer in layers}:
+        if isinstance(experts, MixtureOfExperts):
+            _check_experts(config, experts)
     return spec
 
 
@@ -171,3 +177,16 @@ def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
     stated = int(config["max_position_embeddings"])
     stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn")
     return max([stated, *stretched])
+
+
+def _check_experts(config: Json, moe: MixtureOfExperts) -> None:
+    router = moe.router
+    if min(moe.experts, moe.width, router.groups, router.top_groups) < 1:
+        raise ModelError("all sizes must be at least 1.")
+    if moe.experts % router.groups:
+        raise ModelError(f"{moe.experts} experts do not divide into {router.groups} groups.")
+    reachable = moe.experts // router.groups * min(router.top_groups, router.groups)
+    if not 1 <= moe.top_k <= reachable:
+        raise ModelError(f"{moe.top_k} experts a token cannot be chosen from {reachable}.")
+    if parse_activation(config) != "silu":
+        raise ModelError(f"hidden_act {config.get('hidden_act')!r} is not supported for experts; silu is.")

@@ -29,7 +29,15 @@ def short_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_sizes_a_cluster_for_a_load() -> None:
     result = run(*LOAD, "--rate", "200", "--no-simulate")
     assert result.exit_code == 0, result.stderr
-    for part in ("KiB of KV a token", "binds first", "weights in 8 bits", "speculative decoding", "TTFT 1000 ms"):
+    for part in (
+        "model     8.03 B parameters",
+        "attention: 32 layers see all tokens",
+        "KiB of KV a token",
+        "binds first",
+        "weights in 8 bits",
+        "speculative decoding",
+        "TTFT 1000 ms",
+    ):
         assert part in result.stdout
     assert "prefill:decode" in result.stdout
 

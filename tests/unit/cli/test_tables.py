@@ -86,7 +86,7 @@ def test_status() -> None:
     view = ServerView(
         inference_pb2.GetServerInfoResponse(version="0.1.0", workers=[worker], mode="adaptive"),
         inference_pb2.GetLoadsResponse(waiting=4, running=2),
-        inference_pb2.GetModelInfoResponse(model="m", dtype="float32", max_context=2048),
+        inference_pb2.GetModelInfoResponse(model="m", dtype="float32", max_context=2048, summary=["8.03 B parameters"]),
     )
     shown = text(worker_table(view))
     for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX (cma)", "cpu", "chunked 512"):
@@ -94,6 +94,7 @@ def test_status() -> None:
     line = summary("127.0.0.1:5", view)
     assert "adaptive, 2 running, 4 waiting" in line
     assert "float32, context 2048" in line
+    assert line.endswith("\n  8.03 B parameters")
 
 
 def test_what_somebody_should_look_at_is_said_in_whole_sentences() -> None:

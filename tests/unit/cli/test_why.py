@@ -27,6 +27,7 @@ class Cluster:
             lambda: {
                 f.WORKER_READY: 1, f.STEP_BUSY: self.seconds, f.STEP_BYTES: 8e11 * self.seconds, f.DEVICE_FLOPS: 1e14,
                 f.STEP_FLOPS: 1e13 * self.seconds, f.DEVICE_BANDWIDTH: 1e12, f.BATCH_LIMIT: 64, f.KV_USAGE: 0.5,
+                f.MODEL_INFO: {("8.03 B parameters; attention: 32 layers see all tokens",): 1.0},
             }
         )  # fmt: skip
         self.silent = Registry({"model": "llama", "worker": "worker-1"})
@@ -76,3 +77,4 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(app, ["why", "--metrics", "m:1", "--seconds", "0.1"])
     assert done.exit_code == 0, done.output
     assert "bandwidth" in done.output
+    assert done.output.startswith("8.03 B parameters\nattention: 32 layers see all tokens\n")

@@ -162,7 +162,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     @property
     def info(self) -> WorkerInfo:
-        facts = ModelFacts("fake", VOCAB_SIZE, self.max_context, (EOS,), "float32")
+        facts = ModelFacts("fake", VOCAB_SIZE, self.max_context, (EOS,), "float32", ("1 B parameters",))
         return WorkerInfo(
             PeerRef(self.worker_id, self.incarnation), self.role, self.address, facts, self.pages_total,
             self.page_tokens, 64, self.max_step_tokens, "cpu", "in-memory", self.not_ready, closing=self.closing,

@@ -702,6 +702,7 @@ async def test_controller_may_go_and_come_back(cluster: Cluster, client: Client)
 async def test_info_loads_health_and_reflection(cluster: Cluster, client: Client) -> None:
     info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.model, info.max_context, list(info.eos_token_ids)) == ("fake", 2048, [2])
+    assert list(info.summary) == ["1 B parameters"]
     server = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
     assert {(w.worker_id, w.connected, w.pages_total) for w in server.workers} == {
         ("prefill-0", True, 512), ("decode-0", True, 512),

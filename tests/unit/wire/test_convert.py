@@ -103,7 +103,7 @@ workers = st.builds(
     peers,
     st.sampled_from(messages.Role),
     text,
-    st.builds(messages.ModelFacts, text, uint32, uint32, token_ids, text),
+    st.builds(messages.ModelFacts, text, uint32, uint32, token_ids, text, st.lists(text, max_size=3).map(tuple)),
     uint32,
     uint32,
     uint32,

@@ -1,0 +1,35 @@
+"""The chat templates of a model folder, by name; most folders have one, `default`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from router.text.model_folder import read_json
+
+DEFAULT = "default"
+"""The template for conversations without tools."""
+
+
+def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sources of all templates; `config` is tokenizer_config.json.
+
+    As in transformers, chat_template.jinja and additional_chat_templates/NAME.jinja come before `chat_template` in
+    tokenizer_config.json, a string or a list of named ones. Multimodal models may have theirs in chat_template.json.
+    """
+    found = _named(read_json(folder, "chat_template.json").get("chat_template"))
+    found |= _named(config.get("chat_template"))
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        found[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return found
+
+
+def _named(value: Any) -> dict[str, str]:
+    """Return the templates of a JSON value by name, whichever of its forms it has."""
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    if isinstance(value, Mapping):
+        return {name: source for name, source in value.items() if isinstance(source, str)}
+    listed = [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []
+    return {str(entry.get("name")): entry["template"] for entry in listed if isinstance(entry.get("template"), str)}

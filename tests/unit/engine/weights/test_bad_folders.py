@@ -1,0 +1,150 @@
+"""Model folders that cannot be served: one sentence that names the file, and the tensor or the field."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.load_spec import load_spec
+from engine.weights.checkpoint import check_model
+from tests.factories import FAMILIES, write_tiny_model
+from wire.errors import ModelError
+
+Tensors = dict[str, torch.Tensor]
+WEIGHTS = "model.safetensors"
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+def refusal(folder: Path) -> str:
+    """Returns the reason, which is one sentence."""
+    with pytest.raises(ModelError) as caught:
+        check_model(folder)
+    message = caught.value.message
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert len(message) < 700
+    return message
+
+
+def without(part: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: each for name, each in tensors.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("qwen3_moe", without(".experts."), ["model.layers.0.mlp.experts.0.gate_proj.weight", " and 141 more"]),
+        ("qwen3_moe", without(".experts.15.up_proj"), ["model.layers.2.mlp.experts.15.up_proj.weight"]),
+        ("qwen3_moe", lambda found: found | {ROUTER: torch.ones(8, 64)}, [ROUTER, "[8, 64]", "[16, 64]", WEIGHTS]),
+        ("gpt_oss", without("sinks"), ["lacks tensor model.layers.0.self_attn.sinks", " and 1 more"]),
+        ("gpt_oss", without("router.bias"), ["model.layers.0.mlp.router.bias", " and 1 more"]),
+        ("deepseek_v3", without("e_score_correction_bias"), ["mlp.gate.e_score_correction_bias"]),
+    ],
+)
+def test_wrong_tensors(tmp_path: Path, family: str, change: Callable[[Tensors], Tensors], words: list[str]) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+    message = refusal(folder)
+    for word in (str(folder), *words):
+        assert word in message
+
+
+FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+    ("qwen3_moe", {"hidden_act": "gelu_new"}, "hidden_act 'gelu_new' is not supported for experts"),
+    ("qwen3", {"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+    ("mistral", {"sliding_window": 0}, "sliding_window 0"),
+    ("gpt_oss", {"sliding_window": 0}, "sliding_window 0"),
+    ("qwen3_moe", {"num_experts_per_tok": 17}, "17 experts a token cannot be chosen from 16"),
+    ("deepseek_v3", {"topk_group": 1}, "3 experts a token cannot be chosen from 2"),
+    ("deepseek_v3", {"n_group": 3}, "8 experts do not divide into 3 groups"),
+    ("llama2", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized (gptq)"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "is quantized (mxfp4)"),
+    ("llama2", {"compression_config": {"quant_method": "compressed-tensors"}}, "is quantized (compressed-tensors)"),
+    (
+        "llama2",
+        {"architectures": ["XForCausalLM"], "vision_config": {"depth": 2}},
+        "XForCausalLM is a multimodal model",
+    ),
+    (
+        "llama2",
+        {"architectures": ["X"], "vision_config": {"depth": 2}, "text_config": {"model_type": "y"}},
+        "X is a multimodal model (vision_config): architecture y (model_type 'y') is not supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), FIELDS)
+def test_wrong_fields(tmp_path: Path, family: str, changes: dict[str, Any], words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family] | changes))
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / 'config.json'}: ")
+    assert words in message
+
+
+@pytest.mark.parametrize(("name", "method"), [("quantize_config.json", "gptq"), ("hf_quant_config.json", "modelopt")])
+def test_quantized_by_a_file_of_its_own(tmp_path: Path, name: str, method: str) -> None:
+    (write_tiny_model(tmp_path) / name).write_text("{}")
+    assert f"is quantized ({method})" in refusal(tmp_path)
+
+
+def write_multimodal(folder: Path, rename: Callable[[str], str]) -> Path:
+    """A model of images and text, whose text part is Gemma 3's."""
+    text = write_tiny_model(folder, "gemma3")
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]}
+    inner = {key: value for key, value in FAMILIES["gemma3"].items() if value is not None and key != "eos_token_id"}
+    config = outer | {"text_config": inner, "vision_config": {"model_type": "siglip_vision_model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {rename(name): each for name, each in load_file(text / WEIGHTS).items()}
+    tower = {"vision_tower.patch.weight": torch.ones(3), "model.multi_modal_projector.weight": torch.ones(2)}
+    save_file(tensors | tower, folder / WEIGHTS)
+    return folder
+
+
+RENAMES: dict[str, Callable[[str], str]] = {
+    "transformers 4": lambda name: f"language_model.{name}",
+    "transformers 5": lambda name: name.replace("model.", "model.language_model.", 1),
+}
+
+
+@pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
+def test_the_text_part_of_a_multimodal_model(
+    tmp_path: Path, rename: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from engine.models.parameters import allocate_parameters, tensors_of
+    from engine.weights.checkpoint import load_weights
+
+    alone = load_spec(write_tiny_model(tmp_path / "alone", "gemma3"))
+    folder = write_multimodal(tmp_path / "both", rename)
+    spec = check_model(folder)
+    assert spec.layers == alone.layers
+    assert spec.eos_token_ids == (1, 106)
+    loaded = [allocate_parameters(alone, torch.float32, torch.device("cpu")) for _ in range(2)]
+    with caplog.at_level("INFO"):
+        load_weights(folder, spec, loaded[0])
+    load_weights(tmp_path / "alone", alone, loaded[1])
+    for (name, ours), (_, theirs) in zip(*map(tensors_of, loaded), strict=True):
+        assert torch.equal(ours, theirs), name
+    (line,) = [each.message for each in caplog.records if "text part" in each.message]
+    assert "images and the like are not (vision_config)" in line
+
+
+def test_a_text_part_that_does_not_stand_alone(tmp_path: Path) -> None:
+    folder = write_multimodal(tmp_path, RENAMES["transformers 4"])
+    tensors = load_file(folder / WEIGHTS)
+    cross = {"language_model.model.layers.0.cross_attn.q_proj.weight": torch.ones(2)}
+    save_file(tensors | cross, folder / WEIGHTS)
+    assert "has tensor model.layers.0.cross_attn.q_proj.weight" in refusal(folder)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    tensors = load_file(folder / WEIGHTS)
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(2)}, folder / WEIGHTS)
+    check_model(folder)
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2)}, folder / WEIGHTS)
+    assert "has tensor model.layers.4.eh_proj.weight" in refusal(folder)
