@@ -137,6 +137,12 @@ class ModelSpec:
         return tuple(dict.fromkeys(each.shape for each in found if isinstance(each, GroupedQueryAttention)))
 
     @property
+    def latent_shapes(self) -> tuple[LatentShape, ...]:
+        """The shapes of the layers with latent attention, each once, in the order of the layers."""
+        found = (layer.attention for layer in self.layers)
+        return tuple(dict.fromkeys(each.shape for each in found if isinstance(each, LatentAttention)))
+
+    @property
     def dense_widths(self) -> set[int]:
         """The inner sizes of the layers' feed-forward networks, without experts."""
         found = (layer.feed_forward for layer in self.layers)

@@ -155,7 +155,9 @@ def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
     rows = graph_sizes(config.max_batch_requests)
     if not model.prompts_capturable:
         return _Sizes(rows, [])
-    return _Sizes(rows, prompt_graph_sizes(model.spec, config.max_step_tokens, config.max_batch_requests))
+    prompts = prompt_graph_sizes(model.spec, config.max_step_tokens, config.max_batch_requests)
+    most = model.capturable_tokens
+    return _Sizes(rows, [size for size in prompts if most is None or size.tokens <= most])
 
 
 def _make_stepper(

@@ -28,6 +28,7 @@ class StepLayout:
     page_table    [R, max_pages] page ids of each row, padded with 0
     max_row_tokens, max_context: host ints, the largest row and the largest context
     single_rows: host int, how many rows at the front have one token
+    max_cached: host int, a bound of the tokens that the other rows had in the cache before; None = it is not known
     decode_only: every row has one token
 
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, to store nothing, its context 0.
@@ -41,6 +42,7 @@ class StepLayout:
     max_row_tokens: int
     max_context: int
     single_rows: int = 0
+    max_cached: int | None = None
 
     @property
     def decode_only(self) -> bool:
@@ -107,6 +109,11 @@ class Kernels(ABC):
     def prompts_capturable(self) -> bool:
         """True if a CUDA graph may contain prefill: no launch asks the device for the rows' lengths."""
         return False
+
+    @property
+    def capturable_tokens(self) -> int | None:
+        """The largest number of prompt tokens of a step that a CUDA graph may contain; None = any."""
+        return None
 
     def end_trials(self) -> None:  # noqa: B027 - most keep nothing
         """Resets the scratch memory that concurrent trials (`engine/cuda/compile_ahead.py`) have used.

@@ -13,6 +13,7 @@ from engine.config.model import MixtureOfExperts, ModelSpec
 from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from engine.kernels.attention.triton_attention import DecodeAttention
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from engine.kernels.latent.latent_kernels import LatentKernels
 from engine.kernels.libraries import Libraries, Wanted
 from engine.kernels.linear import triton_linear
 from engine.kernels.linear.gated_product import GatedProduct
@@ -65,6 +66,7 @@ class CudaKernels(Kernels):
         # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)
         self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
+        self._latent = LatentKernels(model.latent_shapes, device, dtype, self._pdl, libraries.latent_blocks)
 
     @cached_property
     def _prefill(self) -> PrefillAttention:
@@ -76,10 +78,15 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
-        """True if prefill attention is flash-attn-4, which does not ask the device for lengths."""
+        """True if prefill attention is flash-attn-4, which does not ask the device for lengths, or latent."""
         # Waits before anything is captured, as a thread that uses the device would invalidate the capture.
         self._gated_soon.result()
-        return isinstance(self._prefill, FlashPrefill)
+        return not self._decode or isinstance(self._prefill, FlashPrefill)
+
+    @property
+    def capturable_tokens(self) -> int | None:
+        """See `LatentKernels.capturable_tokens`."""
+        return self._latent.capturable_tokens
 
     def end_trials(self) -> None:
         """Resets decode attention's counters."""
@@ -89,7 +96,8 @@ class CudaKernels(Kernels):
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:
         """Prepares prefill attention of the long rows and decode attention of the others."""
         single = self._single_rows(layout)
-        if single < len(layout.context_lens):
+        self._latent.begin_step(cache, layout, single)
+        if self._decode and single < len(layout.context_lens):
             self._prefill.begin_step(cache, layout, single)
         if single:
             for attention in self._decode.values():
@@ -158,14 +166,14 @@ class CudaKernels(Kernels):
         layout: StepLayout,
         shape: LatentShape,
     ) -> Tensor:
-        """Is not available on GPUs yet."""
-        raise InvalidArgument("model", "has latent attention, which is not served on GPUs yet; use cpu.")
+        """Computes norm, rotation and store in one launch; queries are rotated in place."""
+        return self._latent.store(q, latents, rope, norm, eps, cache, layer, layout, shape)
 
     def latent_attention(
         self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
     ) -> Tensor:
-        """Is not available on GPUs yet."""
-        raise InvalidArgument("model", "has latent attention, which is not served on GPUs yet; use cpu.")
+        """Computes absorbed attention of rows of few tokens and expanded attention of longer ones."""
+        return self._latent.attention(q, kv_up, cache, layer, layout, shape, self._single_rows(layout))
 
     def _normed(self, hidden: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
         """Returns the input of a streaming product, and the norm that the product still has to apply."""

@@ -8,16 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from engine.compiled_folder import compiled_folder
+from engine.config.attention import LatentShape
 from engine.config.model import GroupedQueryAttention, ModelSpec
 from engine.kernels.attention.prefill_attention import (
     COMPILED_LENGTHS,
     AttentionKind,
     FlashPrefill,
     PrefillAttention,
+    SdpaPrefill,
     choose_prefill_attention,
     compiled,
 )
 from engine.kernels.compile_apart import Job, compile_apart
+from engine.kernels.latent.block_attention import BlockAttention, FlashBlocks, PlainBlocks, choose_block_attention
+from engine.kernels.latent.block_attention import compiled as compiled_blocks
 from engine.kernels.linear.gated_product import GatedProduct, choose_gated_product, why_no_library
 
 
@@ -41,9 +45,22 @@ class Wanted:
             )
         )
 
+    @property
+    def latent_shapes(self) -> tuple[LatentShape, ...]:
+        """The shapes of the model's layers with latent attention."""
+        return self.model.latent_shapes
+
     def attention(self) -> PrefillAttention:
         """Returns prefill attention, not compiled yet."""
+        if not self.kinds:
+            return SdpaPrefill()  # no layer uses it
         return choose_prefill_attention(self.device, self.dtype, self.kinds, self.page_tokens, pdl=self.pdl)
+
+    def latent_blocks(self) -> BlockAttention:
+        """Returns the attention of expanded latents, not compiled yet."""
+        if not self.latent_shapes:
+            return PlainBlocks()  # no layer uses it
+        return choose_block_attention(self.device, self.dtype, self.latent_shapes)
 
     def gated_product(self) -> GatedProduct:
         """Returns the product of gate and up, compiled."""
@@ -52,13 +69,14 @@ class Wanted:
 
 
 class Libraries:
-    """Prefill attention, and the product of gate and up, as futures."""
+    """Prefill attention, that of expanded latents, and the product of gate and up, as futures."""
 
     def __init__(self, wanted: Wanted) -> None:
         """Starts at once, in a thread, and on a GPU in separate processes; the choice is logged."""
         wait = _begin(wanted)
         thread = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(wanted.device,))
         self.attention: Future[PrefillAttention] = thread.submit(_attention, wanted, wait)
+        self.latent_blocks: Future[BlockAttention] = thread.submit(_latent_blocks, wanted, wait)
         self.gated_product: Future[GatedProduct] = thread.submit(wanted.gated_product)
         thread.shutdown(wait=False)
 
@@ -78,7 +96,8 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
     if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # which no library computes
         return lambda: None
     keep_compiled()
-    jobs = [Job(_compile_attention, (wanted, tokens)) for tokens in COMPILED_LENGTHS]
+    jobs = [Job(_compile_attention, (wanted, tokens)) for tokens in COMPILED_LENGTHS if wanted.shapes]
+    jobs += [Job(_compile_latent_blocks, (wanted, shape)) for shape in wanted.latent_shapes]
     jobs.append(Job(_compile_product, (wanted,)))
     compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
 
@@ -95,12 +114,26 @@ def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
     return compiled(chosen, wanted.kinds, wanted.dtype, wanted.device)
 
 
+def _latent_blocks(wanted: Wanted, wait: Callable[[], None]) -> BlockAttention:
+    chosen = wanted.latent_blocks()
+    wait()
+    return compiled_blocks(chosen, wanted.latent_shapes, wanted.dtype, wanted.device)
+
+
 def _compile_attention(wanted: Wanted, tokens: int) -> None:
     """Compiles prefill attention, in a separate process."""
     _use(wanted.device)
     attention = wanted.attention()
     if isinstance(attention, FlashPrefill):
         attention.compile(wanted.kinds, wanted.dtype, wanted.device, [tokens])
+
+
+def _compile_latent_blocks(wanted: Wanted, shape: LatentShape) -> None:
+    """Compiles the attention of expanded latents, in a separate process."""
+    _use(wanted.device)
+    blocks = wanted.latent_blocks()
+    if isinstance(blocks, FlashBlocks):
+        blocks.compile([shape], wanted.dtype, wanted.device)
 
 
 def _compile_product(wanted: Wanted) -> None:

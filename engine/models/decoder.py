@@ -55,6 +55,11 @@ class DecoderModel:
         """See `Kernels`."""
         return self._kernels.prompts_capturable
 
+    @property
+    def capturable_tokens(self) -> int | None:
+        """See `Kernels`."""
+        return self._kernels.capturable_tokens
+
     def end_trials(self) -> None:
         """See `Kernels.end_trials`."""
         self._kernels.end_trials()

@@ -124,11 +124,20 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
     context = tokens.columns.longest
     context = max(context, *(row.start + len(row.token_ids) for row in chunks)) if chunks else context
     single = next((i for i, row in enumerate(chunks, len(tokens)) if len(row.token_ids) > 1), sizes.rows)
-    return view_step(words, sizes, max_row_tokens=longest, max_context=context, single_rows=single)
+    cached = max((row.start for row in chunks), default=0)
+    return view_step(
+        words, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached
+    )
 
 
 def view_step(
-    words: Tensor, sizes: StepSizes, *, max_row_tokens: int, max_context: int, single_rows: int
+    words: Tensor,
+    sizes: StepSizes,
+    *,
+    max_row_tokens: int,
+    max_context: int,
+    single_rows: int,
+    max_cached: int | None = None,
 ) -> PackedStep:
     """Return views as `unpack` does, for any batch of these bounds."""
     wide = sum(sizes.wide_room)
@@ -144,6 +153,7 @@ def view_step(
         max_row_tokens=max_row_tokens,
         max_context=max_context,
         single_rows=single_rows,
+        max_cached=max_cached,
     )
     return PackedStep(token_ids, sources, layout, None if sizes.drawn == sizes.tokens else drawn)
 

@@ -1,0 +1,69 @@
+"""The store of latents against plain PyTorch in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config.attention import LatentShape
+from engine.kernels.latent.triton_store import latent_store
+from engine.kernels.reference import ReferenceKernels
+
+from ..latent_steps import EPS, LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
+from ..steps import assert_as_good
+
+REFERENCE = ReferenceKernels()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def store(step: LatentStep) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = step.cache.clone()
+    q = latent_store(
+        step.q.clone(), step.latents, step.rope, step.norm, EPS, cache, LAYER, step.layout.positions,
+        step.layout.slots, step.shape, pdl=False,
+    )  # fmt: skip
+    return q.cpu(), cache.cpu()
+
+
+def reference(step: LatentStep) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = step.cache.clone()
+    q = REFERENCE.latent_store(
+        step.q, step.latents, step.rope, step.norm, EPS, cache, LAYER, step.layout, step.shape
+    )
+    return q.cpu(), cache.cpu()
+
+
+@pytest.mark.parametrize("shape", [TINY, ODD, MANY, REAL], ids=["tiny", "odd", "many heads", "real"])
+def test_as_exact_as_torch(shape: LatentShape, dtype: torch.dtype) -> None:
+    step = make_latent_step([(1, 9), (5, 21), (2, 2)], shape, filled=False)
+    exact, plain, ours = reference(step), reference(step.to(dtype)), store(step.to(dtype, DEVICE))
+    written = ~exact[1].isnan()
+    assert torch.equal(written, ~ours[1].isnan())
+    assert_as_good(ours[0], plain[0], exact[0])
+    assert_as_good(ours[1][written], plain[1][written], exact[1][written])
+
+
+def test_padding_stores_nothing() -> None:
+    step = make_latent_step([(1, 9), (1, 0), (1, 4)], TINY, filled=False).to(torch.float32, DEVICE)
+    q, cache = store(step)
+    assert int((~cache.isnan()).any(-1).sum()) == 8 + 3 + 2
+    whole = make_latent_step([(1, 9), (1, 0), (1, 4)], TINY, filled=False).to(torch.float32)
+    tokens = torch.tensor([0, 2])
+    layout = replace(whole.layout, positions=whole.layout.positions[tokens], slots=whole.layout.slots[tokens])
+    some = replace(whole, layout=layout, q=whole.q[tokens], latents=whole.latents[tokens])
+    torch.testing.assert_close(q[tokens], reference(some)[0])
+
+
+def test_rows_inside_a_stacked_product() -> None:
+    """The engine passes queries and latents as parts of one product's rows."""
+    step = make_latent_step([(1, 9), (5, 21)], TINY, filled=False).to(torch.float32, DEVICE)
+    both = torch.cat((step.q, step.latents), dim=1)
+    parts = replace(step, latents=both[:, step.q.shape[1] :])
+    cache = step.cache.clone()
+    q = latent_store(
+        both[:, : step.q.shape[1]], parts.latents, step.rope, step.norm, EPS, cache, LAYER, step.layout.positions,
+        step.layout.slots, step.shape, pdl=False,
+    )  # fmt: skip
+    expected = store(step)
+    assert torch.equal(q.cpu(), expected[0])
+    assert torch.equal(cache.cpu().nan_to_num(), expected[1].nan_to_num())
