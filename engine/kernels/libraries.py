@@ -18,7 +18,7 @@ from engine.kernels.attention.prefill_attention import (
     compiled,
 )
 from engine.kernels.compile_apart import Job, compile_apart
-from engine.kernels.linear.gated_product import GatedProduct, choose_gated_product, why_no_library
+from engine.kernels.linear.gated_product import GatedProduct, PlainGated, choose_gated_product, why_no_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,11 @@ class Wanted:
 
     def gated_product(self) -> GatedProduct:
         """Returns the product of gate and up, compiled."""
-        hidden, inner = self.model.hidden_size, max(self.model.dense_widths, default=0)
-        return choose_gated_product(self.device, self.dtype, hidden, inner, pdl=self.pdl)
+        widths = self.model.dense_widths | self.model.shared_widths
+        if not widths:  # all layers are mixtures of experts
+            return PlainGated(self.pdl)
+        least_aligned = min(widths, key=lambda width: width & -width)
+        return choose_gated_product(self.device, self.dtype, self.model.hidden_size, least_aligned, pdl=self.pdl)
 
 
 class Libraries:

@@ -168,6 +168,7 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
         f.WORKER_INFO: {(role(), engine.device_name, engine.facts.dtype): 1.0},
         f.GRAPH_STEPS: {("hit",): graphs.hits, ("miss",): graphs.misses},
         f.GRAPH_PADDED_TOKENS: graphs.padded_tokens,
+        f.EXPERT_TOKENS: engine.expert_tokens.read(),
     }
 
 
