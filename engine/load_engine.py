@@ -11,6 +11,7 @@ from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.device import choose_kernels, parse_device, parse_dtype, parse_page_tokens
+from engine.expert_tokens import ExpertTokens
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
@@ -57,6 +58,7 @@ class LoadedParts:
     revision: str
     """The name of the weights."""
     stepper: Stepper
+    expert_tokens: ExpertTokens
 
 
 def load_parts(
@@ -95,7 +97,7 @@ def load_parts(
         summary=model_summary(spec, cache.item_bytes),
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
-    return LoadedParts(spec, cache, facts, revision, stepper)
+    return LoadedParts(spec, cache, facts, revision, stepper, model.expert_tokens)
 
 
 def _load_model(

@@ -12,6 +12,7 @@ from engine.ceilings import measure_ceilings
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.device import device_name
+from engine.expert_tokens import ExpertTokens
 from engine.graph_use import GraphUse
 from engine.kernels.base import Kernels
 from engine.load_engine import Stepper, load_parts
@@ -27,7 +28,16 @@ _WARM_UP_TOKENS = 64
 class ModelRunner:
     """Computes steps. Not thread-safe but for `pool`: one thread runs it. Owns weights and cache for its lifetime."""
 
-    def __init__(self, spec: ModelSpec, cache: PagedCache, facts: ModelFacts, revision: str, stepper: Stepper) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cache: PagedCache,
+        facts: ModelFacts,
+        revision: str,
+        stepper: Stepper,
+        *,
+        expert_tokens: ExpertTokens,
+    ) -> None:
         """Use `load`. `revision` names the weights, for `compatibility_facts`."""
         self.spec = spec
         self.facts = facts
@@ -40,6 +50,7 @@ class ModelRunner:
         self.device_name = device_name(cache.tensor.device)
         self._revision = revision
         self.stepper = stepper
+        self.expert_tokens = expert_tokens
 
     @classmethod
     def load(
@@ -57,9 +68,12 @@ class ModelRunner:
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
         """
         loaded = load_parts(config, progress, name=name, kernels=kernels)
-        runner = cls(loaded.spec, loaded.cache, loaded.facts, loaded.revision, loaded.stepper)
+        runner = cls(
+            loaded.spec, loaded.cache, loaded.facts, loaded.revision, loaded.stepper, expert_tokens=loaded.expert_tokens
+        )
         with naming_the_setting(loaded.cache.tensor.device):
             runner._warm_up(progress)
+        runner.expert_tokens.reset()
         return runner
 
     @property

@@ -182,6 +182,12 @@ GRAPH_STEPS = counter(
     "engine_graph_steps_total", "Engine steps with a CUDA graph (hit) or without one (miss).", "graph"
 )
 GRAPH_PADDED_TOKENS = counter("engine_graph_padded_tokens_total", "Padding tokens that CUDA graphs computed.")
+EXPERT_TOKENS = counter(
+    "engine_expert_tokens_total",
+    "Tokens that chose an expert, by its number and by third of the layers (first, middle, last).",
+    "layer_group",
+    "expert",
+)
 STEP_COST_ERROR = gauge("engine_step_cost_error_ratio", "Recent mean of |predicted - actual| / actual of steps.")
 STEP_OVER_PREDICTED = histogram(
     "engine_step_over_predicted_ratio",

@@ -59,6 +59,11 @@ def share(part: str, whole: str) -> str:
     return f"{part} / {whole}"
 
 
+def peak_to_mean(query: str, *by: str) -> str:
+    """Returns the largest of a query's series / their mean, per label `by`."""
+    return share(*(f"{function} by ({', '.join(by)}) ({query})" for function in ("max", "avg")))
+
+
 def quantile(part: float, buckets: Selection, *by: str) -> str:
     """Returns a quantile of a histogram's `_bucket` series over all processes, per label `by`."""
     return f"histogram_quantile({part:g}, {rate(buckets, 'le', *by)})"

@@ -1,7 +1,7 @@
 """The dashboard of workers: processes, planner, engines, KV pages and hardware."""
 
 from deploy.dashboards.grafana import Dashboard, Kind, Panel, Query, Row, Unit
-from deploy.dashboards.promql import Selection, of_workers, quantile, rate, series, share, total
+from deploy.dashboards.promql import Selection, of_workers, peak_to_mean, quantile, rate, series, share, total
 from telemetry import families as f
 from telemetry.family import Family
 
@@ -145,6 +145,18 @@ _ENGINE = Row(
             Unit.NUMBER,
             f.STEP_FREE_TOKENS,
             "Tokens whose arithmetic is hidden behind reading the weights.",
+        ),
+        Panel(
+            "Busiest expert / mean",
+            Unit.NUMBER,
+            (
+                Query(
+                    peak_to_mean(rate(of_workers(f.EXPERT_TOKENS), "layer_group", "expert"), "layer_group"),
+                    "{{layer_group}} third of the layers",
+                ),
+            ),
+            "Load balance of a mixture of experts: 1 is even. Empty for other models.",
+            width=6,
         ),
     ),
 )

@@ -149,6 +149,12 @@ class ModelSpec:
         return {each.width for each in found if isinstance(each, DenseFeedForward)}
 
     @property
+    def shared_widths(self) -> set[int]:
+        """The inner sizes of the shared experts, which are dense networks."""
+        found = (layer.feed_forward for layer in self.layers)
+        return {each.shared_width for each in found if isinstance(each, MixtureOfExperts) and each.shared_width}
+
+    @property
     def heads(self) -> int:
         """The largest number of query heads of a layer."""
         return max(layer.attention.shape.heads for layer in self.layers)

@@ -81,6 +81,8 @@ class Experts:
     shared_down: Linear | None
     shared_gate: Tensor | None
     """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output."""
+    tokens: Tensor | None = None
+    """[E] int64, to which `Kernels.experts` adds the number of tokens that chose each expert; None = not counted."""
 
 
 @dataclass(frozen=True, slots=True)

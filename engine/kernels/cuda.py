@@ -13,6 +13,7 @@ from engine.config.model import MixtureOfExperts, ModelSpec
 from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from engine.kernels.attention.triton_attention import DecodeAttention
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from engine.kernels.experts.triton_experts import ExpertKernels
 from engine.kernels.latent.latent_kernels import LatentKernels
 from engine.kernels.libraries import Libraries, Wanted
 from engine.kernels.linear import triton_linear
@@ -55,6 +56,7 @@ class CudaKernels(Kernels):
             )
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
+        self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _ONE_STREAM
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
@@ -119,15 +121,18 @@ class CudaKernels(Kernels):
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
     ) -> Tensor:
         """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
-        if _streams(hidden, gate_up):
-            x, scale = self._normed(hidden, norm, eps)
+        x, scale = self._normed(hidden, norm, eps, streamed=_streams(hidden, gate_up))
+        return self._gate_up(x, scale, eps, gate_up, activation)
+
+    def _gate_up(self, x: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, activation: str = "silu") -> Tensor:
+        """Computes activation(g) · u of x, which only a streaming kernel norms."""
+        if _streams(x, gate_up):
             return triton_linear.norm_gate_up(
-                x, scale, eps, gate_up.weight, gate_up.bias, pdl=self._pdl, activation=activation
+                x, norm, eps, gate_up.weight, gate_up.bias, pdl=self._pdl, activation=activation
             )
-        normed = rms_norm(hidden, norm, eps, pdl=self._pdl)
         if activation == "gelu_tanh":
-            return gelu_mul(_product(normed, gate_up), pdl=self._pdl)
-        return self._gated(normed, gate_up)
+            return gelu_mul(_product(x, gate_up), pdl=self._pdl)
+        return self._gated(x, gate_up)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
@@ -151,8 +156,14 @@ class CudaKernels(Kernels):
     def experts(
         self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
     ) -> None:
-        """Is not available on GPUs yet."""
-        raise InvalidArgument("model", "is a mixture of experts, which is not served on GPUs yet; use cpu.")
+        """Computes the routed experts in Triton, then the shared one as a dense network."""
+        x = self._experts.add(hidden, norm, eps, experts, spec, slots)
+        if experts.shared_gate_up is None or experts.shared_down is None:
+            return
+        inner = self._gate_up(x, None, 0.0, experts.shared_gate_up)
+        if experts.shared_gate is not None:
+            self._experts.gate(inner, x, experts.shared_gate)
+        self.linear_add(inner, experts.shared_down, hidden)
 
     def latent_store(
         self,
@@ -175,9 +186,11 @@ class CudaKernels(Kernels):
         """Computes absorbed attention of rows of few tokens and expanded attention of longer ones."""
         return self._latent.attention(q, kv_up, cache, layer, layout, shape, self._single_rows(layout))
 
-    def _normed(self, hidden: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-        """Returns the input of a streaming product, and the norm that the product still has to apply."""
-        if len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32:
+    def _normed(
+        self, hidden: Tensor, norm: Tensor, eps: float, *, streamed: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the input of a product, and the norm that the product still has to apply if it is `streamed`."""
+        if streamed and (len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32):
             return hidden, norm
         return rms_norm(hidden, norm, eps, pdl=self._pdl), None
 

@@ -22,7 +22,7 @@ from engine.kernels.attention.prefill_attention import (
 from engine.kernels.compile_apart import Job, compile_apart
 from engine.kernels.latent.block_attention import BlockAttention, FlashBlocks, PlainBlocks, choose_block_attention
 from engine.kernels.latent.block_attention import compiled as compiled_blocks
-from engine.kernels.linear.gated_product import GatedProduct, choose_gated_product, why_no_library
+from engine.kernels.linear.gated_product import GatedProduct, PlainGated, choose_gated_product, why_no_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,11 @@ class Wanted:
 
     def gated_product(self) -> GatedProduct:
         """Returns the product of gate and up, compiled."""
-        hidden, inner = self.model.hidden_size, max(self.model.dense_widths, default=0)
-        return choose_gated_product(self.device, self.dtype, hidden, inner, pdl=self.pdl)
+        widths = self.model.dense_widths | self.model.shared_widths
+        if not widths:  # all layers are mixtures of experts
+            return PlainGated(self.pdl)
+        least_aligned = min(widths, key=lambda width: width & -width)
+        return choose_gated_product(self.device, self.dtype, self.model.hidden_size, least_aligned, pdl=self.pdl)
 
 
 class Libraries:
@@ -96,7 +99,7 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
     if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # which no library computes
         return lambda: None
     keep_compiled()
-    jobs = [Job(_compile_attention, (wanted, tokens)) for tokens in COMPILED_LENGTHS if wanted.shapes]
+    jobs = [Job(_compile_attention, (wanted, tokens)) for tokens in COMPILED_LENGTHS if wanted.kinds]
     jobs += [Job(_compile_latent_blocks, (wanted, shape)) for shape in wanted.latent_shapes]
     jobs.append(Job(_compile_product, (wanted,)))
     compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))

@@ -57,6 +57,7 @@ class ReferenceKernels(Kernels):
         weights, chosen = choose_experts(logits, experts.choice_bias, spec)
         mixed = torch.zeros_like(hidden)
         valid = (slots >= 0).unsqueeze(1)
+        count_experts(chosen[valid.squeeze(1)], experts)
         for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist())):
             tokens, ranks = torch.where((chosen == expert) & valid)
             inner = F.linear(x[tokens], experts.gate_up[expert], _row(experts.gate_up_bias, expert))
@@ -185,6 +186,12 @@ def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfEx
     if router.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * router.scaling, chosen
+
+
+def count_experts(chosen: Tensor, experts: Experts) -> None:
+    """Adds the tokens of each expert in `chosen` [any, top_k] to the counter, if there is one."""
+    if experts.tokens is not None:
+        experts.tokens.add_(torch.bincount(chosen.flatten(), minlength=len(experts.tokens)))
 
 
 def _within_groups(ranked: Tensor, router: ExpertRouter) -> Tensor:

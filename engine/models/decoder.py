@@ -1,13 +1,14 @@
 """The decoder: a stack of layers that says what is computed and leaves how to the kernels."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec
 from engine.config.rope import RopeConfig
+from engine.expert_tokens import ExpertTokens
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
 from engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, Norm
 from engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters, LayerParameters, Parameters
@@ -39,6 +40,7 @@ class DecoderModel:
         # Rounded once to the model's dtype, as transformers does.
         scale = torch.tensor(spec.embedding_scale, dtype=parameters.embedding.dtype).item()
         self._embedding_scale = None if scale == 1.0 else scale
+        self.expert_tokens = ExpertTokens(spec, device)
         tables: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
         def table(rope: RopeConfig | None, dims: int) -> Tensor:
@@ -47,7 +49,8 @@ class DecoderModel:
             return tables[rope, dims]
 
         self._layers = [
-            _prepare_layer(spec, number, weights, kernels, table) for number, weights in enumerate(parameters.layers)
+            _prepare_layer(spec, number, weights, kernels=kernels, table=table, expert_tokens=self.expert_tokens)
+            for number, weights in enumerate(parameters.layers)
         ]
 
     @property
@@ -111,7 +114,13 @@ class DecoderModel:
 
 
 def _prepare_layer(
-    spec: ModelSpec, number: int, weights: LayerParameters, kernels: Kernels, table: RopeTable
+    spec: ModelSpec,
+    number: int,
+    weights: LayerParameters,
+    *,
+    kernels: Kernels,
+    table: RopeTable,
+    expert_tokens: ExpertTokens,
 ) -> DecoderLayer:
     layer = spec.layers[number]
     attention, feed_forward = layer.attention, layer.feed_forward
@@ -129,7 +138,8 @@ def _prepare_layer(
     feed_forward_block: DenseBlock | ExpertsBlock
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
-        feed_forward_block = ExpertsBlock(feed_forward, between, inner, kernels)
+        counted = replace(inner, tokens=expert_tokens.of_layer(number))
+        feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels)
     else:
         assert isinstance(inner, DenseParameters)
         feed_forward_block = DenseBlock(feed_forward, between, inner, kernels)

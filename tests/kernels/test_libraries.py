@@ -13,7 +13,7 @@ import torch
 from engine.kernels.attention import prefill_attention
 from engine.kernels.attention.prefill_attention import FlashPrefill, SdpaPrefill, compiled
 from engine.kernels.fallback import failure_of, why_not_imported
-from engine.kernels.libraries import keep_compiled
+from engine.kernels.libraries import Wanted, keep_compiled
 from engine.kernels.linear import gated_product
 from engine.kernels.linear.gated_product import PlainGated, choose_gated_product
 
@@ -69,6 +69,11 @@ def test_a_library_that_cannot_be_imported_is_warned_of(
 def test_running_out_of_memory_is_no_failure_of_a_library() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         failure_of(Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+
+
+def test_a_model_of_routed_experts_alone_compiles_no_gated_product() -> None:
+    model: Any = SimpleNamespace(hidden_size=64, dense_widths=set(), shared_widths=set())
+    assert isinstance(Wanted(model, torch.device("cuda"), torch.bfloat16, 16, pdl=False).gated_product(), PlainGated)
 
 
 def test_a_product_that_does_not_compile_is_replaced(

@@ -169,6 +169,7 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
         f.MODEL_INFO: {("; ".join(engine.facts.summary),): 1.0},
         f.GRAPH_STEPS: {("hit",): graphs.hits, ("miss",): graphs.misses},
         f.GRAPH_PADDED_TOKENS: graphs.padded_tokens,
+        f.EXPERT_TOKENS: engine.expert_tokens.read(),
     }
 
 

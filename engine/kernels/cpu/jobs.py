@@ -19,7 +19,7 @@ from engine.kernels.cpu.pool import (
     take_chunk,
 )
 
-HELP, NORM, LINEAR, NORM_LINEAR, NORM_GATE_UP, ROPE, ATTENTION = range(7)
+HELP, NORM, LINEAR, NORM_LINEAR, GATE_UP, NORM_GATE_UP, ROPE, ATTENTION = range(8)
 """The operations of `perform`: help, or a job. A product with a norm before it is two jobs, the first of them NORM."""
 
 TAGS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
@@ -81,7 +81,7 @@ def _work(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
         cpu_rope.rope_chunk(shared, chunk, scratch, tag)
     elif job == NORM:
         cpu_products.norm_chunk(shared, chunk, scratch, tag)
-    elif job == NORM_GATE_UP:
+    elif job in {GATE_UP, NORM_GATE_UP}:
         cpu_products.gate_up_chunk(shared, chunk, scratch, tag)
     else:
         cpu_products.linear_chunk(shared, chunk, scratch, tag)

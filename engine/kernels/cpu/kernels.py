@@ -2,7 +2,8 @@
 
 A token's numbers do not depend on the other tokens: in steps of fewer than LONG_TOKENS tokens every product runs in one
 order, whatever else is in the step; longer steps, which are prefill, repack their weights and have another order.
-Attention of a row depends on that row alone in any step. The number of threads changes nothing.
+Attention of a row depends on that row alone in any step. An expert's products count its own tokens, not the step's. The
+number of threads changes nothing.
 
 Addresses go to machine code unchecked, so tensors must be as the interface requires: contiguous (of the cache, its last
 two dimensions), of the kernels' dtype; norms may be float32.
@@ -21,10 +22,11 @@ from engine.kernels.cpu import jobs as cpu_jobs
 from engine.kernels.cpu import products as cpu_products
 from engine.kernels.cpu import rope as cpu_rope
 from engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
+from engine.kernels.cpu.experts import add_experts, with_wide_router
 from engine.kernels.cpu.panels import PANEL_ROWS
 from engine.kernels.cpu.pool import Pool, usable_cores
 from engine.kernels.cpu.products import MAX_CHUNK_ROWS
-from engine.kernels.reference import ReferenceKernels, rms_norm
+from engine.kernels.reference import ReferenceKernels, activate, rms_norm
 from wire.errors import Internal
 
 _ALL_POSITIONS = 1 << 30
@@ -61,6 +63,14 @@ class CpuKernels(Kernels):
             raise Internal(f"CPU kernels for {self._dtype} were given another weight: {linear.weight.dtype}, strided.")
         return linear
 
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """Keeps the weights but for the router's, which become float32; raises Internal as `prepare` does."""
+        stacked = ((experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias))
+        for each in (experts.shared_gate_up, experts.shared_down, *(Linear(*pair) for pair in stacked)):
+            if each is not None:
+                self.prepare(each)
+        return with_wide_router(experts)
+
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
         """Looks up the rows of `table`; Internal with a feed, as tokens are always known on a CPU."""
         if feed is not None:
@@ -82,6 +92,14 @@ class CpuKernels(Kernels):
         self._product(cpu_jobs.NORM_GATE_UP, hidden, normed, norm, eps, gate_up, out, gelu=gelu)
         return out
 
+    def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
+        """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]."""
+        if activation != "silu":
+            return activate(self.linear(x, gate_up), activation)
+        out = torch.empty(len(x), len(gate_up.weight) // 2, dtype=self._dtype)
+        self._product(cpu_jobs.GATE_UP, x, x, None, 0.0, gate_up, out)
+        return out
+
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product."""
         out = torch.zeros(len(x), len(linear.weight), dtype=self._dtype)
@@ -100,7 +118,7 @@ class CpuKernels(Kernels):
         self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
     ) -> None:
         """Computes the chosen experts one after the other, each for all of its tokens."""
-        self._plain.experts(hidden, norm, eps, experts, spec, slots)
+        add_experts(self, self._norm(hidden, norm, eps), hidden, experts, spec, slots)
 
     def rope_and_store(
         self,
@@ -171,6 +189,12 @@ class CpuKernels(Kernels):
     ) -> Tensor:
         """Expands each row's latents to keys and values of all heads and attends to them."""
         return self._plain.latent_attention(q, kv_up, cache, layer, layout, shape)
+
+    def _norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Returns RMSNorm(hidden), whatever the other tokens are."""
+        out = torch.empty_like(hidden)
+        self._product(cpu_jobs.NORM, hidden, out, norm, eps, Linear(hidden), out)
+        return out
 
     def _product(
         self,

@@ -115,7 +115,12 @@ class SmallCluster:
     async def _open_listener(self, end: End) -> str:
         """Opens a worker's metrics listener like a worker's process."""
         worker = end.worker
-        engine: Any = SimpleNamespace(device_name=self._device, facts=worker.facts, graph_use=GraphUse())
+        engine: Any = SimpleNamespace(
+            device_name=self._device,
+            facts=worker.facts,
+            graph_use=GraphUse(),
+            expert_tokens=SimpleNamespace(read=lambda: {("first", "0"): 7}),
+        )
         worker.metrics.registry.read(partial(worker_facts, worker.report, worker.transport))
         worker.metrics.registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
         listener = MetricsServer({METRICS_PATH: metrics_page(Exposition(worker.metrics.registry))}, frozenset())

@@ -53,7 +53,12 @@ class World:
     def __init__(self, role: Callable[[int], str]) -> None:
         self.minute, self.role = 0, role
         graphs = SimpleNamespace(hits=0, misses=0, padded_tokens=0)
-        engine: Any = SimpleNamespace(device_name="cpu", facts=SimpleNamespace(dtype="float32"), graph_use=graphs)
+        engine: Any = SimpleNamespace(
+            device_name="cpu",
+            facts=SimpleNamespace(dtype="float32"),
+            graph_use=graphs,
+            expert_tokens=SimpleNamespace(read=dict),
+        )
         self.worker = Registry(WorkerMetrics("m", WORKER, Utilization(ROOFLINE)).registry.labels)
         self.worker.read(lambda: {f.WORKER_INFO: engine_facts(engine, lambda: role(self.minute))[f.WORKER_INFO]})
         self.worker.read(self._everything)

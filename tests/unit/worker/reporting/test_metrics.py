@@ -186,7 +186,12 @@ def prompt_of(number: int) -> list[int]:
 async def test_a_change_of_role_is_a_change_of_one_series() -> None:
     async with WorkerPair() as pair:
         worker = pair.prefill.worker
-        engine: Any = SimpleNamespace(device_name="cpu", facts=worker.facts, graph_use=GraphUse())
+        engine: Any = SimpleNamespace(
+            device_name="cpu",
+            facts=worker.facts,
+            graph_use=GraphUse(),
+            expert_tokens=SimpleNamespace(read=lambda: {("first", "0"): 7}),
+        )
         worker.metrics.registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
         seen = []
         for role in (Role.PREFILL, Role.BOTH):

@@ -1,0 +1,122 @@
+"""The tiles of the experts' products: by the number of tokens that an expert has on average. No torch, no Triton.
+
+A tile holds tokens of one expert alone, so larger ones read weights less often and compute more padding. The figures
+are for an H200: 227 KiB of shared memory a multiprocessor, of which the loads in flight must fill about 32 KiB on each
+for the memory's full bandwidth. `python -m benchmarks.experts --tune` measures others and prints lines for `TUNED`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """A program multiplies `rows` rows of an expert's weight (of gate and of up each), `columns` at a time.
+
+    stages: depth of the load pipeline
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    """The tiles of both products: `tokens` tokens of one expert."""
+
+    tokens: int
+    gate_up: ProductTile
+    down: ProductTile
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The sizes of a mixture of experts: `hidden` and inner `width` are elements."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+
+    def tokens_an_expert(self, tokens: int) -> float:
+        """Returns the average number of tokens of an expert in a step of `tokens` tokens."""
+        return tokens * self.top_k / self.experts
+
+
+TOKENS_OF_TILES = ((8, 16), (16, 32), (48, 64))
+"""(Largest average number of tokens of an expert, tokens of a tile): about all experts fill less than one tile."""
+MOST_TOKENS = 128
+"""Tokens of a tile beyond these averages."""
+
+TILES = {
+    # Two programs a multiprocessor, each with 108 KiB of loads in flight.
+    16: ExpertTile(16, gate_up=ProductTile(64, 128, 3, 4), down=ProductTile(128, 128, 3, 4)),
+    32: ExpertTile(32, gate_up=ProductTile(64, 64, 5, 4), down=ProductTile(128, 64, 5, 4)),
+    64: ExpertTile(64, gate_up=ProductTile(64, 64, 4, 4), down=ProductTile(128, 64, 4, 4)),
+    # One program a multiprocessor: 256 x 128 sums in the registers of 8 warps, the most that fit.
+    128: ExpertTile(128, gate_up=ProductTile(128, 64, 3, 8), down=ProductTile(256, 64, 3, 8)),
+}
+"""The tiles of the 16-bit types by their number of tokens."""
+
+TUNED: dict[ExpertShape, dict[int, ExpertTile]] = {}
+"""Measured tiles of known shapes, which take precedence."""
+
+FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
+"""The tile of float32, the same for every step: so a token's sums never depend on the other tokens."""
+
+_LEAST_COLUMNS = 16
+_MOST_STAGES = 6
+_MOST_ROUTER_SPLITS = 16
+_ROUTER_CHUNK = 256
+"""Minimum columns of a program of the router's product."""
+_ROUTER_PROGRAMS = 64
+"""Programs of the router's product that hide the latency of its loads; each split is another read for the choice."""
+
+
+@lru_cache(maxsize=4096)
+def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
+    """Returns the tile for a step of `tokens` tokens, and weights of `item_bytes` an element."""
+    if item_bytes == 4:
+        return FLOAT_TILE
+    average = shape.tokens_an_expert(tokens)
+    size = next((size for most, size in TOKENS_OF_TILES if average <= most), MOST_TOKENS)
+    tuned = TUNED.get(shape, {}).get(size)
+    if tuned is not None:
+        return tuned
+    tile = TILES[size]
+    return ExpertTile(size, _fitting(tile.gate_up, shape.hidden), _fitting(tile.down, shape.width))
+
+
+def max_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
+    """Returns the most tiles of `pairs` (token, expert) pairs, of which each expert may have a partly filled one."""
+    return (pairs + (tile_tokens - 1) * min(pairs, experts)) // tile_tokens
+
+
+def _fitting(tile: ProductTile, k: int) -> ProductTile:
+    """Returns the tile with columns that divide `k` where some do, as partly empty loads cost as much as full ones."""
+    columns, stages = tile.columns, tile.stages
+    while k % columns and columns > _LEAST_COLUMNS * 2:
+        columns, stages = columns // 2, min(2 * stages, _MOST_STAGES)
+    return tile if k % columns else ProductTile(tile.rows, columns, stages, tile.warps)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTile:
+    """The tile of the router's product: `splits` programs share one's columns, and the choice adds their sums."""
+
+    tokens: int
+    experts: int
+    columns: int
+    splits: int
+
+
+def router_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> RouterTile:
+    """Returns the tile of the router's product, the same for every step in float32."""
+    if item_bytes == 4:
+        return RouterTile(tokens=16, experts=16, columns=32, splits=1)
+    rows, experts = (16, 16) if tokens <= 64 else (64, 64)
+    programs = -(-tokens // rows) * -(-shape.experts // experts)
+    most = min(_MOST_ROUTER_SPLITS, max(shape.hidden // _ROUTER_CHUNK, 1))
+    return RouterTile(rows, experts, columns=128, splits=max(1, min(most, _ROUTER_PROGRAMS // programs)))

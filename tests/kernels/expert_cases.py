@@ -1,0 +1,136 @@
+"""Random mixtures of experts between NaN, whose tokens choose the same experts in every dtype."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.config.model import ExpertRouter, MixtureOfExperts
+from engine.kernels.base import Experts, Linear
+from engine.kernels.experts.expert_tiles import ExpertTile
+from engine.kernels.experts.triton_experts import ExpertKernels
+from engine.kernels.reference import ReferenceKernels, choose_experts, rms_norm, router_logits
+from engine.kernels.triton_launch import overlaps_launches
+from tests.kernels.product_cases import DEVICE, EPS, guarded, guards_of
+
+REFERENCE = ReferenceKernels()
+OURS = ExpertKernels(overlaps_launches())
+_NOISE, _DRAWS = 0.03, 8
+"""Logits that are so far from each other are in the same order in every dtype."""
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """Inputs in float64: hidden [T, H]; slots [T] are -1 for padding tokens, whose hidden state is NaN."""
+
+    spec: MixtureOfExperts
+    hidden: Tensor
+    norm: Tensor
+    experts: Experts
+    slots: Tensor
+
+    @property
+    def valid(self) -> Tensor:
+        return self.slots >= 0
+
+    def of(self, tokens: slice) -> "ExpertCase":
+        return replace(self, hidden=self.hidden[tokens], slots=self.slots[tokens])
+
+    def chosen(self) -> Tensor:
+        """Returns the experts of the tokens that are no padding [any, top_k]."""
+        return choose(self.spec, self.experts, self.hidden[self.valid], self.norm)
+
+
+def moe(
+    router: ExpertRouter, *, experts: int = 8, top_k: int = 2, width: int = 24, activation: str = "silu",
+    bias: bool = False, shared_width: int = 0, shared_gate: bool = False,
+) -> MixtureOfExperts:  # fmt: skip
+    return MixtureOfExperts(experts, top_k, width, router, activation, bias, shared_width, shared_gate)
+
+
+def make_case(spec: MixtureOfExperts, tokens: int, hidden: int = 40, *, padding: bool = False, seed: int = 0,
+              device: torch.device | str = "cpu") -> ExpertCase:  # fmt: skip
+    """Returns a case; with `padding` every third token from the second on is none."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*sizes: int, scale: float = 1.0) -> Tensor:
+        numbers = torch.randn(*sizes, generator=generator, device=device) * scale * 256
+        return numbers.round().clamp(-1020, 1020).bfloat16().double() / 256
+
+    experts, width, shared = spec.experts, spec.width, spec.shared_width
+    inner, outer = hidden**-0.5, width**-0.5
+    made = Experts(
+        router=random(experts, hidden, scale=0.5),
+        router_bias=random(experts) if spec.router.bias else None,
+        choice_bias=random(experts, scale=0.2) if spec.router.choice_bias else None,
+        gate_up=random(experts, 2 * width, hidden, scale=2 * inner),
+        gate_up_bias=random(experts, 2 * width) if spec.bias else None,
+        down=random(experts, hidden, width, scale=outer),
+        down_bias=random(experts, hidden) if spec.bias else None,
+        shared_gate_up=Linear(random(2 * shared, hidden, scale=inner)) if shared else None,
+        shared_down=Linear(random(hidden, shared, scale=shared**-0.5)) if shared else None,
+        shared_gate=random(1, hidden, scale=inner) if spec.shared_gate else None,
+    )
+    norm = random(hidden)
+    candidates = random(8 * tokens + 64, hidden)
+    found = candidates[_is_stable(spec, made, candidates, norm, generator)][:tokens]
+    assert len(found) == tokens
+    slots = torch.arange(tokens, device=device)
+    if padding:
+        slots[1::3] = -1
+        found[1::3] = float("nan")
+    return ExpertCase(spec, found, norm, made, slots)
+
+
+def choose(spec: MixtureOfExperts, experts: Experts, hidden: Tensor, norm: Tensor, noise: float | Tensor = 0) -> Tensor:
+    logits = router_logits(rms_norm(hidden, norm, EPS), experts.router, experts.router_bias)
+    return choose_experts(logits + noise, experts.choice_bias, spec)[1].sort(dim=1).values
+
+
+def _is_stable(
+    spec: MixtureOfExperts, experts: Experts, hidden: Tensor, norm: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Returns the tokens that choose the same experts when their logits change a little."""
+    usual = choose(spec, experts, hidden, norm)
+    stable = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+    for _ in range(_DRAWS):
+        noise = torch.randn(len(hidden), spec.experts, generator=generator, device=hidden.device).double() * _NOISE
+        stable &= (choose(spec, experts, hidden, norm, noise) == usual).all(dim=1)
+    return stable
+
+
+def experts_as(experts: Experts, dtype: torch.dtype, counter: Tensor | None = None, *, guard: bool = False) -> Experts:
+    """Returns the experts in `dtype` on the device; the bias of the choice stays wider, as in the engine."""
+
+    def convert(tensor: Tensor | None, kind: torch.dtype) -> Tensor | None:
+        if tensor is None:
+            return None
+        return guarded(tensor, kind) if guard else tensor.to(kind)
+
+    wide = torch.promote_types(dtype, torch.float32)
+    shared = [
+        None if each is None else Linear(each.weight.to(dtype))
+        for each in (experts.shared_gate_up, experts.shared_down)
+    ]
+    names = ("router", "router_bias", "gate_up", "gate_up_bias", "down", "down_bias", "shared_gate")
+    found = {name: convert(getattr(experts, name), dtype) for name in names}
+    bias = convert(experts.choice_bias, wide)
+    return replace(experts, choice_bias=bias, shared_gate_up=shared[0], shared_down=shared[1], tokens=counter, **found)
+
+
+def reference_run(case: ExpertCase, dtype: torch.dtype) -> Tensor:
+    """Returns the hidden states after plain PyTorch's experts, without padding."""
+    hidden = case.hidden[case.valid].to(dtype)
+    experts = experts_as(case.experts, dtype)
+    REFERENCE.experts(hidden, case.norm.to(dtype), EPS, experts, case.spec, case.slots[case.valid])
+    return hidden
+
+
+def run(case: ExpertCase, dtype: torch.dtype, tile: ExpertTile | None = None, counter: Tensor | None = None) -> Tensor:
+    """Returns the hidden states after the routed experts under test, with NaN around all tensors."""
+    hidden, norm = guarded(case.hidden, dtype), guarded(case.norm, dtype)
+    experts = experts_as(case.experts, dtype, counter, guard=True)
+    slots = case.slots.to(DEVICE)
+    OURS.add(hidden, norm, EPS, experts, case.spec, slots, tile)
+    assert guards_of(hidden).isnan().all()
+    return hidden.to(case.hidden.device)
