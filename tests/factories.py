@@ -218,7 +218,8 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     parsed = parse_spec(config, {})
     places = places_of(parsed, allocate_parameters(parsed, torch.float32, torch.device("meta")))
     rng = np.random.default_rng(seed)
-    return {name: _random_tensor(rng, name, place.stored_shape) for name, place in places.items()}
+    centre = 0.0 if parsed.wide_norms else 1.0  # such norms are stored minus 1
+    return {name: _random_tensor(rng, name, place.stored_shape, centre) for name, place in places.items()}
 
 
 def tiny_engine_config(folder: Path, **changes: Any) -> EngineConfig:
@@ -237,10 +238,10 @@ def row(token_ids: list[int], start: int, page_ids: list[int], *, drawn: bool = 
     return StepRow(token_ids, start, page_ids, draw() if drawn else None)
 
 
-def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], centre: float) -> np.ndarray:
     values = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in name:
-        return 1 + values / 10
+        return centre + values / 10
     if "correction_bias" in name:
         return values / 10
     scale = 1.0 if len(shape) == 1 or "embed" in name else 1 / math.sqrt(shape[-1])

@@ -38,9 +38,7 @@ def reference(step: LatentStep) -> torch.Tensor:
     return REFERENCE.latent_attention(step.queries, step.kv_up, step.cache, LAYER, step.layout, step.shape)
 
 
-def check(
-    step: LatentStep, dtype: torch.dtype, choose: PlanFunction = make_plan, tokens: int | None = None
-) -> None:
+def check(step: LatentStep, dtype: torch.dtype, choose: PlanFunction = make_plan, tokens: int | None = None) -> None:
     """Compares all tokens but padding, which gives zeros."""
     real = torch.cat([torch.full((length,), context > 0) for length, context in step.rows])
     ours = run(step.to(dtype, DEVICE), choose, tokens)

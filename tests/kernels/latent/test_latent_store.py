@@ -27,9 +27,7 @@ def store(step: LatentStep) -> tuple[torch.Tensor, torch.Tensor]:
 
 def reference(step: LatentStep) -> tuple[torch.Tensor, torch.Tensor]:
     cache = step.cache.clone()
-    q = REFERENCE.latent_store(
-        step.q, step.latents, step.rope, step.norm, EPS, cache, LAYER, step.layout, step.shape
-    )
+    q = REFERENCE.latent_store(step.q, step.latents, step.rope, step.norm, EPS, cache, LAYER, step.layout, step.shape)
     return q.cpu(), cache.cpu()
 
 
