@@ -125,9 +125,7 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
     context = max(context, *(row.start + len(row.token_ids) for row in chunks)) if chunks else context
     single = next((i for i, row in enumerate(chunks, len(tokens)) if len(row.token_ids) > 1), sizes.rows)
     cached = max((row.start for row in chunks), default=0)
-    return view_step(
-        words, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached
-    )
+    return view_step(words, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached)
 
 
 def view_step(

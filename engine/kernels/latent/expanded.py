@@ -109,9 +109,7 @@ class ExpandedAttention:
     ) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of a block."""
         shape = self._shape
-        both = torch.empty(
-            block.tokens, shape.heads, shape.query + shape.v_dim, dtype=cache.dtype, device=cache.device
-        )
+        both = torch.empty(block.tokens, shape.heads, shape.query + shape.v_dim, dtype=cache.dtype, device=cache.device)
         expand(
             cache, layer, kv_up, page_table, block.starts, block.lengths, block.first_positions, block.longest, both,
             shape, pdl=self._pdl,
