@@ -114,7 +114,7 @@ class AbsorbedAttention:
 
         q      [T, heads, nope + rope], rows may be strided
         kv_up  [heads, nope + v_dim, latent]
-        cache  [pages, layers, 1, 1, page_tokens, latent + rope], its last dimension contiguous
+        cache  [pages, layers, 1, 1, page_tokens, latent + rope], its last two dimensions contiguous
         out    [T, heads·v_dim], contiguous: the result; zeros for padding
         """
         absorbed = absorb(q, kv_up, self._shape, pdl=self._pdl)
@@ -142,7 +142,6 @@ class AbsorbedAttention:
             lse,
             cache.stride(0),
             cache.stride(1) * layer,
-            cache.stride(4),
             step.page_table.stride(0),
             slots,
             shape.scale * math.log2(math.e),

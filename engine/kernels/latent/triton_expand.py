@@ -59,7 +59,6 @@ def expand(
         out,
         cache.stride(0),
         cache.stride(1) * layer,
-        cache.stride(4),
         page_table.stride(0),
         HEADS=shape.heads,
         LATENT=shape.latent,
@@ -106,7 +105,7 @@ def merge_block(mixed: Tensor, mixed_lse: Tensor, block: Tensor, block_lse: Tens
 
 
 @triton.jit(
-    do_not_specialize=["layer_offset", "table_stride"],
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["page_table", "starts", "lengths", "first_positions"],
 )
 def _expand(
@@ -119,7 +118,6 @@ def _expand(
     out,
     page_stride,
     layer_offset,
-    token_stride,
     table_stride,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -149,7 +147,7 @@ def _expand(
         written = (number < length + TAIL)[:, None]
         position = tl.load(first_positions + row) + number
         page = tl.load(page_table + row * table_stride + position // PAGE_TOKENS, mask=real, other=0).to(tl.int64)
-        latents = cache + layer_offset + (page * page_stride + position % PAGE_TOKENS * token_stride)[:, None]
+        latents = cache + layer_offset + (page * page_stride + position % PAGE_TOKENS * (LATENT + ROPE))[:, None]
         key_dim = tl.arange(0, NOPE_PADDED)[None, :]
         value_dim = tl.arange(0, V_PADDED)[None, :]
         matrix = kv_up + head * ((NOPE + V_DIM) * LATENT)

@@ -11,7 +11,7 @@ from engine.config.attention import LatentShape
 from engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 256
-"""The largest steps of programs of 16 tokens, and of programs of few columns, which would not fill the GPU otherwise."""
+"""The largest steps of programs of 16 tokens, and of those of few columns, which would not fill the GPU otherwise."""
 _NARROW, _WIDE = 32, 128
 """Columns of a program's result."""
 _INNER = 128
