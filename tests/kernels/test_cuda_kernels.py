@@ -22,7 +22,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 2},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "num_key_value_heads": 2},
-}
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 64, "num_key_value_heads": 2, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+}  # fmt: skip
 """One layer each, but one model has two: it shows that a layer reads what the one before it has written."""
 
 

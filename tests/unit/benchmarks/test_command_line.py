@@ -16,6 +16,7 @@ from wire.errors import InvalidArgument
 @pytest.mark.parametrize(
     "name",
     [
+        "experts",
         "fused_kernels",
         "kv_transfer",
         "latent_attention",
