@@ -81,14 +81,14 @@ class StepScheduler:
         elif not self.decoding.decode_rows and not self._prefill.queue.length:
             return None
         self.decoding = decode_work(decode_rows)
-        if not self._prefill.queue.length:
+        prefill_rows: Sequence[StepRow] = ()
+        if self._prefill.queue.length:
+            waiting = self._prefill.waiting()
+            prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
+            if waiting.prompts:
+                prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
+        else:
             self._policy.steps_without_prompts += 1
-            return StepPlan(StepBatch((), decode_rows), self.decoding) if decode_rows else None
-        waiting = self._prefill.waiting()
-        prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
-        if not waiting.prompts:
-            return StepPlan(StepBatch((), decode_rows), self.decoding) if decode_rows else None
-        prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
         if not decode_rows and not prefill_rows:
             return None
         return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(self.decoding, prefill_rows))
@@ -135,17 +135,8 @@ class BatchGrowth:
             return most
         cost = self._cost()
         decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
-        target_s = tightest_kept(targets, decoding_s)
-        if self._target_s is not None:
-            target_s = min(self._target_s, target_s)
-        if target_s == math.inf:
-            return most
-        p = cost.parameters
-        spare = target_s - p.base_s
-        row_s = p.row_s + p.context_s * self._context
-        if spare < row_s or row_s <= 0.0:
-            return most
-        return min(most, max(running.decode_rows, int(spare / row_s)))
+        rows = cost.rows_within(tightest_kept(targets, decoding_s, self._target_s), self._context)
+        return min(most, max(running.decode_rows, int(min(most, rows)))) if rows >= 1.0 else most
 
 
 def decode_work(rows: TokenRows) -> StepWork:
