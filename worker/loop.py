@@ -34,11 +34,9 @@ class Runner(Protocol):
     @property
     def asynchronous(self) -> bool:
         """True if `launch` returns before the step has run."""
-        ...
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Launches one step and returns its pending result."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
