@@ -3,6 +3,7 @@
 It does no I/O: the dispatcher, real or simulated, asks it for the next request and reports how each one ends.
 """
 
+import math
 from collections.abc import Iterator
 
 from costs.answer_length import AnswerLengths
@@ -14,10 +15,6 @@ from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.worker_state import REFUSAL_PAUSE_S, AnswerWork, Clock, PromptWork, WorkerState
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload
-from wire.ending import pages_for
-
-_ANSWER_WEIGHT = 2.0
-"""The charge for a token of an answer / that for a computed prompt token, in a tenant's share."""
 
 _RETRY_MIN_S = 2 * REFUSAL_PAUSE_S
 
@@ -200,7 +197,7 @@ class RequestScheduler:
     def ended(self, request: QueuedRequest, answer_tokens: int) -> None:
         """Charge and learn from an answer that has ended."""
         if answer_tokens:
-            self._queue.charge(request.tenant, _ANSWER_WEIGHT * answer_tokens)
+            self._queue.charge(request.tenant, answer_tokens)
             self._lengths.learn(request.max_tokens, answer_tokens)
 
     def _expect_answer(self, request: QueuedRequest) -> None:
@@ -214,6 +211,6 @@ def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, d
     cached = placement.prediction.cached_tokens
     prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached))
     if decode is not None:
-        pages = pages_for(request.reserved_tokens, decode.page_tokens)
+        pages = math.ceil(request.reserved_tokens / decode.page_tokens)
         context = (request.prefill_tokens + request.reserved_tokens) // 2
         decode.add_answer(request.wire_id, AnswerWork(pages, context, request.slo))

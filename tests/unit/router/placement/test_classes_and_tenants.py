@@ -8,7 +8,6 @@ import grpc.aio
 import openai
 import pytest
 
-from costs.transfer_cost import TransferCost
 from router.config import RouterConfig
 from router.requests.tenants import tenant_of, tenant_salt
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
@@ -258,12 +257,11 @@ async def test_what_was_expected_is_compared_with_what_came(cluster: Cluster, cl
     assert prediction_quality.last.itl_s is None
 
 
-async def test_transfers_teach_the_router_how_large_pages_are(cluster: Cluster, client: Client) -> None:
+async def test_transfers_teach_the_router_how_long_a_page_takes(cluster: Cluster, client: Client) -> None:
+    receiver = cluster.router._dispatcher.pool.link(cluster.decode.info.peer).state
+    assert receiver.page_transfer_s == 0.0
     await client.run(ask(8, prompt=PROMPT))
-    fleet = cluster.router._dispatcher.pool.fleet
-    assert fleet.kv_bytes(33, 16) == 3 * 4096
-    transfer = cluster.router._dispatcher.pool.link(cluster.decode.info.peer).state.transfer
-    assert transfer.seconds(1) != TransferCost().seconds(1)
+    assert receiver.page_transfer_s > 0.0
 
 
 async def test_a_worker_that_gives_no_list_serves_all_the_same(cluster: Cluster) -> None:
