@@ -93,8 +93,11 @@ class AbsorbedAttention:
         capacity = page_table.shape[1] * cache.shape[4]
         most = count * -(-capacity // plan.block_tokens)
         units = max(1, min(plan.programs // self._heads_tiles, most)) if plan.programs else count * EXACT_SPLITS
-        ranges = torch.empty(units, RANGE_FIELDS.value, dtype=torch.int32, device=contexts.device)
-        parts = torch.empty(count, PART_FIELDS.value, dtype=torch.int32, device=contexts.device)
+        # Zeros, as trial steps (`engine/cuda/compile_ahead.py`) may leave the launch out.
+        planned = torch.zeros(
+            units * RANGE_FIELDS.value + count * PART_FIELDS.value, dtype=torch.int32, device=contexts.device
+        )
+        ranges, parts = planned.split_with_sizes([units * RANGE_FIELDS.value, count * PART_FIELDS.value])
         plan_ranges_kernel[max(units, count),](
             contexts,
             ranges,

@@ -19,7 +19,7 @@ GROUP_FIELDS = tl.constexpr(3)
 """Of a group of several tokens: its row, its first token, its tokens."""
 
 
-@triton.jit(do_not_specialize=["groups", "units"], do_not_specialize_on_alignment=["contexts"])
+@triton.jit(do_not_specialize=["groups", "units"], do_not_specialize_on_alignment=["contexts", "parts"])
 def plan_ranges_kernel(
     contexts,
     ranges,
@@ -256,7 +256,7 @@ def absorbed_attention_kernel(
         start = 0
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["parts"])
 def merge_kernel(
     partials,
     partial_lse,

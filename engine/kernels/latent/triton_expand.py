@@ -1,5 +1,6 @@
 """The kernels of expanded attention: keys and values of all heads from paged latents, and the merge of blocks."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,8 +13,8 @@ _INNER = 64
 """Elements of the latent that a program multiplies at a time."""
 _SUMS = 1 << 15
 """Sums (float32) of a program: 128 registers of each thread of eight warps."""
-_MOST_TOKENS = 128
-"""Tokens of a program."""
+_MOST_TOKENS, _EXACT_TOKENS = 128, 32
+"""Tokens of a program, the second of float32, which has no matrix units."""
 _MERGED_HEADS = 16
 """Heads whose results a program merges."""
 TAIL = 128
@@ -48,7 +49,8 @@ def expand(
     out             [tokens, heads, nope + rope + v_dim]: each head's key, then its value
     """
     nope, values = (max(triton.next_power_of_2(dim), 16) for dim in (shape.nope, shape.v_dim))
-    tile = min(_MOST_TOKENS, _SUMS // (nope + values))
+    exact = cache.dtype == torch.float32
+    tile = _EXACT_TOKENS if exact else min(_MOST_TOKENS, _SUMS // (nope + values))
     _expand[(triton.cdiv(longest + TAIL, tile), len(page_table), shape.heads)](
         cache,
         kv_up,

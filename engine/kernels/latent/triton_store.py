@@ -57,7 +57,8 @@ def latent_store(
         num_warps=WARPS,
         launch_pdl=pdl,
     )
-    return q.unflatten(1, (shape.heads, shape.query))
+    rotated: Tensor = q.unflatten(1, (shape.heads, shape.query))
+    return rotated
 
 
 @triton.jit
