@@ -127,8 +127,9 @@ class ModelRunner:
             ("dtype", cache.dtype),
             (
                 "layout",
-                f"pages,{cache.layers} layers,{cache.parts} parts,{cache.kv_heads} heads,tokens,{cache.head_dim} dims",
+                f"pages,{cache.kv_heads} heads,{cache.layers} layers,{cache.parts} parts,tokens,{cache.head_dim} dims",
             ),
+            ("windows", ", ".join("none" if group.window is None else str(group.window) for group in cache.groups)),
             ("page_tokens", str(cache.page_tokens)),
         )
 

@@ -45,7 +45,9 @@ class Hardware:
         """The model's facts as a worker registers them."""
         model = self.model
         windows = kv_windows(model)
-        return ModelFacts(self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16", windows)
+        return ModelFacts(
+            self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16", kv_windows=windows
+        )
 
     def with_costs(self, costs: CostParameters) -> "Hardware":
         """Returns the same hardware with these step costs, which predictions know."""
@@ -61,6 +63,13 @@ class Hardware:
 def kv_bytes(model: ModelSpec) -> int:
     """Returns the bytes of one token's KV in all layers."""
     return kv_bytes_per_token(model, _ITEM_BYTES)
+
+
+def kv_bytes_per_held_token(model: ModelSpec, tokens: float) -> float:
+    """Returns the bytes that a decoding request of so many tokens holds per token; with windows, fewer the longer."""
+    sizes = model_sizes(model, _ITEM_BYTES)
+    freed = sum(size * max(0.0, 1 - window / tokens) for window, size in sizes.windowed_kv_bytes)
+    return sizes.kv_bytes_per_token - freed
 
 
 def kv_page_bytes(model: ModelSpec) -> int:

@@ -50,23 +50,22 @@ class KvPages:
         Σ over groups min(⌈tokens / page⌉, ⌈(window + chunk) / page⌉ + 1). The chunk is what steps in flight compute for
         the request: prompt chunks, or single tokens if it is only `decoding`.
         """
-        numbers, chunk = self.numbers(tokens), STEPS_IN_FLIGHT * (1 if decoding else self.step_tokens)
-        return sum(
-            numbers if window is None else min(numbers, self.numbers(window + chunk) + 1) for window in self.windows
-        )
+        numbers = self.numbers(tokens)
+        return sum(numbers if window is None else min(numbers, self._most(window, decoding)) for window in self.windows)
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
         """Returns the most positions, in whole pages, for which `held` is at most `pages`; `ENDLESS` if any are."""
-        low, high = 0, pages + 1  # numbers of pages: `low` fit, `high` do not
-        if self.held(high * self.page_tokens, decoding=decoding) <= pages:
-            return ENDLESS
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.held(middle * self.page_tokens, decoding=decoding) <= pages:
-                low = middle
-            else:
-                high = middle
-        return low * self.page_tokens
+        numbers, left, groups = 0, pages, self.groups
+        for most in sorted(self._most(window, decoding) for window in self.windows if window is not None):
+            if groups * (most - numbers) > left:
+                break
+            left -= groups * (most - numbers)
+            numbers, groups = most, groups - 1
+        return (numbers + left // groups) * self.page_tokens if groups else ENDLESS
+
+    def _most(self, window: int, decoding: bool) -> int:
+        """Returns the most pages that a request holds of a group with a window."""
+        return self.numbers(window + STEPS_IN_FLIGHT * (1 if decoding else self.step_tokens)) + 1
 
     def first(self, group: int, position: int) -> int:
         """Returns the number of the first page of a group that tokens from `position` on see."""
@@ -90,6 +89,10 @@ class KvPages:
         Of groups with a window these are the pages that the next token sees.
         """
         return self.seen(tokens, skipped, self.numbers(tokens))
+
+    def sent_pages(self, tokens: int) -> int:
+        """Returns the number of pages that a hand-over of `tokens` positions sends to a worker without any."""
+        return sum(self.numbers(tokens) - self.first(group, tokens) for group in range(self.groups))
 
     def skipped(self, tokens: int, sent: int) -> int | None:
         """Returns the number of first pages that a hand-over leaves out if it sends so many; None if none does."""

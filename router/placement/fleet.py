@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_state import LoadObserver, WorkerState
-from wire.ending import pages_for
+from wire.kv_pages import KvPages
 from wire.messages import PeerRef
 from wire.tracing.timeline import TransferStats
 
@@ -120,9 +120,9 @@ class Fleet(LoadObserver):
         """The number of live workers with both roles."""
         return len(self._both)
 
-    def kv_bytes(self, tokens: int, page_tokens: int) -> int:
-        """Return the bytes of the pages that hold `tokens`; 0 until a transfer has shown the size of a page."""
-        return pages_for(tokens, page_tokens) * self._page_bytes
+    def kv_bytes(self, tokens: int, kv: KvPages) -> int:
+        """Return the bytes that a hand-over of `tokens` sends; 0 until a transfer has shown the size of a page."""
+        return kv.sent_pages(tokens) * self._page_bytes
 
     def learn_transfer(self, receiver: WorkerState, transfer: TransferStats) -> None:
         """Learn from a transfer to `receiver` that has ended."""

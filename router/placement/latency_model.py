@@ -128,7 +128,7 @@ def exposed_transfer_s(fleet: Fleet, prompt: PromptPrediction, answer: AnswerPre
     The pages of all chunks but the last are in transfer while later ones are computed.
     """
     receiver, missing = answer.worker, answer.missing
-    whole_s = receiver.transfer.seconds(fleet.kv_bytes(missing, receiver.page_tokens))
+    whole_s = receiver.transfer.seconds(fleet.kv_bytes(missing, receiver.kv))
     last = (prompt.computed - 1) % prompt.worker.max_step_tokens + 1
     last_s = whole_s * last / missing if last < missing else whole_s
     return max(last_s, whole_s - prompt.compute_s)

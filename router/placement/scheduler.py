@@ -14,7 +14,6 @@ from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.worker_state import REFUSAL_PAUSE_S, AnswerWork, Clock, PromptWork, WorkerState
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload
-from wire.ending import pages_for
 
 _ANSWER_WEIGHT = 2.0
 """The charge for a token of an answer / that for a computed prompt token, in a tenant's share."""
@@ -214,6 +213,6 @@ def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, d
     cached = placement.prediction.cached_tokens
     prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached))
     if decode is not None:
-        pages = pages_for(request.reserved_tokens, decode.page_tokens)
+        pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)
         context = (request.prefill_tokens + request.reserved_tokens) // 2
         decode.add_answer(request.wire_id, AnswerWork(pages, context, request.slo))

@@ -19,6 +19,7 @@ from engine.model_sizes import model_sizes
 from engine.models.load_spec import load_spec
 from engine.models.shapes import write_shape
 from engine.steps.batch import StepBatch, StepResult
+from wire.kv_pages import KvPages
 
 LAYERS = 32
 LAYER = 6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336
@@ -34,7 +35,7 @@ class RecordedRunner:
     def __init__(self, folder: Any, page_tokens: int = 128) -> None:
         self.spec = load_spec(write_shape("llama-3-8b", folder))
         self.roofline = Roofline(model_sizes(self.spec, 2), GPU)
-        self.page_tokens = page_tokens
+        self.page_tokens, self.kv_pages = page_tokens, KvPages(page_tokens)
         self.cache = SimpleNamespace(page_bytes=page_tokens * KV_OF_A_TOKEN, pages=64)
         self.facts = SimpleNamespace(max_context=8192)
         self.steps: list[StepBatch] = []

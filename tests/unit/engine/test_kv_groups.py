@@ -69,6 +69,10 @@ def test_gemma_3_27b_finishes_its_longest_context_in_14_gb() -> None:
     pages = KvPages(128, tuple(each.window for each in groups), step_tokens=2048)
     assert pages.held(131_072) * page_bytes < 14e9 < 62 * 131_072 * 2 * 16 * 128 * 2
     assert pages.tokens_in(int(14e9) // page_bytes - 1) >= 131_072
+    # Sent are all pages of the layers without a window, and of the others the last window: at most 2 % more for
+    # pages that are not wholly seen, and for padding.
+    formula = (10 * 131_072 + 52 * 1024) * 2 * 16 * 128 * 2
+    assert formula <= pages.sent_pages(131_072) * page_bytes <= 1.02 * formula
     # Only decoding, it holds the windows alone: the note's 11.3 GB, and 0.3 GB for the last pages and padding.
     assert pages.held(131_072, decoding=True) * page_bytes == pytest.approx(11.3e9, rel=0.04)
 
@@ -119,4 +123,5 @@ def test_both_ends_of_a_hand_over_know_what_is_sent(windows: tuple[int | None, .
             assert skipped == sent[0] // pages.groups >= held
             assert pages.sent(tokens, skipped) == sent
             assert skipped == held or not pages.full_groups
+        assert pages.sent_pages(tokens) == len(pages.sent(tokens, 0))
     assert pages.skipped(9, 99) is pages.skipped(9, 0) is None

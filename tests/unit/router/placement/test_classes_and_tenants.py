@@ -20,6 +20,7 @@ from wire.cost_parameters import UNMEASURED
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import types_pb2
+from wire.kv_pages import KvPages
 from wire.messages import Role
 from wire.page_digests import page_digests, root_digest
 from wire.rpc import RETRY_AFTER
@@ -261,7 +262,7 @@ async def test_what_was_expected_is_compared_with_what_came(cluster: Cluster, cl
 async def test_transfers_teach_the_router_how_large_pages_are(cluster: Cluster, client: Client) -> None:
     await client.run(ask(8, prompt=PROMPT))
     fleet = cluster.router._dispatcher.pool.fleet
-    assert fleet.kv_bytes(33, 16) == 3 * 4096
+    assert fleet.kv_bytes(33, KvPages(16)) == 3 * 4096
     transfer = cluster.router._dispatcher.pool.link(cluster.decode.info.peer).state.transfer
     assert transfer.seconds(1) != TransferCost().seconds(1)
 

@@ -8,6 +8,7 @@ from costs.step_work import chunk_pairs
 from router.placement.latency_model import MISS_S, AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
 from router.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, need
+from wire.kv_pages import KvPages
 from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
 from wire.tracing.timeline import TransferStats
@@ -131,7 +132,7 @@ def test_what_is_computed_later_hides_the_transfer_of_what_came_before(at: TestF
     for wire_us in (10**4, 10**7):
         for _ in range(300):
             at.fleet.learn_transfer(decode, TransferStats(2**24, 8, "UCX", wire_us))
-        whole_s = decode.transfer.seconds(at.fleet.kv_bytes(8000, 16))
+        whole_s = decode.transfer.seconds(at.fleet.kv_bytes(8000, KvPages(16)))
         exposed.append((whole_s, exposed_transfer_s(at.fleet, prompt, answer)))
     (fast_s, last_s), (slow_s, rest_s) = exposed
     last = (8000 - 1) % 2048 + 1
