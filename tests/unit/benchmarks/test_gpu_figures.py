@@ -149,11 +149,11 @@ def test_uneven_rows_are_a_step_of_their_own(
 
 
 def test_rows_of_any_lengths_have_pages_of_their_own(engine: GpuEngine) -> None:
-    pages = engine._pages_of([1, 128, 129, 300])
+    pages = engine._pages_of([(0, 1), (0, 128), (100, 129), (0, 300)])
     assert [len(each) for each in pages] == [1, 1, 2, 3]
     assert [page for each in pages for page in each] == list(range(7))
     with pytest.raises(ValueError, match="2 rows need 72 pages of 64"):
-        engine._pages_of([128 * 70, 129])
+        engine._pages_of([(0, 128 * 70), (0, 129)])
 
 
 def test_walking_is_compared_with_rows_that_are_all_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:

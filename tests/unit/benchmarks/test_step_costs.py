@@ -23,7 +23,7 @@ class Runner:
 
     asynchronous: bool
     graphs: bool = True
-    page_tokens: int = 16
+    kv_pages: KvPages = field(default_factory=lambda: KvPages(16))
     graph_use: GraphUse = field(default_factory=GraphUse)
     ahead: list[int] = field(default_factory=list)
     running: int = 0
