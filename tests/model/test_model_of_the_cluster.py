@@ -122,7 +122,7 @@ def give_up_what_decode_steps_in_flight_read(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_page_that_is_given_up_too_early_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WatchedEngine, "windows", WINDOWS)
     mutant(monkeypatch)
-    with pytest.raises(Exception, match="reads|state"):
+    with pytest.raises(Exception, match=r"reads|state"):
         play_several(RUNS_FOR_A_MUTANT, SEEDS_FOR_A_MUTANT)
 
 
