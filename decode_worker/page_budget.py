@@ -303,7 +303,7 @@ class PageBudget:
 
     def settle(self, request: DecodeRequest) -> None:
         """Keep what a request whose KV is here needs from now on: fewer pages if the prompt was computed in them."""
-        if self._kv.full_groups == self._kv.groups:
+        if not self._kv.windowed:
             return
         self._retire(request, len(request.reservation.prompt_token_ids))
         pages = self.expected_pages(request.reservation, request.reservation.answered)
@@ -360,7 +360,7 @@ class PageBudget:
 
     def _retire_unseen(self, request: DecodeRequest) -> None:
         """Give up the pages of a request that has filled its last ones, if no step in flight reads them."""
-        if self._kv.full_groups < self._kv.groups:
+        if self._kv.windowed:
             self._retire(request, self._kv.tokens_of(request.pages) - request.in_flight)
 
     def _retire(self, request: DecodeRequest, position: int) -> None:

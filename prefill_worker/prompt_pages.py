@@ -49,7 +49,7 @@ class PromptPages:
         given up; they give them up in their turn.
         """
         kv = self._kv
-        if kv.full_groups == kv.groups:
+        if not kv.windowed:
             return tokens
         if not request.local:
             self._give_up(request, request.computed)

@@ -36,6 +36,11 @@ class KvPages:
         """The number of groups without a window."""
         return self.windows.count(None)
 
+    @property
+    def windowed(self) -> bool:
+        """True if any group has a window."""
+        return self.full_groups < self.groups
+
     def numbers(self, tokens: int) -> int:
         """Returns the number of pages that `tokens` positions fill in a group without a window."""
         return -(-tokens // self.page_tokens)

@@ -98,7 +98,7 @@ class DecoderModel:
         tokens whose logits are asked for, None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and
         saves all that follows the last layer's store.
         """
-        for layout in layouts:
+        for layout in reversed(layouts):
             self._kernels.begin_step(cache, layout)
         hidden = self._kernels.embed(token_ids, self._embedding, feed)
         if self._embedding_scale is not None:
