@@ -20,7 +20,7 @@ from engine.model_runner import ModelRunner
 from engine.models.shapes import shape_names, write_shape
 from engine.steps.batch import Draw, StepBatch, StepRow
 from engine.weights.gguf import default_cache
-from wire.ending import pages_for
+from wire.kv_pages import FREED, KvPages, held_pages
 from wire.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -40,24 +40,49 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
+class _Pages:
+    """The pages of one request, without those that no chunk sees any more."""
+
+    def __init__(self, kv: KvPages, pages: int) -> None:
+        self._kv = kv
+        self._free = list(range(pages))
+        self._pages: list[int] = []
+        self.most = 0
+        """The most pages that it held at a time."""
+
+    def of(self, start: int, end: int) -> list[int]:
+        """Returns the entries for a chunk from position `start` to `end`."""
+        kv, pages = self._kv, self._pages
+        for entry in kv.dead(pages, start):
+            self._free.append(pages[entry])
+            pages[entry] = FREED
+        pages += [FREED] * (kv.numbers(end) * kv.groups - len(pages))
+        for entry in kv.seen(start, start // kv.page_tokens, kv.numbers(end)):
+            if pages[entry] == FREED:
+                pages[entry] = self._free.pop()
+        self.most = max(self.most, len(held_pages(pages)))
+        return pages
+
+
 def measure(runner: ModelRunner, tokens: int, step_tokens: int) -> dict[str, object]:
     """Computes a prompt of random tokens twice, the first time to compile; returns the seconds of the second."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(3, runner.spec.vocab_size, (tokens,), generator=generator).tolist()
-    pages = range(pages_for(tokens, runner.page_tokens))
-    seconds = 0.0
+    seconds, most = 0.0, 0
     for ids in (prompt[: 2 * step_tokens], prompt):
         torch.cuda.synchronize()
         started = time.perf_counter()
+        pages = _Pages(runner.kv_pages, runner.cache.pages)
         for start in range(0, len(ids), step_tokens):
             chunk = ids[start : start + step_tokens]
             last = start + step_tokens >= len(ids)
-            runner.run(StepBatch([StepRow(chunk, start, pages, _GREEDY if last else None)]))
-        seconds = time.perf_counter() - started
+            row = StepRow(chunk, start, pages.of(start, start + len(chunk)), _GREEDY if last else None)
+            runner.run(StepBatch([row]))
+        seconds, most = time.perf_counter() - started, pages.most
     sizes = runner.roofline.sizes
     pairs = tokens * (tokens + 1) / 2
     flops = 2 * (sizes.weights - sizes.output_weights) * tokens + sizes.attention_flop_per_pair * pairs
-    return {"seconds": round(seconds, 3), "flops": flops, "pages": len(pages)}
+    return {"seconds": round(seconds, 3), "flops": flops, "pages": most}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

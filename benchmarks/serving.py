@@ -74,7 +74,7 @@ def engine_round(runner: ModelRunner, workload: Workload, max_step_tokens: int) 
     sampling = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
     total = len(workload.prompts[0]) + workload.new_tokens
     refs = [RequestRef(f"alone-{i}", 1) for i in range(len(workload.prompts))]
-    pages = [runner.pool.allocate(ref, -(-total // runner.page_tokens)) for ref in refs]
+    pages = [runner.pool.allocate(ref, runner.kv_pages.numbers(total) * runner.kv_pages.groups) for ref in refs]
     answers: list[list[int]] = [[] for _ in refs]
     started = time.perf_counter()
     at_once = max(1, max_step_tokens // len(workload.prompts[0]))

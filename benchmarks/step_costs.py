@@ -25,6 +25,7 @@ from costs.step_work import StepWork
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from engine.steps.batch import Draw, StepBatch, StepRow
+from wire.kv_pages import KvPages
 from wire.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -51,10 +52,10 @@ class Size:
         decode = StepWork(decode_rows=self.answers, decode_context_tokens=self.answers * (self.answer_context + 1))
         return decode.with_chunk(self.tokens, self.context) if self.tokens else decode
 
-    def batch(self, page_tokens: int) -> StepBatch:
+    def batch(self, kv: KvPages) -> StepBatch:
         """Returns the step's rows, each on its own pages."""
         lengths = [self.answer_context + 1] * self.answers + [self.context + self.tokens] * (self.tokens > 0)
-        ends = accumulate((-(-length // page_tokens) for length in lengths), initial=0)
+        ends = accumulate((kv.numbers(length) * kv.groups for length in lengths), initial=0)
         pages = [range(first, end) for first, end in pairwise(ends)]
         rows = [StepRow([_TOKEN], self.answer_context, pages[row], _GREEDY) for row in range(self.answers)]
         if self.tokens:
@@ -86,7 +87,7 @@ def sizes(answers: Sequence[int], tokens: Sequence[int], contexts: Sequence[int]
 def measure(runner: ModelRunner, size: Size, steps: int) -> Timed:
     """Times steps of one size, each launched before the one before is read where the runner can."""
     hits = runner.graph_use.hits
-    times = list(_results(runner, size.batch(runner.page_tokens), _WARM + steps))
+    times = list(_results(runner, size.batch(runner.kv_pages), _WARM + steps))
     gaps = [after - before for before, after in pairwise(times)]
     return Timed(size, statistics.median(gaps[_WARM - 1 :]), runner.graph_use.hits - hits == _WARM + steps)
 

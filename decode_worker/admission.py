@@ -98,7 +98,7 @@ class DecodeAdmission:
         self._lock = threading.Lock()
         self._budget = PageBudget(config, me.worker_id, cache, self._leases, model=model, clock=clock)
         self._requests = DecodeRequests(cache, self._budget, emit)
-        self._leased = LeasedRequests(self._leases, cache, self._budget, self._requests)
+        self._leased = LeasedRequests(me, self._leases, cache, self._budget, self._requests)
         self.arrival = ArrivalCheck(me, model, checks)
         self._arrivals = ArrivalHandler(
             self._requests, self.arrival, self._lock, self._changed, config.check_deadline_s
@@ -179,6 +179,19 @@ class DecodeAdmission:
         with self._lock:
             return self._leased.allot(lease, pages, prefill)
 
+    def held(self, lease: Lease) -> int:
+        """Return the number of first pages of a local prompt that are read from the cache; StaleEpoch as `allot`."""
+        with self._lock:
+            return self._leased.held(lease)
+
+    def take(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
+        """Return at most `pages` more pages of the lease of a local prompt, which sees no position before a window.
+
+        The next token to be computed is at `position`. StaleEpoch if the lease has ended.
+        """
+        with self._lock:
+            return self._leased.take(lease, pages, position, prefill)
+
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
         """`prefill` may begin to write under these for `write_window_s` from now on, but for those returned."""
         return self._leases.prolong(leases, prefill)
@@ -203,11 +216,11 @@ class DecodeAdmission:
         if lost:
             self._changed()
 
-    def notice(self, notice: TransferNotice) -> None:
+    def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
         """Transfer thread: every byte of the prompt's KV has arrived.
 
-        A notice of an old lease is dropped and counted; one that does not fit the reservation fails the request, which
-        is prefilled again.
+        `pages` are those of a local prompt as `KvPages` lists them. A notice of an old lease is dropped and counted;
+        one that does not fit the reservation fails the request, which is prefilled again.
         """
         seen = EdgeStamp.now(Edge.NOTICE_SEEN)
         with self._lock:
@@ -219,7 +232,7 @@ class DecodeAdmission:
             arrived = self._leased.settle(change)
             if arrived is not None:
                 arrived.edges.append(seen)
-                self._arrivals.handle(arrived, notice, self._clock())
+                self._arrivals.handle(arrived, notice, pages, self._clock())
             checking = arrived is not None and arrived.stage is Stage.CHECKING
         self._changed(work=not checking)
 

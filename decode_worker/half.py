@@ -26,6 +26,7 @@ from decode_worker.running_batch import RunningBatch
 from engine.steps.batch import History, TokenRows
 from wire.ending import Ending, failure_event
 from wire.errors import Internal
+from wire.kv_pages import KvPages
 from wire.logging.logs import about
 from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
 from wire.tracing.timeline import Edge, EdgeStamp
@@ -96,13 +97,11 @@ class RunningRequests:
 class DecodeHalf:
     """Owns the running batch; a request owns its pages until it leaves."""
 
-    def __init__(
-        self, *, requests: RunningRequests, model: ModelFacts, page_tokens: int, max_batch_requests: int
-    ) -> None:
+    def __init__(self, *, requests: RunningRequests, model: ModelFacts, kv: KvPages, max_batch_requests: int) -> None:
         self._requests = requests
         self._model = model
         self._max_batch = max_batch_requests
-        self._batch = RunningBatch(max_batch_requests, page_tokens)
+        self._batch = RunningBatch(max_batch_requests, kv)
         self._cancelled = 0
         """The number of cancelled requests that were dropped from the batch."""
         self.gap_targets: list[float] = []

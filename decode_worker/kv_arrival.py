@@ -5,7 +5,7 @@ The notice and the checksums are compared with the reservation, and the request 
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from decode_worker.request import DecodeRequest, Stage
@@ -121,9 +121,12 @@ class ArrivalHandler:
         self._changed = changed
         self._deadline_s = deadline_s
 
-    def handle(self, request: DecodeRequest, notice: TransferNotice, now: float) -> None:
-        """Take in a request whose lease is settled, so that its pages are its own. Under the lock."""
-        self._requests.adopt(request, now + self._deadline_s)
+    def handle(self, request: DecodeRequest, notice: TransferNotice, pages: Sequence[int], now: float) -> None:
+        """Take in a request whose lease is settled, so that its pages are its own. Under the lock.
+
+        `pages` are those of a local prompt, in their order; empty if it was sent.
+        """
+        self._requests.adopt(request, now + self._deadline_s, pages)
         try:
             self._check_arrival(request, notice)
         except Exception:

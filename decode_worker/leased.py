@@ -12,7 +12,6 @@ from decode_worker.requests import DecodeRequests
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import LeaseChange, PageAction
-from wire.ending import pages_for
 from wire.errors import InvalidArgument, TandemError
 from wire.messages import Lease, PeerRef, Reservation, hash_token_ids
 
@@ -26,11 +25,14 @@ class LeasedRequests:
     revoked.
     """
 
-    def __init__(self, table: LeaseTable, cache: PrefixCache, budget: PageBudget, requests: DecodeRequests) -> None:
+    def __init__(
+        self, me: PeerRef, table: LeaseTable, cache: PrefixCache, budget: PageBudget, requests: DecodeRequests
+    ) -> None:
+        self._me = me
         self._table = table
         self._cache = cache
         self._pool = cache.pool
-        self._page_tokens = cache.page_tokens
+        self._kv = cache.kv
         self._budget = budget
         self._requests = requests
         self._by_epoch: dict[int, DecodeRequest] = {}
@@ -43,16 +45,34 @@ class LeasedRequests:
 
         It fails as `PageBudget.promise` and `LeaseTable.grant` do, and has taken nothing then.
         """
-        pages, promised = self._budget.promise(reservation, prefix)
-        prompt_pages, skipped = pages_for(len(reservation.prompt_token_ids), self._page_tokens), len(prefix.pages)
+        local, tokens = reservation.prefill == self._me, len(reservation.prompt_token_ids)
+        pages, promised = self._budget.promise(reservation, prefix, local=local)
+        held = prefix.held
         try:
             lease = self._table.grant(reservation.ref, reservation.prefill)
         except TandemError:
             self._cache.let_go(prefix)
-            self._budget.withdraw(pages, promised, prompt_pages, skipped)
+            self._budget.withdraw(pages, promised)
             raise
         token_hash = hash_token_ids(reservation.prompt_token_ids)
-        request = DecodeRequest(reservation, lease, prompt_pages, pages, promised, token_hash, prefix, skipped)
+        if local:
+            skipped, lease_pages = prefix.known, self._kv.held(tokens) - held
+        else:
+            sent = self._kv.sent(tokens, prefix.known)
+            skipped, lease_pages = sent[0] // self._kv.groups, len(sent)
+        request = DecodeRequest(
+            reservation,
+            lease,
+            self._kv.numbers(tokens),
+            pages,
+            promised,
+            token_hash,
+            prefix,
+            skipped,
+            lease_pages=lease_pages,
+            held=lease_pages + held,
+        )
+        self._budget.await_prompt(request)
         self._by_epoch[lease.epoch] = request
         self._requests.add(request)
         return request
@@ -65,11 +85,30 @@ class LeasedRequests:
         request = self._by_epoch[lease.epoch]
         if pages != request.prompt_pages:
             raise InvalidArgument("pages", f"{pages} asked for, the prompt of this lease fills {request.prompt_pages}")
-        missing = self._pool.advertise(lease, pages - request.skipped)
-        request.pages = [*request.prefix.pages, *missing]
-        self._budget.spend_on_prompt(request, len(missing))
-        self._table.advertise(lease, prefill, missing)
-        return tuple(missing)
+        # A local prompt takes those of groups with a window chunk by chunk.
+        here = self._kv.full_groups * (pages - request.skipped)
+        count = here if prefill == self._me else request.lease_pages
+        return self._advertise(request, self._budget.spend_on_prompt(request, count))
+
+    def held(self, lease: Lease) -> int:
+        """See `DecodeAdmission.held`."""
+        self._table.permit(lease, self._me)
+        return self._by_epoch[lease.epoch].skipped
+
+    def take(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
+        """See `DecodeAdmission.take`."""
+        self._table.permit(lease, prefill)
+        request = self._by_epoch[lease.epoch]
+        self._budget.retire_read(request, position)
+        return self._advertise(request, self._budget.spend_on_chunk(request, pages))
+
+    def _advertise(self, request: DecodeRequest, count: int) -> tuple[int, ...]:
+        """Give spent pages to the request's lease."""
+        pages, prefill = self._pool.advertise(request.lease, count), request.reservation.prefill
+        if pages and self._table.permit(request.lease, prefill) is None:
+            self._table.advertise(request.lease, prefill, pages)
+        request.pages += pages
+        return tuple(pages)
 
     def settle(self, change: LeaseChange) -> DecodeRequest | None:
         """Whose KV has arrived, by what the table says of a notice; it is leased no more.

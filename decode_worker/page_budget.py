@@ -17,7 +17,7 @@ from decode_worker.request import DecodeRequest
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lost_pages import LostPages
-from wire.ending import kv_tokens, pages_for
+from wire.ending import kv_tokens
 from wire.errors import InvalidArgument, ResourceExhausted, RoleClosed
 from wire.messages import ModelFacts, Reservation
 
@@ -31,6 +31,7 @@ class PageClaims:
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._pool = cache.pool
+        self._groups = cache.kv.groups
         self._limit: int | None = None
         self.committed = 0
         """Pages that the requests hold or claim."""
@@ -56,30 +57,75 @@ class PageClaims:
         return max(0, (self._pool.total if self._limit is None else self._limit) - self._held)
 
     def enter(
-        self, prefix: Prefix, pages: int, prompt_pages: int, prompt_tokens: int, reserved_for_preempted: int
+        self,
+        prefix: Prefix,
+        pages: int,
+        prompt_tokens: int,
+        reserved_for_preempted: int,
+        *,
+        position: int | None = None,
     ) -> int:
         """Claim `pages`, less the cached pages of the prefix, which are read from now on; returns the claimed pages.
 
-        At least `reserved_for_preempted` pages must be left. ResourceExhausted changes nothing.
+        Of the prefix, what tokens from `position` on see is read (`PrefixCache.promise`). At least
+        `reserved_for_preempted` pages must be left. ResourceExhausted changes nothing. `await_prompt` follows.
         """
         self._balance()
         short = self._backed < self._claims
         if short or (self._limit is not None and self.committed + pages + reserved_for_preempted > self._limit):
             raise ResourceExhausted("answers have outgrown their forecasts; come back later")
-        promised = self._cache.promise(prefix, pages, prompt_tokens, aside=reserved_for_preempted)
+        promised = self._cache.promise(prefix, pages, prompt_tokens, aside=reserved_for_preempted, position=position)
         self.committed += pages
         self._claims += promised
         self._backed += promised
-        self._prompts += prompt_pages - len(prefix.pages)
-        self._held += prompt_pages
         return promised
 
-    def spend_on_prompt(self, request: DecodeRequest, pages: int) -> None:
-        """Move promised pages to the lease."""
+    def await_prompt(self, lease_pages: int, held: int) -> None:
+        """Keep so many of the promised pages for a lease; with them the request holds `held` pages."""
+        self._prompts += lease_pages
+        self._held += held
+
+    def for_chunk(self, request: DecodeRequest, most: int) -> int:
+        """Return how many pages a local prompt may take for a chunk, at most `most`.
+
+        Other prompts' pages are backed in any case; the claim of this one may exceed what it was promised at first.
+        """
+        self._balance()
+        return max(0, min(most, request.lease_pages, self._backed - self._prompts + request.lease_pages))
+
+    def spend_on_prompt(self, request: DecodeRequest, pages: int) -> int:
+        """Move so many promised pages to the lease; returns their number."""
         request.promised -= pages
+        request.lease_pages -= pages
         self._claims -= pages
         self._backed -= pages
         self._prompts -= pages
+        return pages
+
+    def give_up(self, request: DecodeRequest, pages: int, *, for_prompt: bool = False) -> None:
+        """Claim as many pages anew as a request with windows has given up: it will take others for later positions.
+
+        `for_prompt` keeps them for its lease.
+        """
+        request.promised += pages
+        self._claims += pages
+        if for_prompt:
+            request.lease_pages += pages
+            self._prompts += pages
+        else:
+            request.held -= pages
+            self._held -= pages
+
+    def settle(self, request: DecodeRequest, committed: int) -> None:
+        """Reduce the claim of a request whose KV is here to what it needs from now on."""
+        left, request.lease_pages = request.lease_pages, 0
+        self._prompts -= left
+        self._held -= left
+        request.held -= left
+        spare = min(request.promised, max(0, request.committed - committed))
+        request.committed -= spare
+        request.promised -= spare
+        self.give_back(spare, spare, 0, 0)
 
     def extend(self, request: DecodeRequest, pages: int) -> None:
         """Claim `pages` pages in all for a request that outgrew its forecast, whether there are any or not."""
@@ -90,43 +136,42 @@ class PageClaims:
         self._claims += more
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
-        """Take one more page for a request with a claim; False if there is none."""
+        """Take one more page of each group for a request with a claim; False if there are none."""
         self._balance()
-        if self._limit is not None and self._held >= self._limit:
+        if self._limit is not None and self._held + self._groups > self._limit:
             if not beyond_limit:
                 return False
-            self._backed += self._pool.promise_up_to(1)
-        if self._backed <= self._prompts:
+            self._backed += self._pool.promise_up_to(self._groups)
+        if self._backed - self._groups < self._prompts:
             return False
-        request.pages += self._pool.allocate(request.reservation.ref, 1, from_promise=True)
-        request.promised -= 1
-        self._claims -= 1
-        self._backed -= 1
-        self._held += 1
+        self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_promise=True))
         return True
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
         """`grow` for each of the requests, or for none: False if there is not a page for each."""
         self._balance()
-        pages = len(requests)
+        groups = self._groups
+        pages = len(requests) * groups
         if self._limit is not None and self._held + pages > self._limit:
             return False
         if self._backed - pages < self._prompts:
             return False
-        taken = self._pool.allocate_each([request.reservation.ref for request in requests])
-        for request, page in zip(requests, taken, strict=True):
-            request.pages.append(page)
-            request.promised -= 1
-        self._claims -= pages
-        self._backed -= pages
-        self._held += pages
+        taken = self._pool.allocate_each([request.reservation.ref for request in requests for _ in range(groups)])
+        for index, request in enumerate(requests):
+            self._count_growth(request, taken[index * groups : (index + 1) * groups])
         return True
 
     def leave(self, request: DecodeRequest) -> None:
         """Drop the claim of a request that is over; its pages belong to others already."""
-        held = max(request.prompt_pages, len(request.pages))
-        awaited = 0 if request.pages else request.prompt_pages - request.skipped
-        self.give_back(request.committed, request.promised, held, awaited)
+        self.give_back(request.committed, request.promised, request.held, request.lease_pages)
+
+    def _count_growth(self, request: DecodeRequest, pages: Sequence[int]) -> None:
+        request.pages += pages
+        request.promised -= len(pages)
+        request.held += len(pages)
+        self._claims -= len(pages)
+        self._backed -= len(pages)
+        self._held += len(pages)
 
     def give_back(self, committed: int, claims: int, held: int, prompts: int) -> None:
         """Subtract what is over from each count."""
@@ -168,7 +213,8 @@ class PageBudget:
         self._lost = LostPages(worker_id, config.quarantine_share_max)
         self._config = config
         self._worker_id = worker_id
-        self._page_tokens = cache.page_tokens
+        self._cache = cache
+        self._kv = cache.kv
         self._pool = cache.pool
         self._leases = leases
         self._model = model
@@ -195,12 +241,17 @@ class PageBudget:
         """The pages that the requests may hold in addition, if the pool has them."""
         return self._claims.left
 
-    def expected_pages(self, reservation: Reservation, tokens: int) -> int:
-        """Pages that prompt and answer are expected to fill, once the answer has so many tokens."""
-        return pages_for(self._stored(reservation, self._expected(reservation, tokens)), self._page_tokens)
+    def expected_pages(self, reservation: Reservation, tokens: int, *, decoding: bool = True) -> int:
+        """Pages that prompt and answer are expected to need, once the answer has so many tokens.
 
-    def promise(self, reservation: Reservation, prefix: Prefix) -> tuple[int, int]:
+        With `decoding`, the prompt is not computed in them.
+        """
+        return self._kv.held(self._stored(reservation, self._expected(reservation, tokens)), decoding=decoding)
+
+    def promise(self, reservation: Reservation, prefix: Prefix, *, local: bool) -> tuple[int, int]:
         """Promise the expected pages, less those of the prefix that are cached, which are read from now on.
+
+        A `local` prompt is computed in these pages.
 
         Returns how many are expected and how many of them are promised. ResourceExhausted with a retry hint when there
         are none now, InvalidArgument when the longest answer will never fit, RoleClosed while closed.
@@ -209,7 +260,7 @@ class PageBudget:
         if self._closed:
             raise RoleClosed(f"worker {self._worker_id} takes no answers, as it {self._closed}; ask another one")
         sampling, prompt_tokens = reservation.sampling, len(reservation.prompt_token_ids)
-        most = pages_for(self._stored(reservation, sampling.max_tokens), self._page_tokens)
+        most = self._kv.held(self._stored(reservation, sampling.max_tokens), decoding=not local)
         if most > self._limit:
             raise InvalidArgument(
                 "max_tokens",
@@ -218,35 +269,62 @@ class PageBudget:
             )
         if self.not_ready:
             raise self._come_back(f"worker {self._worker_id} promises nothing for now: {self.not_ready}")
-        pages = self.expected_pages(reservation, reservation.answered)
-        prompt_pages = pages_for(prompt_tokens, self._page_tokens)
+        pages = self.expected_pages(reservation, reservation.answered, decoding=not local)
+        position = None if local else prompt_tokens
         reserved_for_preempted = self._reserved_for_preempted(reservation, self._limit - pages)
         try:
-            promised = self._claims.enter(prefix, pages, prompt_pages, prompt_tokens, reserved_for_preempted)
+            promised = self._claims.enter(prefix, pages, prompt_tokens, reserved_for_preempted, position=position)
         except ResourceExhausted:
             message = f"worker {self._worker_id} has no KV pages left to promise; come back later"
             raise self._come_back(message) from None
         self._preempted.pop((reservation.router_id, reservation.ref.request_id), None)
         return pages, promised
 
-    def withdraw(self, pages: int, promised: int, prompt_pages: int, skipped: int) -> None:
+    def withdraw(self, pages: int, promised: int) -> None:
         """Give back what `promise` gave for a reservation that becomes no request."""
-        self._claims.give_back(pages, promised, prompt_pages, prompt_pages - skipped)
+        self._claims.give_back(pages, promised, 0, 0)
 
-    def spend_on_prompt(self, request: DecodeRequest, pages: int) -> None:
-        """Note that promised pages were allocated for the request's lease."""
-        self._claims.spend_on_prompt(request, pages)
+    def await_prompt(self, request: DecodeRequest) -> None:
+        """Keep the promised pages for a new request's lease."""
+        self._claims.await_prompt(request.lease_pages, request.held)
+
+    def spend_on_prompt(self, request: DecodeRequest, pages: int) -> int:
+        """Spend promised pages on the request's lease; returns their number."""
+        return self._claims.spend_on_prompt(request, pages)
+
+    def spend_on_chunk(self, request: DecodeRequest, most: int) -> int:
+        """Spend promised pages on the lease of a local prompt; returns how many there are, at most `most`."""
+        return self._claims.spend_on_prompt(request, self._claims.for_chunk(request, most))
+
+    def retire_read(self, request: DecodeRequest, position: int) -> None:
+        """Release what a local prompt has read and sees no more; it may take as many other pages."""
+        retired = self._cache.retire_read(request.prefix, position)
+        self._claims.give_up(request, retired, for_prompt=True)
+
+    def settle(self, request: DecodeRequest) -> None:
+        """Keep what a request whose KV is here needs from now on: fewer pages if the prompt was computed in them."""
+        if not self._kv.windowed:
+            return
+        self._retire(request, len(request.reservation.prompt_token_ids))
+        pages = self.expected_pages(request.reservation, request.reservation.answered)
+        self._claims.settle(request, max(pages, request.held - request.lease_pages))
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
-        """Take one more page for a running request; False if there is none, or none within the limit."""
-        if not request.promised:
+        """Take one more page of each group for a running request, and give up those that it sees no more.
+
+        False if there are none, or none within the limit.
+        """
+        self._retire_unseen(request)
+        if request.promised < self._kv.groups:
             pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
-            self._claims.extend(request, max(pages, len(request.pages) + 1))
+            self._claims.extend(request, max(pages, request.held + self._kv.groups))
         return self._claims.grow(request, beyond_limit=beyond_limit)
 
     def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Take one more page for each request; False, and nothing changes, if any of them has no claim or no page."""
-        return all(request.promised for request in requests) and self._claims.grow_all(requests)
+        """`grow` for each request; False, and no page is taken, if any of them has no claim or no page."""
+        for request in requests:
+            self._retire_unseen(request)
+        return all(request.promised >= self._kv.groups for request in requests) and self._claims.grow_all(requests)
 
     def give_back(self, request: DecodeRequest) -> None:
         """Drop the claim of a request that is over and whose pages belong to others. The caller frees what it reads."""
@@ -279,6 +357,15 @@ class PageBudget:
     def update_lost(self) -> None:
         """Count the pages in quarantine."""
         self._lost.look(self._pool.counts().quarantined, self._limit, self._why)
+
+    def _retire_unseen(self, request: DecodeRequest) -> None:
+        """Give up the pages of a request that has filled its last ones, if no step in flight reads them."""
+        if self._kv.windowed:
+            self._retire(request, self._kv.tokens_of(request.pages) - request.in_flight)
+
+    def _retire(self, request: DecodeRequest, position: int) -> None:
+        retired = self._cache.retire(request.reservation.ref, request.prefix, request.pages, position)
+        self._claims.give_up(request, retired)
 
     def _why(self) -> str:
         writers = ", ".join(self._leases.silent_writers()) or "prefill workers"

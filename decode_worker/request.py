@@ -43,6 +43,7 @@ class DecodeRequest:
     reservation: Reservation
     lease: Lease
     prompt_pages: int
+    """The number of pages that the prompt fills in a group without a window."""
     committed: int
     """Pages that prompt and answer are expected to fill, counted against the worker's limit until it is over."""
     promised: int
@@ -52,9 +53,14 @@ class DecodeRequest:
     prefix: Prefix
     """The part of the prompt that the prefix cache knows; this request reads `prefix.pages` until it is over."""
     skipped: int
-    """The prompt's first pages, which were there when it was reserved: nobody sends them."""
+    """The number of the prompt's first pages that nobody sends, as they are here or, with windows, not needed."""
     stage: Stage = Stage.LEASED
     pages: list[int] = field(default_factory=list)
+    """Its pages as `KvPages` lists them, once its KV is here; before that, those that are advertised."""
+    lease_pages: int = 0
+    """Promised pages for the lease, not yet advertised."""
+    held: int = 0
+    """Pages that it reads or owns, and those for the lease."""
     answer: list[int] = field(default_factory=list)
     """The beginning of `token_ids`: while it runs, the batch keeps the newest."""
     check_until: float = 0.0

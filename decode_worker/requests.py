@@ -9,6 +9,7 @@ from decode_worker.request import DecodeRequest, Stage
 from engine.cache.prefix_cache import PrefixCache
 from wire.ending import failure_event
 from wire.errors import TandemError, TransferFailed
+from wire.kv_pages import FREED
 from wire.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
 from wire.tracing.timeline import Edge, EdgeStamp
 
@@ -52,10 +53,14 @@ class DecodeRequests:
         """A request in Stage.LEASED."""
         self._by_key[request.key] = request
 
-    def adopt(self, request: DecodeRequest, check_until: float) -> None:
-        """Make the lease's pages the request's, as the writer is quiet; their content is still to be checked."""
+    def adopt(self, request: DecodeRequest, check_until: float, pages: Sequence[int] = ()) -> None:
+        """Make the lease's pages the request's, as the writer is quiet; their content is still to be checked.
+
+        A local prompt says where its `pages` are; those that were sent came in their order.
+        """
         request.check_until = check_until
-        request.pages = [*request.prefix.pages, *self._pool.adopt(request.lease, request.reservation.ref)]
+        adopted = self._pool.adopt(request.lease, request.reservation.ref)
+        request.pages = list(pages) if pages else self._listed(request, adopted)
         request.stage = Stage.CHECKING
         self._arrived[request.lease.epoch] = None
         if len(self._arrived) > ADMITTED_REMEMBERED:
@@ -68,6 +73,7 @@ class DecodeRequests:
     def admit(self, request: DecodeRequest, notice: TransferNotice) -> None:
         """Make a request ready, as its KV is right; others may read its prompt's full pages."""
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
+        self._budget.settle(request)
         answer = request.reservation.answer
         request.answer = [*answer, notice.first_token_id]
         request.first_draw = notice.next_draw - len(answer)
@@ -172,6 +178,15 @@ class DecodeRequests:
             del self._by_key[request.key]
         if failure is not None:
             self._tell(request, failure)
+
+    def _listed(self, request: DecodeRequest, sent: Sequence[int]) -> list[int]:
+        """Return the pages that a request reads and those that were sent to it, as `KvPages` lists them."""
+        kv, read = self._cache.kv, request.prefix.pages
+        pages = [*read, *[FREED] * (request.prompt_pages * kv.groups - len(read))]
+        entries = kv.sent(len(request.reservation.prompt_token_ids), request.skipped)
+        for entry, page in zip(entries, sent, strict=True):
+            pages[entry] = page
+        return pages
 
     def _tell(self, request: DecodeRequest, failure: TandemError) -> None:
         reservation = request.reservation

@@ -14,14 +14,15 @@ from decode_worker.batch_slots import NEVER, BatchSlot, SlotColumns
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
 from decode_worker.request import DecodeRequest
 from engine.steps.batch import TokenRows
+from wire.kv_pages import KvPages
 
 
 class RunningBatch:
     """Engine thread only. The pages belong to the requests."""
 
-    def __init__(self, slots: int, page_tokens: int) -> None:
+    def __init__(self, slots: int, kv: KvPages) -> None:
         """`slots` is the number of requests that may run before the batch has to grow."""
-        self.page_tokens = page_tokens
+        self.kv = kv
         self._columns = SlotColumns()
         self._tokens = TokenBuffer()
         self._free: list[int] = []
@@ -256,7 +257,7 @@ class RunningBatch:
 
     def _copy_pages(self, slot: BatchSlot) -> None:
         self._columns.copy_pages(slot)
-        step = len(slot.request.pages) * self.page_tokens - slot.position_offset
+        step = self.kv.tokens_of(slot.request.pages) - slot.position_offset
         if step <= self._next_step:
             self._without_page.append(slot)
         elif step <= slot.last_step:

@@ -24,7 +24,7 @@ def forward_over(model: DecoderModel, cache: PagedCache) -> Forward:
     """The model's steps over one cache."""
 
     def forward(step: PackedStep, feed: Feed | None) -> Tensor | None:
-        return model.forward(step.token_ids, step.layout, cache.tensor, step.drawn, feed)
+        return model.forward(step.token_ids, step.layouts, cache.tensor, step.drawn, feed)
 
     return forward
 

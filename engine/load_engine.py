@@ -85,7 +85,7 @@ def load_parts(
     else:
         # Outside of inference mode: the transfer and tests write into the cache as well.
         capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-        cache = PagedCache(spec, page_tokens, capacity, dtype, device)
+        cache = PagedCache(spec, page_tokens, capacity, dtype, device, step_tokens=config.max_step_tokens)
         packer = StepPacker(step_limits(spec, cache))
         stepper = HostStepper(packer, forward_over(model, cache), device, spec.eos_token_ids)
     facts = ModelFacts(
@@ -95,6 +95,7 @@ def load_parts(
         eos_token_ids=spec.eos_token_ids,
         dtype=cache.dtype,
         summary=model_summary(spec, cache.item_bytes),
+        kv_windows=cache.kv_pages.windows,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
     return LoadedParts(spec, cache, facts, revision, stepper, model.expert_tokens)

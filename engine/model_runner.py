@@ -44,6 +44,7 @@ class ModelRunner:
         self.cache = cache
         self.pool = PagePool(cache.pages)
         self.page_tokens = cache.page_tokens
+        self.kv_pages = cache.kv_pages
         self.page_sums = page_checksums(cache.tensor)
         self.cost_guess = cost_guess(spec, cache)
         self.roofline = roofline(spec, cache)
@@ -126,8 +127,9 @@ class ModelRunner:
             ("dtype", cache.dtype),
             (
                 "layout",
-                f"pages,{cache.layers} layers,{cache.parts} parts,{cache.kv_heads} heads,tokens,{cache.head_dim} dims",
+                f"pages,{cache.kv_heads} heads,{cache.layers} layers,{cache.parts} parts,tokens,{cache.head_dim} dims",
             ),
+            ("windows", ", ".join("none" if group.window is None else str(group.window) for group in cache.groups)),
             ("page_tokens", str(cache.page_tokens)),
         )
 
@@ -140,7 +142,8 @@ class ModelRunner:
             progress("compiling kernels", 0.0)
         sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
         tokens = min(self.page_tokens, _WARM_UP_TOKENS, self.facts.max_context)
-        for row in (StepRow([0] * tokens, 0, [0], None), StepRow([0], 0, [0], Draw(sampling, 0))):
+        pages = [0] * len(self.cache.groups)
+        for row in (StepRow([0] * tokens, 0, pages, None), StepRow([0], 0, pages, Draw(sampling, 0))):
             self.run(StepBatch([row]))
         self.cache.tensor[0].zero_()
         if progress is not None:

@@ -6,7 +6,7 @@ from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
 from costs.step_cost import CostParameters
 from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
-from engine.config.kv import kv_group
+from engine.config.kv import kv_elements
 from engine.config.model import Attention, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
 
 _ATTENTION_FLOP = 2
@@ -36,7 +36,7 @@ def model_sizes(spec: ModelSpec, item_bytes: int) -> ModelSizes:
 
 def kv_bytes_per_token(spec: ModelSpec, item_bytes: int) -> int:
     """Returns the bytes of one token's KV in all layers."""
-    return kv_group(spec).elements * item_bytes
+    return kv_elements(spec) * item_bytes
 
 
 def active_weights(spec: ModelSpec) -> int:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from engine.config.kv import kv_groups
 from engine.config.model import Attention, GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelSpec
 from engine.model_sizes import active_weights, kv_bytes_per_token, total_weights
 
@@ -12,7 +13,9 @@ def model_summary(spec: ModelSpec, item_bytes: int) -> tuple[str, ...]:
     total, active = total_weights(spec), active_weights(spec)
     experts = _experts(spec)
     parameters = f"{_count(total)} parameters" + (f", {_count(active)} active per token" if experts else "")
-    cache = f"{kv_bytes_per_token(spec, item_bytes):,} bytes of KV per token"
+    cache, groups = f"{kv_bytes_per_token(spec, item_bytes):,} bytes of KV per token", kv_groups(spec)
+    if len(groups) > 1:
+        cache += f", pages of {len(groups)} groups of {groups[0].depth} layers"
     return (parameters, cache, f"attention: {', '.join(_attention(spec))}", *experts)
 
 

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 
 from kv_transfer.poll_backoff import wait_precisely
 from wire.errors import InvalidArgument, Unavailable
+from wire.kv_pages import KvPages
 from wire.messages import Lease, PageChecksum
 
 log = logging.getLogger(__name__)
@@ -51,13 +52,13 @@ class PageChecks:
     no `close`.
     """
 
-    def __init__(self, sums: PageSums, rate: float, page_tokens: int) -> None:
+    def __init__(self, sums: PageSums, rate: float, kv: KvPages) -> None:
         """Takes the part `rate` of each transfer's pages to sum, 0 = none; InvalidArgument outside 0 to 1."""
         if not 0.0 <= rate <= 1.0:
             raise InvalidArgument("kv_checksum_rate", f"{rate:g} is not between 0 and 1")
         self._sums = sums
         self._rate = rate
-        self._page_tokens = page_tokens
+        self._kv = kv
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._started = self._closed = False
@@ -68,14 +69,14 @@ class PageChecks:
         return (("kv_checksums", f"{METHOD}, of {self._rate:.6g} of the pages"),)
 
     def chosen(self, lease: Lease, prompt_tokens: int, skipped: int = 0) -> tuple[int, ...]:
-        """Returns `chosen_pages` of the prompt's pages except the first `skipped`, which are not sent."""
-        pages = -(-prompt_tokens // self._page_tokens) - skipped
-        return tuple(skipped + number for number in chosen_pages(lease, pages, self._rate))
+        """Returns `chosen_pages` of what is sent of the prompt (`KvPages.sent`), as entries."""
+        sent = self._kv.sent(prompt_tokens, skipped)
+        return tuple(sent[number] for number in chosen_pages(lease, len(sent), self._rate))
 
     def begin(
-        self, pages: Sequence[int], numbers: Sequence[int], prompt_tokens: int
+        self, pages: Sequence[int], entries: Sequence[int], prompt_tokens: int
     ) -> "Future[tuple[PageChecksum, ...]]":
-        """Sums the prompt's pages `numbers`; page n is `pages[n]`, which must not be written meanwhile.
+        """Sums the prompt's pages of these `entries` of `pages` (`KvPages`), which must not be written meanwhile.
 
         The future ends with the sums, with what summing raised, or with Unavailable after `close`.
         """
@@ -84,7 +85,7 @@ class PageChecks:
         def work() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(self._sum(pages, numbers, prompt_tokens))
+                    future.set_result(self._sum(pages, entries, prompt_tokens))
                 except Exception as error:
                     future.set_exception(error)
 
@@ -141,9 +142,11 @@ class PageChecks:
                 threading.Thread(target=self._run, name="page-checks", daemon=True).start()
             self._work.put(work)
 
-    def _sum(self, pages: Sequence[int], numbers: Sequence[int], prompt_tokens: int) -> tuple[PageChecksum, ...]:
-        filled = [min(self._page_tokens, prompt_tokens - number * self._page_tokens) for number in numbers]
-        return tuple(map(PageChecksum, numbers, self._sums([pages[number] for number in numbers], filled)))
+    def _sum(self, pages: Sequence[int], entries: Sequence[int], prompt_tokens: int) -> tuple[PageChecksum, ...]:
+        page_tokens = self._kv.page_tokens
+        stored = [prompt_tokens - entry // self._kv.groups * page_tokens for entry in entries]
+        sums = self._sums([pages[entry] for entry in entries], [min(page_tokens, tokens) for tokens in stored])
+        return tuple(map(PageChecksum, entries, sums))
 
     def _run(self) -> None:
         wait_precisely()

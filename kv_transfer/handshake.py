@@ -12,7 +12,7 @@ from kv_transfer.layout import KVLayout
 from wire.errors import FailedPrecondition
 from wire.messages import Handshake, PeerDescription
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """The protocol version, incremented with each change in the meaning of messages or bytes that two workers exchange."""
 
 Facts = tuple[tuple[str, str], ...]
@@ -21,9 +21,11 @@ Facts = tuple[tuple[str, str], ...]
 def layout_facts(layout: KVLayout) -> Facts:
     """Returns what two pools must share so that a page of one is a page of the other."""
     return (
-        ("layout", "pages, layers, parts, kv_heads, page_tokens, head_dim"),
+        ("layout", "pages, kv_heads, layers, parts, page_tokens, head_dim"),
         ("kv_dtype", layout.dtype),
         ("item_bytes", str(layout.item_bytes)),
+        ("kv_groups", str(len(layout.windows))),
+        ("windows", ", ".join("none" if window is None else str(window) for window in layout.windows)),
         ("layers", str(layout.layers)),
         ("parts", str(layout.parts)),
         ("kv_heads", str(layout.kv_heads)),

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """A pool of pages in block-major order [pages, layers, parts, kv_heads, page_tokens, head_dim].
+    """A pool of pages in block-major order [pages, kv_heads, layers, parts, page_tokens, head_dim].
 
-    One page of one request is one contiguous range over all layers. The memory stays the engine's.
+    One page of one request is one contiguous range over the layers of a group (`wire/kv_pages.py`). The memory stays
+    the engine's.
     """
 
     base_address: int
@@ -27,10 +28,12 @@ class KVLayout:
     """GPU ordinal; 0 for host memory."""
     parts: int = 2
     """2 for keys and values, 1 for latents."""
+    windows: tuple[int | None, ...] = (None,)
+    """The window of each group, None = all positions."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Bytes of one page over its layers."""
         elements = self.layers * self.parts * self.kv_heads * self.page_tokens * self.head_dim
         return elements * self.item_bytes
 

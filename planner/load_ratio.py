@@ -16,6 +16,7 @@ from costs.step_cost import StepCost
 from planner.demand import Demand, Promise
 from wire.cost_parameters import CostParameters
 from wire.ending import decode_pages
+from wire.kv_pages import KvPages
 from wire.messages import Role
 
 BUSY_MAX = 0.95
@@ -54,6 +55,14 @@ class WorkerFacts:
     """Maximum prompt tokens of a step."""
     longest_tokens: int
     """Maximum tokens of a prompt: workers that do both keep pages free for one (`wire.ending.decode_pages`)."""
+    kv: KvPages | None = None
+    """The pages of requests, if layers have windows: `kv_tokens` counts each group's by itself."""
+
+    def occupied(self, tokens: float, role: Role) -> float:
+        """Returns the part of `kv_tokens` that a request of so many tokens occupies."""
+        if self.kv is None:
+            return tokens
+        return self.kv.held(math.ceil(tokens), decoding=not role.prefills) * self.kv.page_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +117,14 @@ class Rows:
 
 def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
     """Returns the mean number of rows that fit at one worker of this role."""
-    pages = decode_pages(role, int(facts.kv_tokens), facts.longest_tokens)
+    pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
     kv_tokens = facts.kv_tokens if pages is None else pages
     p = facts.cost
     each_s = p.row_s + p.context_s * demand.context_tokens
     by_gap = (promise.gap_s - p.base_s) / each_s if each_s > 0 else math.inf
     found = min(
         (HEADROOM * by_gap, Limit.GAP),
-        (HEADROOM * kv_tokens / max(demand.kv_tokens, 1.0), Limit.KV),
+        (HEADROOM * kv_tokens / max(facts.occupied(demand.kv_tokens, role), 1.0), Limit.KV),
         (HEADROOM * facts.batch_requests, Limit.BATCH),
         key=lambda each: each[0],
     )

@@ -78,10 +78,21 @@ class LocalDecode(Protocol):
         """Allots the pages that receive the last of the prompt's `pages`; StaleEpoch if the lease is over."""
         ...
 
+    def take(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
+        """Takes at most `pages` more pages, for groups with a window; no token from `position` on sees those behind it.
+
+        Fewer if there are no more. StaleEpoch if the lease is over.
+        """
+        ...
+
+    def held(self, lease: Lease) -> int:
+        """Returns the number of the prompt's first pages that are read from the shared cache; StaleEpoch as `allot`."""
+        ...
+
     def release(self, lease: Lease, prefill: PeerRef) -> None:
         """Reports that no write under the lease is in flight and none will follow."""
         ...
 
-    def notice(self, notice: TransferNotice) -> None:
-        """Delivers the notice that the prompt's KV is complete."""
+    def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
+        """Delivers the notice that the prompt's KV is complete, in these `pages` (`KvPages`)."""
         ...

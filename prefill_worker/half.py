@@ -4,7 +4,7 @@ The path of a request, by its queues (`prefill_worker/request.py`):
   1. `submit`    appends it to the queue and starts its hand-over
   2. `schedule`  the queue (`queue.py`) says which prompts are computed, the shortest first, up to the step's token
                  budget. Pages for the whole prompt (`prompt_pages.py`) are taken as late as this, so that it finds
-                 what earlier prompts have left in the cache
+                 what earlier prompts have left in the cache; those of groups with a window, chunk by chunk
   3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then.
                  A local prompt is the decode half's before this returns, and is in the next step that is planned
   4. `take_updates` tells the handoffs, which write the pages of all others, end the request and call `free`
@@ -29,7 +29,7 @@ from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.registry import PendingTransfers, RequestRegistry
 from prefill_worker.request import Abortable, EventThread, PrefillRequest, Progress, ProgressUpdates, make_notice
-from wire.ending import pages_for, reason_to_end
+from wire.ending import reason_to_end
 from wire.errors import Internal, InvalidArgument, TandemError
 from wire.logging.logs import about
 from wire.messages import (
@@ -173,7 +173,9 @@ class PrefillHalf:
     def schedule(self, budget: int) -> list[StepRow]:
         """Rows of the next step with at most `budget` tokens in all; the pages stay this half's."""
         with self._lock:
-            step = self.queue.plan(budget, self._config.max_rows, self._start)
+            planned = self.queue.plan(budget, self._config.max_rows, self._start)
+            covered = [(request, self._cover(request, tokens)) for request, tokens in planned]
+            step = [(request, tokens) for request, tokens in covered if tokens]
             self.deliver_updates()
             if step:
                 self._steps.add(step)
@@ -187,7 +189,7 @@ class PrefillHalf:
         `logprobs` is empty or has an entry for each row.
         """
         events: list[RoutedEvent] = []
-        arrived: list[tuple[PrefillRequest, TransferNotice]] = []
+        arrived: list[tuple[PrefillRequest, TransferNotice, Sequence[int]]] = []
         scores = logprobs or (None,) * len(token_ids)
         with self._lock:
             step = self._steps.complete() if token_ids else ()
@@ -205,13 +207,13 @@ class PrefillHalf:
                     try:
                         event = self._finish(request, token_id, () if score is None else (score,))
                         if request.local and event.event.finish_reason is None:
-                            arrived.append((request, self._local_notice(request, token_id)))
+                            arrived.append((request, self._local_notice(request, token_id), request.pages))
                         events.append(event)
                     except Exception as error:
                         self._break_off(request, error)
-        for request, notice in arrived:
+        for request, notice, pages in arrived:
             try:
-                self._local.notice(notice)
+                self._local.notice(notice, pages)
             except Exception as error:
                 self._break_off(request, error)
         return events
@@ -270,7 +272,8 @@ class PrefillHalf:
     # ---- inside ----
 
     def _make(self, task: PrefillTask) -> PrefillRequest:
-        pages = pages_for(len(task.prompt_token_ids), self._cache.page_tokens)
+        kv, tokens = self._cache.kv, len(task.prompt_token_ids)
+        pages = kv.held(tokens)
         if pages > self._pages_total:
             raise InvalidArgument(
                 "prompt_token_ids", f"needs {pages} KV pages and worker {self._me.worker_id} has {self._pages_total}"
@@ -279,7 +282,7 @@ class PrefillHalf:
         prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt)
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
         edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
-        return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, edges=edges)
+        return PrefillRequest(task, kv.numbers(tokens), local, Progress(), prefix, token_hash, edges=edges)
 
     def _start(self, request: PrefillRequest) -> StartResult:
         """Allocate the pages of a request, if there are enough."""
@@ -292,6 +295,16 @@ class PrefillHalf:
         if request.cached:
             self._updates.add(partial(request.progress.advance, request.cached))
         return StartResult.STARTED
+
+    def _cover(self, request: PrefillRequest, tokens: int) -> int:
+        """Take the pages of a chunk; returns for how many of its tokens there are any."""
+        try:
+            return self._pages.cover(request, tokens)
+        except TandemError as error:
+            if not request.in_flight:  # else it fails once the step in flight is over
+                self.queue.remove(request)
+                self._updates.add(partial(request.progress.release, error))
+            return 0
 
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         task = request.task

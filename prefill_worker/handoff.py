@@ -4,7 +4,8 @@
 2. allot        the lease's promise becomes pages, as soon as the first chunk is computed or was cached; it says which
                 of the prompt's first pages the decode worker has and needs no more, and for how long the others may
                 be written (`write_window.py`); that time is renewed together with those of other prompts
-3. write        the other full pages of finished chunks, while the next chunk computes
+3. write        the other full pages of finished chunks, while the next chunk computes; of groups with a window, only
+                those that the first decode step sees
 4. notice       with the last page, which the transport holds until all others have landed: token, draw, what was sent,
                 and checksums of some pages, which were begun as soon as those were final (`page_writes.py`). It goes
                 with a page because NIXL looks after writes to their end, and after a notice alone only until it is
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,6 +31,7 @@ from prefill_worker.request import PrefillRequest, make_notice
 from prefill_worker.write_window import WindowRenewals, WriteWindow
 from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
+from wire.kv_pages import KvPages
 from wire.logging.logs import about
 from wire.messages import (
     Destination,
@@ -72,7 +75,7 @@ class Handoff:
         request: PrefillRequest,
         half: PrefillHalfView,
         me: PeerRef,
-        page_tokens: int,
+        kv: KvPages,
         sender: Sender,
         backend: str,
         peers: DecodePeers,
@@ -86,7 +89,7 @@ class Handoff:
         self._request = request
         self._half = half
         self._me = me
-        self._page_tokens = page_tokens
+        self._kv = kv
         self._backend = backend
         self._peers = peers
         self._renewals = renewals
@@ -96,6 +99,8 @@ class Handoff:
         self._checks = checks
         self._writes = OutgoingWrites(sender, deadline_s, writing)
         self._skipped = 0
+        self._sent: list[int] = []
+        """The entries of the pages that are sent (`KvPages.sent`)."""
         self._aborted = False
         self._delivered = False
         self._delivery = asyncio.ensure_future(self._deliver())
@@ -196,10 +201,11 @@ class Handoff:
 
     async def _write(self, destination: Destination, window: WriteWindow, needed: int) -> None:
         """All pages, and the notice with the last; `_delivered` says whether there was a reason to."""
-        remote = await window.pages()
-        if not 1 <= len(remote) <= needed:
-            raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} of {needed} pages")
-        self._skipped = needed - len(remote)
+        remote, tokens = await window.pages(), self._request.prompt_tokens
+        skipped = self._kv.skipped(tokens, len(remote))
+        if skipped is None:
+            raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} pages for {tokens} tokens")
+        self._skipped, self._sent = skipped, self._kv.sent(tokens, skipped)
         checksums = OutgoingChecksums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
         token_hash = hash_token_ids(self._request.task.prompt_token_ids)  # takes long, so while chunks are computed
         sent = await self._write_while_computing(destination, window, checksums)
@@ -209,7 +215,7 @@ class Handoff:
         self._writes.last_chunk_ended()
         if sent < last:
             await self._post(destination, window, sent, last, None)
-        checksums.begin(self._request.pages, sent, needed)
+        checksums.begin(self._request.pages, sent * self._kv.groups, needed * self._kv.groups)
         notice = self._notice(token_hash, await self._computed(checksums))
         await self._post(destination, window, last, needed, notice)
         await self._writes.completed()
@@ -223,10 +229,10 @@ class Handoff:
         while not progress.released:
             self._writes.raise_failed()  # a prompt that cannot be delivered need not be computed to its end
             computed = progress.computed_tokens
-            full = computed // self._page_tokens
+            full = computed // self._kv.page_tokens
             if full > sent:
                 await self._post(destination, window, sent, full, None)
-                checksums.begin(self._request.pages, sent, full)
+                checksums.begin(self._request.pages, sent * self._kv.groups, full * self._kv.groups)
                 sent = full
             await progress.beyond(computed)
         return sent
@@ -239,10 +245,12 @@ class Handoff:
     async def _post(
         self, destination: Destination, window: WriteWindow, first: int, end: int, notice: TransferNotice | None
     ) -> None:
-        """Write the prompt's pages number `first` to `end - 1`, none of which is skipped."""
-        there = (await window.pages())[first - self._skipped : end - self._skipped]
+        """Write what is sent of the prompt's pages number `first` to `end - 1`."""
+        some = slice(*(bisect_left(self._sent, number * self._kv.groups) for number in (first, end)))
+        there = (await window.pages())[some]
         await window.ensure_open()
-        self._writes.post(destination.peer, self._request.pages[first:end], there, window.closes_at, notice)
+        here = [self._request.pages[entry] for entry in self._sent[some]]
+        self._writes.post(destination.peer, here, there, window.closes_at, notice)
 
     async def _computed(self, checksums: OutgoingChecksums) -> tuple[PageChecksum, ...]:
         """The checksums, or TransferFailed where the device does not come back with them."""
@@ -264,8 +272,7 @@ class Handoff:
 
     def _stats(self) -> TransferStats:
         moved, nanos = self._writes.moved()
-        pages = self._request.pages_needed - self._skipped
-        return TransferStats(moved, pages, self._backend, nanos)
+        return TransferStats(moved, len(self._sent), self._backend, nanos)
 
     def _emit_event(self, event: RequestEvent) -> None:
         self._emit(RoutedEvent(self._request.task.router_id, event))

@@ -157,17 +157,17 @@ class OutgoingChecksums:
     """
 
     def __init__(self, checks: PageChecks | None, lease: Lease, prompt_tokens: int, skipped: int) -> None:
-        """Without `checks` no page is chosen, nor are the first `skipped`, which are not sent."""
+        """Without `checks` no page is chosen, nor is any that is not sent: the first `skipped`, or before a window."""
         self._checks = checks
         self._prompt_tokens = prompt_tokens
         self._chosen = () if checks is None else checks.chosen(lease, prompt_tokens, skipped)
         self._begun: list[Future[tuple[PageChecksum, ...]]] = []
 
     def begin(self, pages: Sequence[int], first: int, end: int) -> None:
-        """The prompt's pages number `first` to `end - 1` are final; number n is `pages[n]`."""
-        numbers = [number for number in self._chosen if first <= number < end]
-        if self._checks is not None and numbers:
-            self._begun.append(self._checks.begin(pages, numbers, self._prompt_tokens))
+        """The prompt's entries `first` to `end - 1` of `pages` (`KvPages`) are final."""
+        entries = [entry for entry in self._chosen if first <= entry < end]
+        if self._checks is not None and entries:
+            self._begun.append(self._checks.begin(pages, entries, self._prompt_tokens))
 
     async def all(self) -> tuple[PageChecksum, ...]:
         """The checksums by page number, as they were begun; raises what a checksum has raised."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.request import PrefillRequest
 from wire.errors import ResourceExhausted, RoleClosed, StaleEpoch
+from wire.kv_pages import held_pages
 from wire.messages import PeerRef, PrefillTask, RequestRef
 
 RETRY_AFTER_S = 0.2
@@ -99,7 +100,7 @@ class PendingTransfers:
     @property
     def pages(self) -> int:
         """Pages that the pending transfers keep allocated."""
-        return len({page for request in self._requests for page in request.pages})
+        return len({page for request in self._requests for page in held_pages(request.pages)})
 
     @property
     def not_ready(self) -> str:

@@ -100,6 +100,11 @@ class PrefillRequest:
     """The number of prompts that the queue had taken when it came."""
     handoff: Abortable | None = None
     pages: list[int] = field(default_factory=list)
+    """Its pages as `KvPages` lists them; the entries of groups with a window are filled chunk by chunk."""
+    claimed: int = 0
+    """Pages of groups with a window that it needs besides those that it holds."""
+    promised: int = 0
+    """The part of them that the pool has promised."""
     cached: int = 0
     """Tokens of the prompt whose KV was in cached pages: never computed."""
     computed: int = 0
@@ -129,7 +134,7 @@ class PrefillRequest:
         draw = self._first_draw() if chunk == self.remaining else None
         self.launched += chunk
         self.in_flight += 1
-        return StepRow(self.task.prompt_token_ids[start : start + chunk], start, self.pages, draw)
+        return StepRow(self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), draw)
 
     def _first_draw(self) -> Draw:
         task = self.task

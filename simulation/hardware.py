@@ -8,6 +8,7 @@ from costs.roofline import GPU, Ceilings, guess
 from costs.step_cost import CostParameters, StepCost
 from costs.step_grid import gpu_grid
 from engine.config import GPU_PAGE_TOKENS
+from engine.config.kv import kv_groups, kv_windows
 from engine.config.model import ModelSpec
 from engine.model_sizes import kv_bytes_per_token, model_sizes
 from engine.models.shapes import shape_config
@@ -43,7 +44,10 @@ class Hardware:
     def facts(self) -> ModelFacts:
         """The model's facts as a worker registers them."""
         model = self.model
-        return ModelFacts(self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16")
+        windows = kv_windows(model)
+        return ModelFacts(
+            self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16", kv_windows=windows
+        )
 
     def with_costs(self, costs: CostParameters) -> "Hardware":
         """Returns the same hardware with these step costs, which predictions know."""
@@ -53,13 +57,24 @@ class Hardware:
     @property
     def device(self) -> Device:
         """The simulated device of a worker."""
-        page_bytes = self.page_tokens * self.kv_bytes_per_token
-        return Device(self.truth, self.reported, self.pages, self.page_tokens, page_bytes)
+        return Device(self.truth, self.reported, self.pages, self.page_tokens, kv_page_bytes(self.model))
 
 
 def kv_bytes(model: ModelSpec) -> int:
     """Returns the bytes of one token's KV in all layers."""
     return kv_bytes_per_token(model, _ITEM_BYTES)
+
+
+def kv_bytes_per_held_token(model: ModelSpec, tokens: float) -> float:
+    """Returns the bytes that a decoding request of so many tokens holds per token; with windows, fewer the longer."""
+    sizes = model_sizes(model, _ITEM_BYTES)
+    freed = sum(size * max(0.0, 1 - window / tokens) for window, size in sizes.windowed_kv_bytes)
+    return sizes.kv_bytes_per_token - freed
+
+
+def kv_page_bytes(model: ModelSpec) -> int:
+    """Returns the bytes of a KV page."""
+    return kv_groups(model)[0].elements * GPU_PAGE_TOKENS * _ITEM_BYTES
 
 
 def roofline(model: ModelSpec, device: Ceilings = GPU) -> CostParameters:
@@ -94,7 +109,7 @@ def hardware(shape: str, costs: Path | None, kv_gib: float, misjudged: float) ->
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
     truth = roofline(model) if costs is None else read_costs(costs)
     scaled = {name: getattr(truth, name) * misjudged for name in _SECONDS}
-    pages = int(kv_gib * 2**30 / (GPU_PAGE_TOKENS * kv_bytes(model)))
+    pages = int(kv_gib * 2**30 / kv_page_bytes(model))
     if pages < 1:
         raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
     return Hardware(model, shape, truth, replace(truth, **scaled), pages)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from costs.step_cost import CostParameters
+from wire.kv_pages import KvPages
 from wire.messages import ModelFacts, PeerRef, WorkerInfo
 from worker.assignment import decode_batch, prompt_step_tokens
 from worker.config import WorkerConfig
@@ -31,6 +32,11 @@ class WorkerSpec:
     def peer(self) -> PeerRef:
         """The worker's id in its first run."""
         return PeerRef(self.config.worker_id, 1)
+
+    @property
+    def kv(self) -> KvPages:
+        """The KV pages of its requests."""
+        return KvPages(self.device.page_tokens, self.model.kv_windows, self.config.engine.max_step_tokens)
 
     @property
     def info(self) -> WorkerInfo:

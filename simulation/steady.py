@@ -62,7 +62,8 @@ class SteadyDecodeHalf(DecodeHalf):
         steps = batch.identical_steps()
         if not steps:
             return None
-        untouched, needed = min(steps, batch.steps_without_new_page()), len(batch) * (2 + steps // batch.page_tokens)
+        untouched = min(steps, batch.steps_without_new_page())
+        needed = len(batch) * batch.kv.groups * (2 + steps // batch.kv.page_tokens)
         if spare_pages > needed:
             return Ahead(steps, untouched, needed)
         return Ahead(untouched, untouched) if untouched else None

@@ -72,17 +72,17 @@ class VirtualWorker:
         Without `jumps` every step is taken by itself.
         """
         self.spec, self.peer = spec, spec.peer
-        self.page_bytes, self.page_tokens = spec.device.page_bytes, spec.device.page_tokens
+        self.page_bytes, self.kv = spec.device.page_bytes, spec.kv
         self.wire = Wire(network)
         self._clock, self._peers, self._publish = clock, peers, publish
         self._reported = StepCost(spec.device.reported)
         self.pool = PagePool(spec.device.pages)
-        self.cache = PrefixCache(self.pool, self.page_tokens, enabled=spec.config.prefix_cache, names=PageNames())
+        self.cache = PrefixCache(self.pool, spec.kv, enabled=spec.config.prefix_cache, names=PageNames())
         self.admission = self._make_admission()
         self._decode = SteadyDecodeHalf(
             requests=self.admission.running,
             model=spec.model,
-            page_tokens=self.page_tokens,
+            kv=spec.kv,
             max_batch_requests=spec.info.max_batch_requests,
         )
         handovers = VirtualHandovers(self, clock, network)

@@ -8,6 +8,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from engine.cache.page_pool import PagePool
 from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
 from kv_transfer.layout import KVLayout
 from wire.cost_parameters import UNMEASURED
+from wire.kv_pages import KvPages
 from wire.messages import ModelFacts, SamplingParams, TokenLogprobs
 
 PAGE_TOKENS = 4
@@ -31,14 +33,18 @@ class FakeEngine:
 
     `asynchronous` applies to engines created afterwards. `hold` stops the engine before its next step, or after `after`
     more steps, also while it is already held; `let_go` lets it continue; `error` is raised by every step from then on,
-    `launch_error` by every launch.
+    `launch_error` by every launch. `windows` and `step_tokens` are those of `KvPages`, for engines created afterwards;
+    the KV of a token is the same in each group.
     """
 
     asynchronous = False
+    windows: tuple[int | None, ...] = (None,)
+    step_tokens = 16
 
     def __init__(self, pages: int = 64, facts: ModelFacts = FACTS) -> None:
-        self.facts = facts
+        self.facts = replace(facts, kv_windows=self.windows)
         self.page_tokens = PAGE_TOKENS
+        self.kv_pages = KvPages(PAGE_TOKENS, self.windows, self.step_tokens)
         self.pool = PagePool(pages)
         self.memory = np.zeros((pages, PAGE_TOKENS, 2), dtype="<i4")
         self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, 1, 4, "int32")
@@ -104,15 +110,20 @@ class FakeEngine:
         return StepResult(token_ids, fake_logprobs(batch, token_ids))
 
     def _row(self, row: StepRow) -> int | None:
-        pages, start, tokens = row.page_ids, row.start, row.token_ids
         known = self.pool.readers()
-        for position, token in enumerate(tokens, start):
-            assert pages[position // PAGE_TOKENS] not in known, "a step writes to a page that others may read"
-            self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 0] = token
+        end = row.start + len(row.token_ids)
+        context: list[int] = []
+        for group, window in enumerate(self.windows):
+            pages = row.page_ids[group :: len(self.windows)]
+            for position, token in enumerate(row.token_ids, row.start):
+                assert pages[position // PAGE_TOKENS] not in known, "a step writes to a page that others may read"
+                self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 0] = token
+            first = 0 if window is None else max(0, row.start - window + 1)
+            seen = [int(self.memory[pages[p // PAGE_TOKENS], p % PAGE_TOKENS, 0]) for p in range(first, end)]
+            assert not context or context[-len(seen) :] == seen, "a group has the KV of other tokens"
+            context = context or seen
         if row.draw is None:
             return None
-        end = start + len(tokens)
-        context = [int(self.memory[pages[p // PAGE_TOKENS], p % PAGE_TOKENS, 0]) for p in range(end)]
         history = row.draw.history
         assert (history is not None) == row.draw.sampling.penalized
         barred = _barred(row.draw.sampling, row.draw.index)

@@ -69,9 +69,9 @@ def decode_pages(role: Role, total: int, longest: int) -> int | None:
 
 def answer_tokens(worker: WorkerInfo) -> int:
     """Return the most positions, prompt and answer, for which a worker promises pages."""
-    longest = pages_for(worker.model.max_context, worker.page_tokens)
-    pages = decode_pages(worker.role, worker.pages_total, longest)
-    return (worker.pages_total if pages is None else pages) * worker.page_tokens
+    kv = worker.kv_pages
+    pages = decode_pages(worker.role, worker.pages_total, kv.held(worker.model.max_context))
+    return kv.tokens_in(worker.pages_total if pages is None else pages, decoding=not worker.role.prefills)
 
 
 def failure_event(ref: RequestRef, error: TandemError) -> RequestEvent:

@@ -7,7 +7,7 @@ from decode_worker.admission import DecodeAdmission
 from decode_worker.half import DecodeHalf
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.half import PrefillHalf
-from wire.ending import decode_pages, failure_event, pages_for
+from wire.ending import decode_pages, failure_event
 from wire.errors import TandemError, Unavailable
 from wire.messages import ModelFacts, RequestEvent, RequestRef, Role, RoutedEvent
 from worker.assignment import Half, decode_batch
@@ -37,7 +37,7 @@ class Halves:
         self.admission = admission
         self._engine = config.engine
         self._pages = cache.pool.total
-        self._longest = pages_for(model.max_context, cache.page_tokens)
+        self._longest = cache.kv.held(model.max_context)
         self.resize(config.role)
 
     def half_controls(self) -> tuple[Half, Half]:

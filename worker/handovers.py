@@ -12,6 +12,7 @@ from prefill_worker.handoff import Handoff
 from prefill_worker.page_writes import WritingTime
 from prefill_worker.request import PrefillRequest
 from prefill_worker.write_window import WindowRenewals
+from wire.kv_pages import KvPages
 from wire.messages import PeerRef, RoutedEvent
 
 SETTLE_S = 2.0
@@ -23,7 +24,7 @@ class Handovers:
     """Starts every `Handoff` of a worker with what they have in common, and knows those that have not ended."""
 
     me: PeerRef
-    page_tokens: int
+    kv: KvPages
     transport: Transport
     peers: DecodePeers
     local: LocalDecode
@@ -43,7 +44,7 @@ class Handovers:
             request=request,
             half=half,
             me=self.me,
-            page_tokens=self.page_tokens,
+            kv=self.kv,
             sender=self.transport,
             backend=self.transport.backend,
             peers=self.peers,

@@ -8,6 +8,7 @@ from engine.cache.page_pool import PagePool
 from kv_transfer.checksums import PageSums
 from kv_transfer.handshake import Facts, layout_facts
 from kv_transfer.layout import KVLayout
+from wire.kv_pages import KvPages
 from wire.messages import ModelFacts
 from worker.loop import Runner
 
@@ -28,6 +29,11 @@ class LoadedEngine(Runner, Protocol):
     @property
     def page_tokens(self) -> int:
         """The number of tokens of a KV page."""
+        ...
+
+    @property
+    def kv_pages(self) -> KvPages:
+        """The KV pages that requests hold."""
         ...
 
     @property

@@ -268,7 +268,6 @@ def layout_of(cache: PagedCache) -> KVLayout:
         base_address=cache.base_address,
         pages=cache.pages + 1,
         layers=cache.layers,
-        parts=cache.parts,
         kv_heads=cache.kv_heads,
         page_tokens=cache.page_tokens,
         head_dim=cache.head_dim,
@@ -276,4 +275,6 @@ def layout_of(cache: PagedCache) -> KVLayout:
         dtype=cache.dtype,
         memory=cache.memory,
         device_id=cache.device_id,
+        parts=cache.parts,
+        windows=cache.kv_pages.windows,
     )

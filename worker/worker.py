@@ -69,9 +69,9 @@ class Worker:
         used = Utilization(engine.roofline, given=config.ceilings)
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
         """The metrics of this worker; export `worker_facts` with them."""
-        self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
+        self._cache = PrefixCache(engine.pool, engine.kv_pages, enabled=config.prefix_cache)
         self._outbox = Outbox(self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes)
-        self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
+        self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.kv_pages)
         self.admission = self._make_admission()
         self.transport = open_transport(self.admission.notice)
         self.peers = self._make_peers(engine, layout)
@@ -220,7 +220,7 @@ class Worker:
     def _make_handovers(self, engine: LoadedEngine) -> Handovers:
         return Handovers(
             self.me,
-            engine.page_tokens,
+            engine.kv_pages,
             self.transport,
             self.peers,
             self.admission,
@@ -245,7 +245,7 @@ class Worker:
         decode = DecodeHalf(
             requests=admission.running,
             model=model,
-            page_tokens=cache.page_tokens,
+            kv=cache.kv,
             max_batch_requests=decode_batch(config.role, config.engine),
         )
         return Halves(config, cache, model, prefill=prefill, decode=decode, admission=admission)

@@ -18,6 +18,7 @@ from engine.steps.step_buffer import StepLimits, StepSizes
 from engine.steps.step_packer import StepPacker
 from kv_transfer.layout import KVLayout
 from wire.cost_parameters import UNMEASURED
+from wire.kv_pages import KvPages
 from wire.messages import ModelFacts
 
 STEP_TOKENS = 2048
@@ -38,6 +39,7 @@ class NoEngine:
     asynchronous: bool = True
     facts: ModelFacts = MODEL
     page_tokens: int = GPU_PAGE_TOKENS
+    kv_pages = KvPages(GPU_PAGE_TOKENS)
     cost_guess = UNMEASURED
     roofline = Roofline(ModelSizes(0, 0, 0, 0), CPU)
     rows: list[int] = field(default_factory=list)

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
     engine.prefill_seconds(1, 16, rounds=1)
     started = time.time() - psutil.Process().create_time()
     cache = engine.runner.cache
-    result: Figures = {"start_seconds": round(started, 2), "kv_tokens": cache.pages * cache.page_tokens}
+    result: Figures = {"start_seconds": round(started, 2), "kv_tokens": cache.kv_pages.tokens_in(cache.pages)}
     print(f"start to first token {started:.1f} s", flush=True)
     if arguments.profile:
         result |= profile(engine, measure_ceilings(), arguments.profile)

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -19,6 +18,7 @@ from engine.cuda.cuda_stepper import CudaStepper
 from engine.cuda.step_graph import StepGraph
 from engine.model_runner import ModelRunner
 from engine.steps.batch import Draw, PendingStep, StepBatch, StepRow
+from wire.kv_pages import FREED
 from wire.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -36,7 +36,7 @@ class GpuEngine:
 
     def holds(self, rows: int, tokens: int) -> bool:
         """Returns True if the cache can hold `rows` rows of `tokens` tokens."""
-        return rows * self._pages_of_row(tokens) <= self.runner.cache.pages
+        return rows * self._pages_of_row(tokens, tokens) <= self.runner.cache.pages
 
     def decode_seconds(
         self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
@@ -56,7 +56,7 @@ class GpuEngine:
 
         Yields after each launch and the read that follows it; the last step is read when no more are asked for.
         """
-        pages = self._pages(batch, first + steps)
+        pages = self._pages_of([(first, first + steps)] * batch)
         pending: PendingStep | None = None
         for number in range(steps):
             running = pending is not None
@@ -80,7 +80,7 @@ class GpuEngine:
 
     def graph(self, contexts: Sequence[int]) -> StepGraph:
         """Returns the CUDA graph of a step of rows with these contexts, with such a step's inputs in place."""
-        rows = zip(contexts, self._pages_of([context + 1 for context in contexts]), strict=True)
+        rows = zip(contexts, self._pages_of([(context, context + 1) for context in contexts]), strict=True)
         step = StepBatch([StepRow([1000 + row], context, pages, _GREEDY) for row, (context, pages) in enumerate(rows)])
         self.runner.run(step)
         stepper = self.runner.stepper
@@ -106,7 +106,7 @@ class GpuEngine:
 
     def prompts(self, rows: int, tokens: int, seed: int = 0) -> StepBatch:
         """Returns a step of random prompts, each `tokens` long."""
-        pages = self._pages(rows, tokens)
+        pages = self._pages_of([(0, tokens)] * rows)
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
         return StepBatch([StepRow(drawn[row], 0, pages[row], _GREEDY) for row in range(rows)])
@@ -140,17 +140,21 @@ class GpuEngine:
         sizes: ModelSizes = self.runner.roofline.sizes
         return sizes
 
-    def _pages(self, rows: int, tokens: int) -> Sequence[Sequence[int]]:
-        return self._pages_of([tokens] * rows)
+    def _pages_of(self, spans: Sequence[tuple[int, int]]) -> Sequence[Sequence[int]]:
+        """Returns the pages of rows from a position to another, without those behind a window."""
+        kv, free, rows = self.runner.kv_pages, 0, []
+        for start, end in spans:
+            row = [FREED] * (kv.numbers(end) * kv.groups)
+            for entry in kv.seen(start, 0, kv.numbers(end)):
+                row[entry], free = free, free + 1
+            rows.append(row)
+        if free > self.runner.cache.pages:
+            raise ValueError(f"{len(spans)} rows need {free} pages of {self.runner.cache.pages}")
+        return rows
 
-    def _pages_of(self, lengths: Sequence[int]) -> Sequence[Sequence[int]]:
-        ends = list(accumulate(map(self._pages_of_row, lengths), initial=0))
-        if ends[-1] > self.runner.cache.pages:
-            raise ValueError(f"{len(lengths)} rows need {ends[-1]} pages of {self.runner.cache.pages}")
-        return [range(first, end) for first, end in pairwise(ends)]
-
-    def _pages_of_row(self, tokens: int) -> int:
-        return -(-tokens // self.runner.page_tokens)
+    def _pages_of_row(self, start: int, end: int) -> int:
+        kv = self.runner.kv_pages
+        return len(kv.seen(start, 0, kv.numbers(end)))
 
 
 def _draw(sampled: bool, row: int, index: int) -> Draw:

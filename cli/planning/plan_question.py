@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from costs.devices import DeviceKind
 from costs.step_cost import StepCost
-from engine.config import GPU_PAGE_TOKENS
 from engine.config.model import ModelSpec
 from engine.model_sizes import total_weights
 from planner.decision import Limits, Range, Split
@@ -15,7 +14,7 @@ from planner.load_ratio import WorkerFacts
 from planner.memory import GIB, Memory
 from planner.policy import TARGET_RATIO
 from planner.sizing import Sizing
-from simulation.hardware import Hardware, kv_bytes, roofline
+from simulation.hardware import Hardware, kv_bytes_per_held_token, kv_page_bytes, roofline
 from simulation.search.strategy import BATCH_REQUESTS
 from wire.cost_parameters import CostParameters
 from wire.errors import InvalidArgument
@@ -51,7 +50,8 @@ class Question:
     def memory(self) -> Memory:
         """The memory of one worker."""
         weights = total_weights(self.model) * ITEM_BYTES
-        return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights, kv_bytes(self.model))
+        a_token = kv_bytes_per_held_token(self.model, self.demand.kv_tokens)
+        return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights, a_token)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -66,7 +66,7 @@ class Question:
     @property
     def hardware(self) -> Hardware:
         """The worker for the simulation."""
-        pages = int(self.memory.kv_tokens / GPU_PAGE_TOKENS)
+        pages = int(self.memory.kv_bytes / kv_page_bytes(self.model))
         fitted = replace(self.costs, observed=1000)
         return Hardware(self.model, self.name, fitted, fitted, pages)
 

@@ -45,7 +45,7 @@ class PagePool:
         self._quarantined: dict[Lease, list[int]] = {}
 
     def on_eviction(self, on_taken: Callable[[int], None]) -> None:
-        """Registers `on_taken(page)`, called under the lock for each cached page that is about to be evicted."""
+        """Registers `on_taken(page)`, called under the lock for each cached page that is evicted."""
         self._on_taken = on_taken
 
     def promise(self, pages: int) -> None:
@@ -169,6 +169,14 @@ class PagePool:
                     cached += 1
             return cached
 
+    def drop_cached(self, pages: Sequence[int]) -> None:
+        """Evicts these cached pages, which nobody will look for any more; `on_taken` is not called."""
+        with self.lock:
+            self._need_known(pages, [page for page in pages if page not in self._cached])
+            for page in pages:
+                del self._cached[page]
+            self._free.give(pages)
+
     @property
     def total(self) -> int:
         """The number of pages in all states."""
@@ -218,10 +226,10 @@ class PagePool:
             self._spend(pages)
         else:
             self._need(pages)
-        missing = max(0, pages - len(self._free))
-        for page in [self._cached.popitem(last=False)[0] for _ in range(missing)]:
-            self._on_taken(page)
+        while len(self._free) < pages:
+            page, _ = self._cached.popitem(last=False)
             self._free.give([page])
+            self._on_taken(page)
         return self._free.take(pages)
 
     def _spend(self, pages: int) -> None:

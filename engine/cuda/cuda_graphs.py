@@ -65,7 +65,9 @@ class DecodeGraphs:
     def _step(self, rows: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
         """Returns a step of padded rows: its input words, the launch of all its kernels (→ logits), and its sizes."""
         limits = self._packer.limits
-        sizes = StepSizes(tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows)
+        sizes = StepSizes(
+            tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows, groups=limits.groups
+        )
         words, step = empty_step(
             self._packer, sizes, self._drawn.device, singles=rows, max_row_tokens=1, context=limits.max_context
         )

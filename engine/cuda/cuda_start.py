@@ -12,6 +12,7 @@ from triton.runtime.errors import OutOfResources
 from costs.step_grid import answer_slots
 from engine.cache.paged_cache import PagedCache, cache_bytes
 from engine.config import EngineConfig
+from engine.config.kv import kv_groups
 from engine.cuda.compile_ahead import Trial, run_side_by_side
 from engine.cuda.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.cuda.cuda_stepper import CudaStepper
@@ -77,9 +78,9 @@ def start_on_gpu(
         if capacity is None:
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
-        cache = PagedCache(model.spec, page_tokens, capacity, dtype, device)
+        cache = PagedCache(model.spec, page_tokens, capacity, dtype, device, step_tokens=config.max_step_tokens)
         stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
-    log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
+    log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
 
 
@@ -101,8 +102,9 @@ def _one_row(
 ) -> PagedCache:
     """Returns a cache for the longest row of a step, for trial steps."""
     row_tokens = min(config.max_step_tokens, model.spec.max_context)
-    capacity = cache_bytes(model.spec, pages_for(row_tokens, page_tokens), page_tokens, dtype)
-    return PagedCache(model.spec, page_tokens, capacity, dtype, device)
+    pages = len(kv_groups(model.spec)) * pages_for(row_tokens, page_tokens)
+    capacity = cache_bytes(model.spec, pages, page_tokens, dtype)
+    return PagedCache(model.spec, page_tokens, capacity, dtype, device, step_tokens=config.max_step_tokens)
 
 
 def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> int:

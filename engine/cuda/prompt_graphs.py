@@ -97,8 +97,8 @@ class PromptGraphs:
     def step_sizes(self, size: PromptSize) -> StepSizes:
         """Returns the sizes of the step that the graph of `size` is captured from."""
         limits, rows = self._packer.limits, size.answers + _ROWS
-        width = min(limits.pages_of(limits.max_context), _TABLE_PAGES // rows)
-        return StepSizes(size.answers + size.tokens, rows, width, rows)
+        width = min(limits.pages_of(limits.max_context), _TABLE_PAGES // (rows * limits.groups))
+        return StepSizes(size.answers + size.tokens, rows, width, rows, limits.groups)
 
     def _capture(self, size: PromptSize) -> StepGraph:
         words, compute, sizes = self._step(size)

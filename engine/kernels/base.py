@@ -17,7 +17,7 @@ from engine.config.model import MixtureOfExperts
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The positions and cache slots of a step's tokens, shared by all layers.
+    """The positions and cache slots of a step's tokens, shared by all layers of a group (`engine/config/kv.py`).
 
     All int32 on the device unless said otherwise.
 
@@ -25,10 +25,12 @@ class StepLayout:
     slots         [T]     int64: page_id · page_tokens + offset, at which each token's KV is stored
     row_starts    [R + 1] token t of the step belongs to row r when row_starts[r] <= t < row_starts[r + 1]
     context_lens  [R]     tokens in the cache once this step's are stored
-    page_table    [R, max_pages] page ids of each row, padded with 0
+    page_table    [R, max_pages] page ids of each row, padded with 0; before the pages that the row's tokens see, some
+                  page that they do see
     max_row_tokens, max_context: host ints, the largest row and the largest context
     single_rows: host int, how many rows at the front have one token
     max_cached: host int, a bound of the tokens that the other rows had in the cache before; None = it is not known
+    group: host int, the number of the group: only `slots` and `page_table` differ between groups
     decode_only: every row has one token
 
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, to store nothing, its context 0.
@@ -43,6 +45,7 @@ class StepLayout:
     max_context: int
     single_rows: int = 0
     max_cached: int | None = None
+    group: int = 0
 
     @property
     def decode_only(self) -> bool:
@@ -124,7 +127,12 @@ class Kernels(ABC):
         """
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
-        """Called before a step's first layer, for work that all layers share. The default does nothing."""
+        """Called once for each KV group before a step's first layer, for work that all layers of the group share.
+
+        The first group comes last, so that what is launched for all groups is followed by `embed`.
+
+        The default does nothing.
+        """
 
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:

@@ -101,7 +101,7 @@ class CudaKernels(Kernels):
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):
             self._prefill.begin_step(cache, layout, single)
-        if single:
+        if single and layout.group == 0:  # the page table's contents do not matter
             for attention in self._decode.values():
                 attention.begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
 

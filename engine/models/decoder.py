@@ -1,11 +1,13 @@
 """The decoder: a stack of layers that says what is computed and leaves how to the kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.config.kv import kv_groups
 from engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec
 from engine.config.rope import RopeConfig
 from engine.expert_tokens import ExpertTokens
@@ -17,14 +19,22 @@ from engine.models.rope import rope_table
 RopeTable = Callable[[RopeConfig | None, int], Tensor]
 
 
+class CachePlace(NamedTuple):
+    """The place of a layer in the KV cache: its group, and its index in that group's pages."""
+
+    group: int
+    layer: int
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The two halves of a layer, and the norms of their outputs if it has any."""
+    """The two halves of a layer, the norms of their outputs if it has any, and its group's number in the KV cache."""
 
     attention: AttentionBlock | LatentBlock
     attention_output_norm: Tensor | None
     feed_forward: DenseBlock | ExpertsBlock
     feed_forward_output_norm: Tensor | None
+    group: int
 
 
 class DecoderModel:
@@ -48,8 +58,15 @@ class DecoderModel:
                 tables[rope, dims] = rope_table(rope, dims, max_context, device)
             return tables[rope, dims]
 
+        places = {
+            layer: CachePlace(number, index)
+            for number, group in enumerate(kv_groups(spec))
+            for index, layer in enumerate(group.layers)
+        }
         self._layers = [
-            _prepare_layer(spec, number, weights, kernels=kernels, table=table, expert_tokens=self.expert_tokens)
+            _prepare_layer(
+                spec, number, places[number], weights, kernels=kernels, table=table, expert_tokens=self.expert_tokens
+            )
             for number, weights in enumerate(parameters.layers)
         ]
 
@@ -68,23 +85,31 @@ class DecoderModel:
         self._kernels.end_trials()
 
     def forward(
-        self, token_ids: Tensor, layout: StepLayout, cache: Tensor, drawn: Tensor | None, feed: Feed | None = None
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[StepLayout],
+        cache: Tensor,
+        drawn: Tensor | None,
+        feed: Feed | None = None,
     ) -> Tensor | None:
         """Stores the step's KV and returns logits [len(drawn), vocab] in the model's dtype.
 
-        token_ids [T] int64; cache as in `Kernels.rope_and_store`; drawn [D] int64: tokens whose logits are asked for,
-        None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and saves all that follows the last
-        layer's store.
+        token_ids [T] int64; layouts: of each group of layers; cache as in `Kernels.rope_and_store`; drawn [D] int64:
+        tokens whose logits are asked for, None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and
+        saves all that follows the last layer's store.
         """
-        self._kernels.begin_step(cache, layout)
+        for layout in reversed(layouts):
+            self._kernels.begin_step(cache, layout)
         hidden = self._kernels.embed(token_ids, self._embedding, feed)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
-        slots = layout.slots
+        slots = layouts[0].slots
         for layer in self._layers[:-1]:
+            layout = layouts[layer.group]
             q = layer.attention.store(hidden, layout, cache)
             self._finish(layer, layer.attention.attend(q, layout, cache), hidden, slots)
         last = self._layers[-1]
+        layout = layouts[last.group]
         q = last.attention.store(hidden, layout, cache)
         if drawn is not None and len(drawn) == 0:
             return None
@@ -116,6 +141,7 @@ class DecoderModel:
 def _prepare_layer(
     spec: ModelSpec,
     number: int,
+    place: CachePlace,
     weights: LayerParameters,
     *,
     kernels: Kernels,
@@ -130,11 +156,11 @@ def _prepare_layer(
     if isinstance(attention, GroupedQueryAttention):
         assert isinstance(found, AttentionParameters)
         rope = table(attention.rope, attention.shape.rotated)
-        attention_block = AttentionBlock(attention, number, before, found, rope=rope, kernels=kernels)
+        attention_block = AttentionBlock(attention, place.layer, before, found, rope=rope, kernels=kernels)
     else:
         assert isinstance(found, LatentParameters)
         rope = table(attention.rope, attention.shape.rope)
-        attention_block = LatentBlock(attention, number, before, found, rope=rope, kernels=kernels)
+        attention_block = LatentBlock(attention, place.layer, before, found, rope=rope, kernels=kernels)
     feed_forward_block: DenseBlock | ExpertsBlock
     if isinstance(feed_forward, MixtureOfExperts):
         assert isinstance(inner, Experts)
@@ -144,5 +170,9 @@ def _prepare_layer(
         assert isinstance(inner, DenseParameters)
         feed_forward_block = DenseBlock(feed_forward, between, inner, kernels)
     return DecoderLayer(
-        attention_block, weights.attention_output_norm, feed_forward_block, weights.feed_forward_output_norm
+        attention_block,
+        weights.attention_output_norm,
+        feed_forward_block,
+        weights.feed_forward_output_norm,
+        place.group,
     )

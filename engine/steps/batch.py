@@ -40,7 +40,9 @@ class StepRow(NamedTuple):
     """A piece of one request.
 
     `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0..start-1 is already in `page_ids`,
-    which also have room for the new ones (page i holds positions i·page_tokens ..). The pages stay the caller's.
+    which also have room for the new ones. Page n of group g (`engine/config/kv.py`) is entry n · groups + g and holds
+    positions n · page_tokens ..; entries of pages that no token of the row sees mean nothing. The pages stay the
+    caller's.
     `draw` is None for every chunk of a prompt but the last.
 
     With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
@@ -70,9 +72,9 @@ class RowColumns(NamedTuple):
     slot_indices: NDArray[np.intp]
     """[n]: each row's slot in `table` and `page_counts`."""
     table: NDArray[np.int32]
-    """[slots, at least max(page_counts)]: pages; entries behind a slot's last page mean nothing."""
+    """[slots, at least max(page_counts)]: pages as in `StepRow`; entries behind a slot's last one mean nothing."""
     page_counts: NDArray[np.int32]
-    """[slots]: the number of pages of each slot."""
+    """[slots]: the number of entries of each slot."""
     longest: int
     """Tokens that the row of most context attends to, itself included; 0 without rows."""
     draws: Draws

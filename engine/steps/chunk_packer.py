@@ -18,12 +18,14 @@ class Sections:
 
     token_ids: Words
     slots: Words
+    """[groups, tokens]"""
     drawn: Words
     positions: Narrow
     sources: Narrow
     row_starts: Narrow
     contexts: Narrow
     table: Narrow
+    """[groups, rows, width]"""
 
     @classmethod
     def of(cls, words: Words, sizes: StepSizes) -> "Sections":
@@ -32,13 +34,15 @@ class Sections:
         narrow = words[at.wide :].view(np.int32)
         return cls(
             words[at.token_ids],
-            words[at.slots],
+            words[at.slots].reshape(sizes.groups, -1)[:, : sizes.tokens],
             words[at.drawn],
             narrow[at.positions],
             narrow[at.sources],
             narrow[at.row_starts],
             narrow[at.contexts],
-            narrow[at.table].reshape(sizes.rows, sizes.width),
+            narrow[at.table]
+            .reshape(sizes.groups, -1)[:, : sizes.rows * sizes.width]
+            .reshape(sizes.groups, sizes.rows, sizes.width),
         )
 
 
@@ -50,7 +54,7 @@ def check_chunks(rows: Sequence[StepRow], limits: StepLimits) -> int:
             raise Internal("A step needs at least one token in each row.")
         context = row.start + len(row.token_ids)
         longest = max(longest, context)
-        if row.start < 0 or len(row.page_ids) < limits.pages_of(context):
+        if row.start < 0 or len(row.page_ids) < limits.groups * limits.pages_of(context):
             raise Internal(f"A row from {row.start} to {context} brings {len(row.page_ids)} pages.")
         if row.source is not None and len(row.token_ids) != 1:
             raise Internal("A row whose token the step before draws has exactly that token.")
@@ -61,7 +65,7 @@ def fill_chunks(into: Sections, batch: StepBatch, first: int, drawn_before: Sequ
     """Write the rows of several tokens from row and token `first` on, and empty rows behind them."""
     tokens, drawn = _fill_rows(into, batch, first, drawn_before, limits)
     _fill_empty_rows(into, first + len(batch.chunks), tokens, drawn)
-    _check_ids(into.token_ids[first:], into.table[first:], limits)
+    _check_ids(into.token_ids[first:], into.table[:, first:], limits)
 
 
 def _fill_rows(
@@ -72,17 +76,15 @@ def _fill_rows(
     start = first
     for index, row in enumerate(batch.chunks, first):
         end, context = start + len(row.token_ids), row.start + len(row.token_ids)
-        used = limits.pages_of(context)
-        into.table[index, :used] = row.page_ids[:used]
-        into.table[index, used:] = 0
         here = np.arange(row.start, context)
         into.row_starts[index] = start
         into.contexts[index] = context
         into.token_ids[start:end] = row.token_ids
         into.sources[start:end] = _drawn_as(row.source, drawn_before)
         into.positions[start:end] = here
-        pages = into.table[index, here // page_tokens]
-        into.slots[start:end] = pages * np.int64(page_tokens) + here % page_tokens
+        _fill_table(into.table[:, index], row, limits)
+        pages = into.table[:, index, here // page_tokens]
+        into.slots[:, start:end] = pages * np.int64(page_tokens) + here % page_tokens
         start = end
     into.row_starts[first + len(batch.chunks)] = start
     drawn = [index for index, row in enumerate(batch.chunks, first) if row.draw is not None]
@@ -90,13 +92,23 @@ def _fill_rows(
     return start, singles + len(drawn)
 
 
+def _fill_table(table: Narrow, row: StepRow, limits: StepLimits) -> None:
+    """Write a row's pages into `table` [groups, width]."""
+    groups, used = limits.groups, limits.pages_of(row.start + len(row.token_ids))
+    table[:, :used] = np.reshape(row.page_ids[: used * groups], (used, groups)).T
+    table[:, used:] = 0
+    for group in range(groups):
+        seen = limits.first_page(group, row.start)
+        table[group, :seen] = table[group, seen]
+
+
 def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None:
     """Fill the buffer behind these rows, tokens and draws with empty ones, which read and store nothing."""
-    into.table[rows:] = 0
+    into.table[:, rows:] = 0
     into.contexts[rows:] = 0
     into.token_ids[tokens:] = into.positions[tokens:] = 0
     into.sources[tokens:] = FROM_HOST
-    into.slots[tokens:] = _NOWHERE
+    into.slots[:, tokens:] = _NOWHERE
     into.row_starts[rows:] = tokens
     into.drawn[drawn:] = 0
 

@@ -28,6 +28,23 @@ class StepLimits:
     max_context: int
     pages: int
     page_tokens: int
+    windows: tuple[int | None, ...] = (None,)
+    """The window of each group of layers that share pages (`engine/config/kv.py`)."""
+
+    @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return len(self.windows)
+
+    @property
+    def row_limits(self) -> Words:
+        """The `limits` of `fill_rows`."""
+        return np.array([self.page_tokens, self.vocab_size, self.pages, *(window or 0 for window in self.windows)])
+
+    def first_page(self, group: int, position: int) -> int:
+        """Return the number of the first page that a token at `position` reads in this group."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.page_tokens
 
     def pages_of(self, context: int) -> int:
         """Return the number of pages that `context` tokens fill."""
@@ -47,7 +64,8 @@ class StepSizes:
     """The lengths of the buffer's sections, in elements.
 
     In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table. Each begins at
-    a multiple of 16 bytes, as kernels are compiled once more for addresses that do not.
+    a multiple of 16 bytes, as kernels are compiled once more for addresses that do not. Slots and page table have one
+    part for each group, in which tokens and rows are padded to such a multiple as well.
     """
 
     tokens: int
@@ -55,16 +73,27 @@ class StepSizes:
     width: int
     """Pages of the page table's rows."""
     drawn: int
+    groups: int = 1
+
+    @property
+    def group_slots(self) -> int:
+        """Elements from one group's slots to the next one's."""
+        return -(-self.tokens // 2) * 2
+
+    @property
+    def group_table(self) -> int:
+        """Elements from one group's page table to the next one's."""
+        return -(-self.rows * self.width // 4) * 4
 
     @property
     def wide(self) -> list[int]:
         """The lengths of the int64 sections, in elements."""
-        return [self.tokens, self.tokens, self.drawn]
+        return [self.tokens, self.groups * self.group_slots, self.drawn]
 
     @property
     def narrow(self) -> list[int]:
         """The lengths of the int32 sections, in elements."""
-        return [self.tokens, self.tokens, self.rows + 1, self.rows, self.rows * self.width]
+        return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table]
 
     @property
     def wide_room(self) -> list[int]:
@@ -83,7 +112,7 @@ class StepSizes:
 
     @property
     def starts(self) -> Words:
-        """[9] of all sections, see `_Bounds`."""
+        """[11] of all sections and groups, see `_Bounds`."""
         return bounds_of(self).starts
 
 
@@ -103,7 +132,10 @@ class _Bounds:
     """Words before the first of 32 bits."""
     words: int
     starts: Words
-    """The starts of token_ids, slots and drawn, then of the words of 32 bits, then, in these, of all other sections."""
+    """The starts of token_ids, slots and drawn, then of the words of 32 bits, then, in these, of all other sections.
+
+    Then the elements from one group's slots to the next one's, and from one group's page table to the next one's.
+    """
 
 
 @lru_cache(maxsize=256)
@@ -116,7 +148,9 @@ def bounds_of(sizes: StepSizes) -> _Bounds:
     words = begin + sum(narrow) // 2
     sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table
     starts = [section.start for section in sections]
-    return _Bounds(*sections, begin, words, np.array([*starts[:3], begin, *starts[3:]]))
+    return _Bounds(
+        *sections, begin, words, np.array([*starts[:3], begin, *starts[3:], sizes.group_slots, sizes.group_table])
+    )
 
 
 def _slices(rooms: list[int], lengths: list[int]) -> list[slice]:
@@ -156,12 +190,14 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
 
     position_offset [n] int64: positions, less `step`; token_ids [n] int64; sources [n] int32: rows of the step before;
     drawn_before int64: the draw of each of those rows, empty = its own number; slot_indices [n]: each row's slot in
-    table [slots, pages] int32 and in page_counts [slots] int32. limits [3] int64: tokens of a page, size of the
-    vocabulary, pages of the cache.
+    table [slots, entries] int32 and in page_counts [slots] int32: page n of group g is entry n · groups + g, and
+    page_counts has the numbers of entries. limits [3 + groups] int64: tokens of a page, size of the vocabulary, pages
+    of the cache, and each group's window, 0 = none. Pages that the row does not see are not looked at.
 
     Returns FINE, or the fault of the last row that has one, for `fault_of`.
     """
-    page_tokens, vocab_size, pages = limits[0], limits[1], limits[2]
+    page_tokens, vocab_size, pages, windows = limits[0], limits[1], limits[2], limits[3:]
+    groups, group_slots, group_table = len(windows), at[9], at[10]
     narrow = words[at[3] :].view(np.int32)
     ids, slots, drawn = words[at[0] :], words[at[1] :], words[at[2] :]
     positions, from_rows, row_starts = narrow[at[4] :], narrow[at[5] :], narrow[at[6] :]
@@ -169,7 +205,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     found = FINE
     for row in range(len(position_offset)):
         slot = slot_indices[row]
-        position, has = position_offset[row] + step, page_counts[slot]
+        position, has = position_offset[row] + step, page_counts[slot] // groups
         page = position // page_tokens
         if position < 0 or page >= has:
             return row * _FAULTS + SHORT_OF_PAGES
@@ -177,25 +213,32 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
             found = row * _FAULTS + WRONG_TOKEN
         source = sources[row]
         ids[row] = token_ids[row]
-        slots[row] = (table[slot, page] - page) * page_tokens + position
         drawn[row] = row
         positions[row] = position
         from_rows[row] = drawn_before[source] if source >= 0 and len(drawn_before) else source
         row_starts[row] = row
         contexts[row] = position + 1
-        used, first, wrong = min(width, has), row * width, 0
-        for index in range(used):
-            held_page = table[slot, index]
-            wrong |= held_page < 0 or held_page >= pages
-            into[first + index] = held_page
-        into[first + used : first + width] = 0
+        used, wrong = min(width, has), 0
+        for group in range(groups):
+            slots[group * group_slots + row] = (table[slot, page * groups + group] - page) * page_tokens + position
+            first, seen = group * group_table + row * width, 0
+            if windows[group] > 0:
+                seen = max(0, position - windows[group] + 1) // page_tokens
+                into[first : first + seen] = table[slot, seen * groups + group]
+            for index in range(seen, used):
+                held_page = table[slot, index * groups + group]
+                wrong |= held_page < 0 or held_page >= pages
+                into[first + index] = held_page
+            into[first + used : first + width] = 0
         if wrong:
             found = row * _FAULTS + WRONG_PAGE
     for row in range(len(position_offset), end):
         ids[row] = positions[row] = contexts[row] = 0
-        slots[row] = from_rows[row] = -1
+        from_rows[row] = -1
         row_starts[row] = row
-    into[len(position_offset) * width : end * width] = 0
+    for group in range(groups):
+        slots[group * group_slots + len(position_offset) : group * group_slots + end] = -1
+        into[group * group_table + len(position_offset) * width : group * group_table + end * width] = 0
     row_starts[end] = end
     return found
 

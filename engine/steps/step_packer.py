@@ -23,19 +23,25 @@ _NO_DRAWS = np.zeros(0, dtype=np.int64)
 class PackedStep:
     """A step's tensors: token_ids [T] int64; drawn [D] int64, the last tokens of rows with a draw, None = all T.
 
-    `sources` [T] int32: the draw of the step before whose token this is, -1 = the id in token_ids counts.
+    `sources` [T] int32: the draw of the step before whose token this is, -1 = the id in token_ids counts. `layouts` has
+    one for each group of layers.
     """
 
     token_ids: Tensor
     sources: Tensor
-    layout: StepLayout
+    layouts: tuple[StepLayout, ...]
     drawn: Tensor | None
+
+    @property
+    def layout(self) -> StepLayout:
+        """The layout of the first group, and of all layers if there is no other."""
+        return self.layouts[0]
 
 
 def step_limits(spec: ModelSpec, cache: PagedCache) -> StepLimits:
     """Return the limits of a model over a cache: a request that outgrows the whole pool could never finish."""
-    reachable = min(spec.max_context, cache.pages * cache.page_tokens)
-    return StepLimits(spec.vocab_size, reachable, cache.pages, cache.page_tokens)
+    reachable = min(spec.max_context, cache.kv_pages.tokens_in(cache.pages))
+    return StepLimits(spec.vocab_size, reachable, cache.pages, cache.page_tokens, cache.kv_pages.windows)
 
 
 class StepPacker:
@@ -43,7 +49,7 @@ class StepPacker:
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
-        self._row_limits = np.array([limits.page_tokens, limits.vocab_size, limits.pages])
+        self._row_limits = limits.row_limits
 
     def sizes(self, batch: StepBatch) -> StepSizes:
         """Return the sizes of `batch`; raises Internal for one that is empty, too long, or malformed in a chunk.
@@ -60,10 +66,10 @@ class StepPacker:
             raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
         width = self.limits.pages_of(longest)
         if not chunks:
-            return StepSizes(singles, singles, width, singles)
+            return StepSizes(singles, singles, width, singles, self.limits.groups)
         tokens = singles + sum(len(row.token_ids) for row in chunks)
         drawn = singles + sum(row.draw is not None for row in chunks)
-        return StepSizes(tokens, singles + len(chunks), width, drawn)
+        return StepSizes(tokens, singles + len(chunks), width, drawn, self.limits.groups)
 
     def pack(
         self,
@@ -142,18 +148,23 @@ def view_step(
     token_ids, slots, drawn = _cut(words[:wide], sizes.wide_room, sizes.wide)
     narrow = words[wide:].view(torch.int32)
     positions, sources, row_starts, contexts, table = _cut(narrow, sizes.narrow_room, sizes.narrow)
-    layout = StepLayout(
-        positions=positions,
-        slots=slots,
-        row_starts=row_starts,
-        context_lens=contexts,
-        page_table=table.view(sizes.rows, sizes.width),
-        max_row_tokens=max_row_tokens,
-        max_context=max_context,
-        single_rows=single_rows,
-        max_cached=max_cached,
+    slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
+    layouts = tuple(
+        StepLayout(
+            positions=positions,
+            slots=slots[group, : sizes.tokens],
+            row_starts=row_starts,
+            context_lens=contexts,
+            page_table=table[group, : sizes.rows * sizes.width].view(sizes.rows, sizes.width),
+            max_row_tokens=max_row_tokens,
+            max_context=max_context,
+            single_rows=single_rows,
+            max_cached=max_cached,
+            group=group,
+        )
+        for group in range(sizes.groups)
     )
-    return PackedStep(token_ids, sources, layout, None if sizes.drawn == sizes.tokens else drawn)
+    return PackedStep(token_ids, sources, layouts, None if sizes.drawn == sizes.tokens else drawn)
 
 
 def _cut(tensor: Tensor, rooms: list[int], lengths: list[int]) -> list[Tensor]:

@@ -126,8 +126,8 @@ def exposed_transfer_s(prompt: PromptPrediction, answer: AnswerPrediction) -> fl
 
     The pages of all chunks but the last are in transfer while later ones are computed.
     """
-    missing = answer.missing
-    whole_s = missing / answer.worker.page_tokens * answer.worker.page_transfer_s
+    receiver, missing = answer.worker, answer.missing
+    whole_s = receiver.kv.sent_pages(missing) * receiver.page_transfer_s
     last = (prompt.computed - 1) % prompt.worker.max_step_tokens + 1
     last_s = whole_s * last / missing if last < missing else whole_s
     return max(last_s, whole_s - prompt.compute_s)

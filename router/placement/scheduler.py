@@ -3,7 +3,6 @@
 It does no I/O: the dispatcher, real or simulated, asks it for the next request and reports how each one ends.
 """
 
-import math
 from collections.abc import Iterator
 
 from costs.answer_length import AnswerLengths
@@ -211,6 +210,6 @@ def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, d
     cached = placement.prediction.cached_tokens
     prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached))
     if decode is not None:
-        pages = math.ceil(request.reserved_tokens / decode.page_tokens)
+        pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)
         context = (request.prefill_tokens + request.reserved_tokens) // 2
         decode.add_answer(request.wire_id, AnswerWork(pages, context, request.slo))

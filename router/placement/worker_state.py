@@ -264,7 +264,9 @@ class WorkerState:
         self._ready = not info.not_ready
         self.prefills, self.decodes = info.takes_prompts, info.takes_answers
         self.pages_total, self.page_tokens = info.pages_total, info.page_tokens
-        self.kv_tokens_total = info.pages_total * info.page_tokens
+        self.kv = info.kv_pages
+        """The KV pages of its requests."""
+        self.kv_tokens_total = self.kv.tokens_in(info.pages_total)
         """Tokens that its pages hold."""
         self.answer_tokens_total = answer_tokens(info)
         """Tokens of these that answers may reserve."""
@@ -304,9 +306,11 @@ class WorkerState:
         self.decode_requests = rows = max(own, load.decode_requests) if load else own
         self.pages_used = max(self._pages, load.pages_used) if load else self._pages
         """Pages reserved or in use."""
-        self.kv_tokens_free = (self.pages_total - self.pages_used) * self.page_tokens
+        self.kv_tokens_free = self.kv.tokens_in(max(0, self.pages_total - self.pages_used), decoding=not self.prefills)
         # The contexts of other routers' requests are not known: as long as the own ones', else as their pages.
-        context = self._context * rows // own if own else self.pages_used * self.page_tokens if rows else 0
+        context = (
+            self._context * rows // own if own else self.pages_used * self.page_tokens // self.kv.groups if rows else 0
+        )
         self.decode_context = context
         """Tokens that a decode step there attends to."""
         self.step_s = self.cost.decode_step_seconds(rows, context)

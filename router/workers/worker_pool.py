@@ -100,7 +100,7 @@ class WorkerPool:
     @property
     def prefill_capacity(self) -> int:
         """Tokens that the largest live prefill worker can hold."""
-        return max((each.pages_total * each.page_tokens for each in self.fleet.live if each.prefills), default=0)
+        return max((each.kv_tokens_total for each in self.fleet.live if each.prefills), default=0)
 
     def views(self) -> list[WorkerState]:
         """Return the state of the live workers."""
@@ -219,7 +219,7 @@ class WorkerPool:
         if prefills and decodes:
             self._model = ServedModel(
                 facts=min((w.model for w in membership.workers), key=lambda facts: facts.max_context),
-                prefill_tokens_max=max(w.pages_total * w.page_tokens for w in prefills),
+                prefill_tokens_max=max(w.kv_pages.tokens_in(w.pages_total) for w in prefills),
                 decode_tokens_max=max(answer_tokens(w) for w in decodes),
                 decode_tokens_min=min(answer_tokens(w) for w in decodes),
                 page_tokens=sizes.pop() if len(sizes := {w.page_tokens for w in membership.workers}) == 1 else 0,

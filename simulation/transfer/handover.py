@@ -11,6 +11,7 @@ from simulation.clock import VirtualClock
 from simulation.network import Network, Wire
 from wire.ending import failure_event
 from wire.errors import TandemError
+from wire.kv_pages import KvPages
 from wire.messages import Destination, Lease, PeerRef, RequestEvent, TransferNotice, hash_token_ids
 from wire.tracing.timeline import TransferStats
 
@@ -34,7 +35,7 @@ class PrefillEnd(Protocol):
     peer: PeerRef
     wire: Wire
     page_bytes: int
-    page_tokens: int
+    kv: KvPages
 
     def tell(self, request: PrefillRequest, event: RequestEvent) -> None:
         """Sends the event to the router."""
@@ -57,7 +58,7 @@ class VirtualHandover:
         self._asked = self._closing = False
         self.over = False
         self._sending: int | None = None
-        self._sent = 0
+        self._skipped = self._sent = 0
         self._moving_s = self._last_landing = 0.0
         self._bytes = 0
 
@@ -97,7 +98,7 @@ class VirtualHandover:
         if self._sending is None:
             return
         needed, progress = self._request.pages_needed, self._request.progress
-        ready = needed - 1 if progress.released else progress.computed_tokens // self._here.page_tokens
+        ready = needed - 1 if progress.released else progress.computed_tokens // self._here.kv.page_tokens
         if ready > self._sent:
             self._last_landing = self._post(ready)
         if progress.released:
@@ -108,7 +109,9 @@ class VirtualHandover:
         if self.over:
             return
         missing = self._there(destination).allot(destination.lease, self._request.pages_needed, self._here.peer)
-        self._sent = self._request.pages_needed - missing
+        skipped = self._here.kv.skipped(self._request.prompt_tokens, missing)
+        assert skipped is not None
+        self._skipped = self._sent = skipped
 
         def permitted() -> None:
             self._sending = missing
@@ -118,7 +121,7 @@ class VirtualHandover:
 
     def _post(self, end: int) -> float:
         """Sends the pages up to number `end`; returns when they will have arrived."""
-        size = (end - self._sent) * self._here.page_bytes
+        size = len(self._here.kv.seen(self._request.prompt_tokens, self._sent, end)) * self._here.page_bytes
         self._sent, self._bytes = end, self._bytes + size
         landing = self._here.wire.write(self._clock.now, size)
         self._moving_s += landing - self._clock.now
@@ -138,7 +141,7 @@ class VirtualHandover:
                 self._here.peer,
                 self._request.progress.first_token_id or 0,
                 token_hash=hash_token_ids(self._request.task.prompt_token_ids),
-                skipped=self._request.pages_needed - (self._sending or 0),
+                skipped=self._skipped,
             )
         )
         with self._here.visit():

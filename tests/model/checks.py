@@ -30,6 +30,8 @@ class Holder:
 
 
 FIRST_STAMP = 1
+STEP_TOKENS = 6
+"""The most prompt tokens of a step."""
 
 
 def stamp_behind(stamp: int, token: int) -> int:
@@ -56,6 +58,8 @@ def ref_of(lease: Lease) -> RequestRef:
 class WatchedEngine(FakeEngine):
     """Computes in pages of one attempt alone, reads none but these and shared ones, and of no other prefix."""
 
+    step_tokens = STEP_TOKENS
+
     def __init__(self, pages: int, *, asynchronous: bool) -> None:
         super().__init__(pages)
         self.asynchronous = asynchronous
@@ -66,26 +70,35 @@ class WatchedEngine(FakeEngine):
         self.seen: Counter[str] = Counter()
 
     def _row(self, row: StepRow) -> int | None:
-        end = row.start + len(row.token_ids)
-        pages = row.page_ids[: -(-end // PAGE_TOKENS)]
-        first_written = row.start // PAGE_TOKENS
-        self._check_read(pages[:first_written], self._owner(pages[first_written:]))
-        stamp = self._read(pages, row.start)
-        for position, token in enumerate(row.token_ids, row.start):
-            stamp = stamp_behind(stamp, token)
-            self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 1] = stamp
+        kv, end = self.kv_pages, row.start + len(row.token_ids)
+        stamps: list[int] = []
+        for group in range(kv.groups):
+            pages = row.page_ids[group :: kv.groups][: kv.numbers(end)]
+            first, first_written = kv.first(group, row.start), row.start // PAGE_TOKENS
+            self._check_read(pages[first:first_written], self._owner(pages[first_written:]))
+            stamps = self._read(pages, first * PAGE_TOKENS, row.start, stamps)
+            self.seen["pages behind windows"] += first
+            stamp = stamps[-1]
+            for position, token in enumerate(row.token_ids, row.start):
+                stamp = stamp_behind(stamp, token)
+                self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 1] = stamp
         return super()._row(row)
 
-    def _read(self, pages: Sequence[int], end: int) -> int:
-        """The stamp of position `end - 1`, if that of each position before it is right for the tokens up to there."""
-        stamp = FIRST_STAMP
-        for position in range(end):
+    def _read(self, pages: Sequence[int], first: int, end: int, known: Sequence[int]) -> list[int]:
+        """The stamps before each position up to `end`, if those from `first` on are right for the tokens before them.
+
+        The first group has no window: what it says of the tokens is `known` for the others.
+        """
+        stamps = list(known) or [FIRST_STAMP]
+        for position in range(first, end):
             token, found = self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS].tolist()
-            stamp = stamp_behind(stamp, token)
-            if found != stamp:
+            stamp = stamp_behind(stamps[position], token)
+            if not known:
+                stamps.append(stamp)
+            if found != stamp or stamp != stamps[position + 1]:
                 page = pages[position // PAGE_TOKENS]
                 raise Broken(f"a step reads KV of another prefix at {position}, page {page}")
-        return stamp
+        return stamps
 
     def _owner(self, pages: Sequence[int]) -> Holder:
         """Return the holder of the pages that a step writes to."""

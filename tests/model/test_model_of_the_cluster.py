@@ -23,7 +23,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.model.checks import Broken
+from decode_worker.page_budget import PageBudget
+from prefill_worker.prompt_pages import PromptPages
+from prefill_worker.request import PrefillRequest
+from tests.model.checks import Broken, WatchedEngine
 from tests.model.machine import ROLES, ClusterMachine, FlippingMachine
 from tests.model.mutants import MUTANTS, Mutant
 from tests.model.stories import STORIES, Story
@@ -34,6 +37,10 @@ MOVES_A_RUN = 200
 RUNS = 105
 """The number of runs; a few have fewer moves, together they have at least 20,000."""
 MOVES = 20_000
+WINDOW_RUNS = 20
+"""The number of additional runs with windows."""
+WINDOWS = (None, 5, 3)
+"""Of the groups of layers in these: with the first one, a page is unseen as soon as the next one begins."""
 FLIPPING_RUNS = 12
 """The number of additional runs with changing roles."""
 SEED = 2
@@ -82,6 +89,41 @@ def test_whatever_happens_the_cluster_holds() -> None:
         assert seen["tokens from the cache"] > 1000
         assert seen["gave way"] > 5, "answers that left their pages to older ones"
         print(seen)
+
+
+@pytest.mark.timeout(1200)
+def test_the_cluster_holds_with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages behind windows are freed while requests run: none is read, sent or given away too early."""
+    monkeypatch.setattr(WatchedEngine, "windows", WINDOWS)
+    seen = play(WINDOW_RUNS, SEED)
+    assert seen["pages behind windows"] > 500
+    assert seen["answered"] > 50
+
+
+def give_up_what_chunks_in_flight_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up = PromptPages._give_up
+
+    def too_early(self: PromptPages, request: PrefillRequest, position: int) -> None:
+        give_up(self, request, max(position, request.launched))
+
+    monkeypatch.setattr(PromptPages, "_give_up", too_early)
+
+
+def give_up_what_decode_steps_in_flight_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        PageBudget,
+        "_retire_unseen",
+        lambda self, request: self._retire(request, self._kv.tokens_of(request.pages)),
+    )
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mutant", [give_up_what_chunks_in_flight_read, give_up_what_decode_steps_in_flight_read])
+def test_a_page_that_is_given_up_too_early_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WatchedEngine, "windows", WINDOWS)
+    mutant(monkeypatch)
+    with pytest.raises(Exception, match=r"reads|state"):
+        play_several(RUNS_FOR_A_MUTANT, SEEDS_FOR_A_MUTANT)
 
 
 @pytest.mark.timeout(1200)

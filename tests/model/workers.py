@@ -11,10 +11,11 @@ from costs.answer_length import SEEN_MIN
 from engine.config import EngineConfig
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_by_hand import FabricByHand
-from tests.model.checks import Broken, WatchedEngine
+from tests.model.checks import STEP_TOKENS, Broken, WatchedEngine
 from tests.model.virtual_loop import Process, VirtualLoop
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2
+from wire.kv_pages import held_pages
 from wire.messages import Lease, Membership, PeerRef, RequestRef, Role, WorkerInfo
 from worker.config import WorkerConfig
 from worker.loop import StepLoop
@@ -22,7 +23,6 @@ from worker.servicer import WorkerServicer
 from worker.worker import Worker
 
 PAGES = 14
-STEP_TOKENS = 6
 BATCH = 4
 LEASE_S = QUARANTINE_S = 1.0
 WINDOW_S = 3.0
@@ -30,6 +30,11 @@ SHORT_WINDOW_S = 0.6
 """A window so short that every kind of hand-over needs its permission renewed."""
 RPC_TIMEOUT_S = 1.0
 TRANSFER_DEADLINE_S = 2.0
+
+
+def pool_pages() -> int:
+    """Return the number of pages of a worker: as many for each group of layers."""
+    return PAGES * len(WatchedEngine.windows)
 
 
 class LoopByHand(StepLoop):
@@ -75,7 +80,7 @@ class WorkerProcess:
         self.role = role
         self.address = address
         self.process = Process(f"{me.worker_id}/{me.incarnation}", made_of.loop)
-        self.engine = WatchedEngine(PAGES, asynchronous=made_of.asynchronous)
+        self.engine = WatchedEngine(pool_pages(), asynchronous=made_of.asynchronous)
         self._fabric = made_of.fabric
         self._window_s = made_of.window_s
         self._aborted: dict[str, int] = {}
@@ -139,13 +144,17 @@ class WorkerProcess:
     def info(self) -> WorkerInfo:
         assignment = self.worker.assignment
         return WorkerInfo(
-            self.me, assignment.role, self.address, self.engine.facts, PAGES, self.engine.page_tokens,
+            self.me, assignment.role, self.address, self.engine.facts, pool_pages(), self.engine.page_tokens,
             BATCH, STEP_TOKENS, "cpu", "in-memory", assignment=assignment.assignment, closing=assignment.closing,
         )  # fmt: skip
 
     def check(self) -> None:
-        """Check that every page is in one state, promises hold and no aborted request runs."""
+        """Check that every page is in one state, promises hold and no aborted request runs.
+
+        No request holds more pages than the forecast of its tokens.
+        """
         self.worker._cache.check_integrity()
+        self._check_forecasts()
         admission = self.worker.admission
         running = self.worker._halves.decode._batch.requests
         alive = [*admission._requests.ready, *(r for r in running if not (r.cancelled or r.ended))]
@@ -155,6 +164,18 @@ class WorkerProcess:
                 raise Broken(f"{ref} decodes at {self.process.name} after it was aborted there")
         if self.worker.died.done():
             raise Broken(f"{self.process.name} died by itself: {self.worker.died.result()!r}")
+
+    def _check_forecasts(self) -> None:
+        kv, halves = self.engine.kv_pages, self.worker._halves
+        for _, request in halves.prefill._registry:
+            held, forecast = len(held_pages(request.pages)), kv.held(request.prompt_tokens)
+            if not request.local and held > forecast:
+                raise Broken(f"{request.task.ref} holds {held} pages of a forecast of {forecast}")
+        for each in halves.decode._batch.requests:
+            held, tokens = len(held_pages(each.pages)), kv.tokens_of(each.pages)
+            forecast = kv.held(tokens, decoding=True)
+            if held != each.held or held > forecast:
+                raise Broken(f"{each.reservation.ref} holds {held} pages, counts {each.held} of {forecast}")
 
     def left(self) -> str:
         """Return the pages and requests that are still held; "" if there are none."""

@@ -39,7 +39,6 @@ from tests.model.network import Key, Network
 from tests.model.router import CountedAnswer, InlineText, RouterProcess, finish_reason
 from tests.model.virtual_loop import VirtualLoop, this_process
 from tests.model.workers import (
-    PAGES,
     QUARANTINE_S,
     WINDOW_S,
     Addresses,
@@ -48,6 +47,7 @@ from tests.model.workers import (
     Parts,
     ThreadByHand,
     WorkerProcess,
+    pool_pages,
 )
 from wire.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
 
@@ -64,7 +64,7 @@ END_WITHIN_S = 60.0
 
 def is_warm_up(flight: Flight) -> bool:
     """Return True if the write only tests a connection, from and to pages that no request owns."""
-    return flight.write.local_pages == flight.write.remote_pages == (PAGES,)
+    return flight.write.local_pages == flight.write.remote_pages == (pool_pages(),)
 
 
 class WatchedFabric(FabricByHand):

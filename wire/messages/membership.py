@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 
+from wire.kv_pages import KvPages
 from wire.messages.assignment import Assignment, Role
 from wire.messages.references import PeerRef
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts about the loaded model; `max_context` is the limit of prompt and answer, in tokens."""
+    """The facts about the loaded model; `max_context` is the limit of prompt and answer, in tokens.
+
+    `kv_windows` has the window of each group of layers that share KV pages (`wire/kv_pages.py`).
+    """
 
     name: str
     vocab_size: int
@@ -17,6 +21,7 @@ class ModelFacts:
     dtype: str
     summary: tuple[str, ...] = ()
     """Parameters, KV cache, attention and experts, a line each, for display only."""
+    kv_windows: tuple[int | None, ...] = (None,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,11 @@ class WorkerInfo:
     """Start time of its process by its host's clock, for display only; 0 = unknown."""
     kv_ports: tuple[str, ...] = ()
     """The host:port of each TCP socket of its KV transport. Every process that reaches one can write to its memory."""
+
+    @property
+    def kv_pages(self) -> KvPages:
+        """The KV pages of its requests."""
+        return KvPages(self.page_tokens, self.model.kv_windows, self.max_step_tokens)
 
     @property
     def open(self) -> Role | None:

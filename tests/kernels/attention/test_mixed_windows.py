@@ -26,7 +26,7 @@ from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.random_weights import fill_randomly
 from tests.kernels.decode_cases import DEVICE, ON_GPU
 from tests.kernels.steps import assert_as_good
-from wire.ending import pages_for
+from wire.kv_pages import FREED, KvPages
 from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -42,13 +42,20 @@ CONFIG = {
 }  # fmt: skip
 PROMPTS = [[(7 * i + 3 * prompt) % 67 for i in range(100)] for prompt in range(3)]
 PAGES_OF = ([3, 1, 2, 0, 9, 8], [5, 4], [6, 7, 10])
+KV = KvPages(PAGE, (None, WINDOW, WINDOW))
+"""Pages hold one layer."""
 
 
 def step_of(*rows: tuple[int, int, int]) -> StepBatch:
-    """Returns a step of rows (request, tokens in the cache, tokens after the step)."""
-    return StepBatch(
-        [StepRow(PROMPTS[of][start:end], start, PAGES_OF[of][: pages_for(end, PAGE)], DRAW) for of, start, end in rows]
-    )
+    """Returns a step of rows (request, tokens in the cache, tokens after the step) on the pages that they see."""
+    return StepBatch([StepRow(PROMPTS[of][start:end], start, entries(of, start, end), DRAW) for of, start, end in rows])
+
+
+def entries(of: int, start: int, end: int) -> list[int]:
+    pages = [KV.groups * page + group for page in PAGES_OF[of][: KV.numbers(end)] for group in range(KV.groups)]
+    for dead in KV.dead(pages, start):
+        pages[dead] = FREED
+    return pages
 
 
 STEPS = {
@@ -60,6 +67,15 @@ STEPS = {
     "one answer beside a chunk": step_of((0, 74, 75), (1, 8, 20)),
 }
 """The steps in order: each reads the KV that those before it stored."""
+
+
+def free_unseen_pages(cache: PagedCache, row: StepRow) -> None:
+    """Overwrites the pages of the row's request that it does not see."""
+    of = next(of for of, pages in enumerate(PAGES_OF) if row.page_ids[0] == KV.groups * pages[0])
+    for entry, page in enumerate(row.page_ids):
+        if page == FREED:
+            number, group = divmod(entry, KV.groups)
+            cache.tensor[KV.groups * PAGES_OF[of][number] + group] = float("nan")
 
 
 @pytest.fixture(params=["windows", "everything"])
@@ -98,12 +114,16 @@ def weights(model: ModelSpec, dtype: torch.dtype) -> Parameters:
 
 def logits(model: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the logits of each step, in float64."""
-    cache = PagedCache(model, PAGE, cache_bytes(model, PAGES, PAGE, dtype), dtype, DEVICE)
+    cache = PagedCache(model, PAGE, cache_bytes(model, KV.groups * PAGES, PAGE, dtype), dtype, DEVICE)
+    assert cache.kv_pages == KV
+    cache.tensor.fill_(float("nan"))
     forward = forward_over(DecoderModel(model, weights(model, dtype), kernels, model.max_context), cache)
     stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE, ())
     found = {}
     with torch.inference_mode():
         for name, step in STEPS.items():
+            for row in step.rows:
+                free_unseen_pages(cache, row)
             drawn = stepper.logits(step)
             assert drawn is not None
             found[name] = drawn.double().cpu()

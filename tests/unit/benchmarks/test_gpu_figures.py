@@ -19,6 +19,7 @@ from engine.model_sizes import model_sizes
 from engine.models.load_spec import load_spec
 from engine.models.shapes import write_shape
 from engine.steps.batch import StepBatch, StepResult
+from wire.kv_pages import KvPages
 
 LAYERS = 32
 LAYER = 6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336
@@ -34,7 +35,7 @@ class RecordedRunner:
     def __init__(self, folder: Any, page_tokens: int = 128) -> None:
         self.spec = load_spec(write_shape("llama-3-8b", folder))
         self.roofline = Roofline(model_sizes(self.spec, 2), GPU)
-        self.page_tokens = page_tokens
+        self.page_tokens, self.kv_pages = page_tokens, KvPages(page_tokens)
         self.cache = SimpleNamespace(page_bytes=page_tokens * KV_OF_A_TOKEN, pages=64)
         self.facts = SimpleNamespace(max_context=8192)
         self.steps: list[StepBatch] = []
@@ -148,11 +149,11 @@ def test_uneven_rows_are_a_step_of_their_own(
 
 
 def test_rows_of_any_lengths_have_pages_of_their_own(engine: GpuEngine) -> None:
-    pages = engine._pages_of([1, 128, 129, 300])
+    pages = engine._pages_of([(0, 1), (0, 128), (100, 129), (0, 300)])
     assert [len(each) for each in pages] == [1, 1, 2, 3]
     assert [page for each in pages for page in each] == list(range(7))
     with pytest.raises(ValueError, match="2 rows need 72 pages of 64"):
-        engine._pages_of([128 * 70, 129])
+        engine._pages_of([(0, 128 * 70), (0, 129)])
 
 
 def test_walking_is_compared_with_rows_that_are_all_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from benchmarks.step_costs import Size, Timed, figures, fitted, main, measure, s
 from costs.step_cost import CostParameters, StepCost
 from engine.graph_use import GraphUse
 from engine.steps.batch import StepBatch
+from wire.kv_pages import KvPages
 
 TRUE = CostParameters(base_s=4e-3, prompt_base_s=2e-3, token_s=2e-5, pair_s=1e-9, row_s=2e-5, context_s=3e-8)
 
@@ -22,7 +23,7 @@ class Runner:
 
     asynchronous: bool
     graphs: bool = True
-    page_tokens: int = 16
+    kv_pages: KvPages = field(default_factory=lambda: KvPages(16))
     graph_use: GraphUse = field(default_factory=GraphUse)
     ahead: list[int] = field(default_factory=list)
     running: int = 0
@@ -51,11 +52,11 @@ def test_steps_run_as_in_a_worker(asynchronous: bool) -> None:
 
 
 def test_rows_have_pages_of_their_own() -> None:
-    batch = Size(3, 30, 16, 20).batch(16)
+    batch = Size(3, 30, 16, 20).batch(KvPages(16))
     pages = [page for row in batch.rows for page in row.page_ids]
     assert len(pages) == len(set(pages)) == 3 * 2 + 3
     assert [row.start for row in batch.rows] == [20, 20, 20, 16]
-    assert len(Size(3, 0, 0, 20).batch(16)) == 3
+    assert len(Size(3, 0, 0, 20).batch(KvPages(16))) == 3
 
 
 def test_each_size_once_and_none_that_is_empty() -> None:

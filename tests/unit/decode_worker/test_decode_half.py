@@ -15,6 +15,7 @@ from engine.cache.prefix_cache import PrefixCache
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from tests.unit.decode_worker.step_events import events_of
 from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, Unavailable
+from wire.kv_pages import KvPages
 from wire.messages import (
     FinishReason,
     Lease,
@@ -50,7 +51,7 @@ class House:
         self.admission = DecodeAdmission(
             config=DecodeConfig(lease_s=5.0, quarantine_s=1.0, write_window_s=0.0, check_deadline_s=3.0),
             me=PeerRef("decode-0", 1),
-            cache=PrefixCache(self.pool, PAGE_TOKENS),
+            cache=PrefixCache(self.pool, KvPages(PAGE_TOKENS)),
             model=FACTS,
             clock=lambda: self.now,
             expect=self._expect,
@@ -62,7 +63,7 @@ class House:
         )
         self.admission.limit(max_pages)
         self.half = DecodeHalf(
-            requests=self.admission.running, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch
+            requests=self.admission.running, model=FACTS, kv=KvPages(PAGE_TOKENS), max_batch_requests=batch
         )
 
     def _expect(self, leases: int) -> None:

@@ -7,6 +7,7 @@ from decode_worker.request import DecodeRequest
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from wire.errors import ResourceExhausted
+from wire.kv_pages import KvPages
 from wire.messages import Lease, PeerRef, RequestRef, Reservation, SamplingParams
 
 
@@ -17,20 +18,30 @@ def crowded(seed: int) -> tuple[PageClaims, list[DecodeRequest]]:
     """
     dice = random.Random(seed)
     pool = PagePool(dice.randrange(6, 14))
-    claims = PageClaims(PrefixCache(pool, 4))
+    claims = PageClaims(PrefixCache(pool, KvPages(4)))
     claims.limit(dice.choice((None, pool.total - dice.randrange(3))))
     running = []
     for number in range(dice.randrange(2, 5)):
         ref, prompt_pages, pages = RequestRef(f"q{number}", 1), dice.randrange(1, 3), dice.randrange(2, 5)
-        prefix = Prefix(b"", [], 0, [])
+        prefix = Prefix(b"")
         reservation = Reservation("r", ref, tuple(range(4 * prompt_pages)), SamplingParams(9), PeerRef("p", 1))
         try:
-            promised = claims.enter(prefix, pages, prompt_pages, 4 * prompt_pages, 0)
+            promised = claims.enter(prefix, pages, 4 * prompt_pages, 0)
         except ResourceExhausted:
             break
         request = DecodeRequest(
-            reservation, Lease(ref.request_id, 1, number), prompt_pages, pages, promised, b"", prefix, 0
+            reservation,
+            Lease(ref.request_id, 1, number),
+            prompt_pages,
+            pages,
+            promised,
+            b"",
+            prefix,
+            0,
+            lease_pages=prompt_pages,
+            held=prompt_pages,
         )
+        claims.await_prompt(request.lease_pages, request.held)
         if dice.random() < 0.7:
             claims.spend_on_prompt(request, prompt_pages)
             request.pages += pool.allocate(ref, prompt_pages, from_promise=True)

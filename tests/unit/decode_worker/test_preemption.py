@@ -24,6 +24,7 @@ from engine.steps.batch import StepRow
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from tests.unit.decode_worker.step_events import events_of
 from wire.errors import InvalidArgument, ResourceExhausted
+from wire.kv_pages import KvPages
 from wire.messages import (
     GrantedLease,
     Lease,
@@ -83,7 +84,7 @@ class House:
     ) -> None:
         self.pool = PagePool(pages)
         self.now = 0.0
-        self.cache = PrefixCache(self.pool, PAGE_TOKENS)
+        self.cache = PrefixCache(self.pool, KvPages(PAGE_TOKENS))
         self.notes: list[RoutedEvent] = []
         self.admission = DecodeAdmission(
             config=DecodeConfig(lease_s=1e6),
@@ -99,7 +100,7 @@ class House:
         )
         self.admission.limit(max_pages)
         self.half = DecodeHalf(
-            requests=self.admission.running, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch
+            requests=self.admission.running, model=FACTS, kv=KvPages(PAGE_TOKENS), max_batch_requests=batch
         )
         self.behind = behind
         self.late = late

@@ -12,6 +12,7 @@ from decode_worker.running_batch import RunningBatch
 from engine.cache.prefix_cache import Prefix
 from engine.steps.batch import FROM_HOST, History
 from wire.ending import Ending
+from wire.kv_pages import KvPages
 from wire.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, SamplingParams
 
 PAGE_TOKENS = 4
@@ -51,7 +52,7 @@ class Model:
     """Both batches, and what they are asked."""
 
     dice: random.Random
-    batch: RunningBatch = field(default_factory=lambda: RunningBatch(2, PAGE_TOKENS))
+    batch: RunningBatch = field(default_factory=lambda: RunningBatch(2, KvPages(PAGE_TOKENS)))
     known: list[Known] = field(default_factory=list)
     flying: deque[list[Known]] = field(default_factory=deque)
     made: int = 0

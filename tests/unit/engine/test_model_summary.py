@@ -42,7 +42,10 @@ QWEN3_30B = FAMILIES["qwen3_moe"] | {
             ],
         ),
         (FAMILIES["gpt_oss"], ["attention: 2 layers see 24 tokens, 2 all, with sinks", "8 experts, 3 per token"]),
-        (FAMILIES["gemma3"], ["attention: 2 layers see 16 tokens, 2 all"]),
+        (
+            FAMILIES["gemma3"],
+            ["1,024 bytes of KV per token, pages of 2 groups of 2 layers", "attention: 2 layers see 16 tokens, 2 all"],
+        ),
         (
             FAMILIES["deepseek_v3"],
             [

@@ -15,9 +15,10 @@ from engine.kernels.base import Kernels
 from engine.kernels.reference import ReferenceKernels, _within_groups, choose_experts
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import parse_spec
-from engine.steps.batch import StepBatch
+from engine.steps.batch import StepBatch, StepRow
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
 from tests.pairwise import pairwise
+from wire.kv_pages import FREED
 
 TOLERANCE = 2e-5
 MARGIN = 1e-4
@@ -31,7 +32,7 @@ class Case:
     """A runner with NaN in all unwritten memory, pages in random order, and transformers' logits."""
 
     def __init__(self, folder: Path, page_tokens: int, kernels: Kernels | None) -> None:
-        config = tiny_engine_config(folder, page_tokens=page_tokens, kv_cache_bytes=4 << 20)
+        config = tiny_engine_config(folder, page_tokens=page_tokens, kv_cache_bytes=8 << 20)
         self.runner = ModelRunner.load(config, kernels=kernels)
         self.runner.cache.tensor.fill_(float("nan"))
         self._free = list(range(self.runner.cache.pages))
@@ -39,7 +40,15 @@ class Case:
         self.expect = functools.cache(functools.partial(_logits, folder))
 
     def pages(self, tokens: int) -> list[int]:
-        return [self._free.pop() for _ in range(-(-tokens // self.runner.page_tokens))]
+        kv = self.runner.cache.kv_pages
+        return [self._free.pop() for _ in range(kv.numbers(tokens) * kv.groups)]
+
+    def row(self, token_ids: list[int], start: int, pages: list[int], *, drawn: bool = True) -> StepRow:
+        """Returns a row; the pages that it does not see are freed, and NaN like those that nobody has written."""
+        for entry in self.runner.cache.kv_pages.dead(pages, start):
+            self.runner.cache.tensor[pages[entry]] = float("nan")
+            pages[entry] = FREED
+        return row(token_ids, start, pages, drawn=drawn)
 
     def check(self, found: torch.Tensor, *ends: tuple[tuple[int, ...], int]) -> None:
         """Checks that each row of `found` is transformers' logits after so many tokens of the given ids."""
@@ -90,16 +99,16 @@ def case(
 @every_family
 def test_one_chunk(case: Case) -> None:
     ids = _ids(1, PROMPT)
-    case.check(case.runner.logits(StepBatch([row(list(ids), 0, case.pages(PROMPT))])), (ids, PROMPT))
+    case.check(case.runner.logits(StepBatch([case.row(list(ids), 0, case.pages(PROMPT))])), (ids, PROMPT))
 
 
 @every_family
 def test_chunks_and_decode(case: Case) -> None:
     ids, pages = _ids(1, PROMPT), case.pages(PROMPT)
     for start, end in ((0, 7), (7, 8), (8, 40), (40, 140)):
-        case.runner.run(StepBatch([row(list(ids[start:end]), start, pages, drawn=False)]))
+        case.runner.run(StepBatch([case.row(list(ids[start:end]), start, pages, drawn=False)]))
     for at in range(140, PROMPT):
-        case.check(case.runner.logits(StepBatch([row([ids[at]], at, pages)])), (ids, at + 1))
+        case.check(case.runner.logits(StepBatch([case.row([ids[at]], at, pages)])), (ids, at + 1))
 
 
 @every_family
@@ -107,15 +116,22 @@ def test_packed_with_others(case: Case) -> None:
     """A decode row, two chunks that draw and one that does not, all in one step; then all decode together."""
     a, b, c, d = _ids(1, PROMPT), _ids(2, 33), _ids(3, 70), _ids(4, 17)
     at, bt, ct, dt = (case.pages(len(ids) + 1) for ids in (a, b, c, d))
-    case.runner.run(StepBatch([row(list(a[:100]), 0, at, drawn=False), row(list(c[:20]), 0, ct, drawn=False)]))
+    case.runner.run(
+        StepBatch([case.row(list(a[:100]), 0, at, drawn=False), case.row(list(c[:20]), 0, ct, drawn=False)])
+    )
     mixed = [
-        row([a[100]], 100, at),
-        row(list(b[:32]), 0, bt),
-        row(list(c[20:60]), 20, ct, drawn=False),
-        row(list(d[:16]), 0, dt),
+        case.row([a[100]], 100, at),
+        case.row(list(b[:32]), 0, bt),
+        case.row(list(c[20:60]), 20, ct, drawn=False),
+        case.row(list(d[:16]), 0, dt),
     ]
     case.check(case.runner.logits(StepBatch(mixed)), (a, 101), (b, 32), (d, 16))
-    decode = [row([d[16]], 16, dt), row([a[101]], 101, at), row([c[60]], 60, ct), row([b[32]], 32, bt)]
+    decode = [
+        case.row([d[16]], 16, dt),
+        case.row([a[101]], 101, at),
+        case.row([c[60]], 60, ct),
+        case.row([b[32]], 32, bt),
+    ]
     case.check(case.runner.logits(StepBatch(decode)), (d, 17), (a, 102), (c, 61), (b, 33))
 
 
@@ -137,19 +153,19 @@ def test_experts_are_chosen_by_a_clear_margin(
     monkeypatch.setattr(reference, "choose_experts", choose)
     case = Case(folder_of(family), 16, ReferenceKernels())
     margins.clear()
-    case.runner.logits(StepBatch([row(list(_ids(1, PROMPT)), 0, case.pages(PROMPT))]))
+    case.runner.logits(StepBatch([case.row(list(_ids(1, PROMPT)), 0, case.pages(PROMPT))]))
     assert margins
     assert min(margins) > MARGIN
 
 
 @two_families
 def test_a_step_without_draws_has_no_logits(case: Case) -> None:
-    result = case.runner.run(StepBatch([row([5, 6], 0, case.pages(2), drawn=False)]))
+    result = case.runner.run(StepBatch([case.row([5, 6], 0, case.pages(2), drawn=False)]))
     assert list(result.token_ids) == [None]
 
 
 @two_families
 def test_run_is_greedy_argmax_of_logits(case: Case) -> None:
     ids, pages = _ids(5, 30), case.pages(30)
-    result = case.runner.run(StepBatch([row(list(ids), 0, pages), row([3], 0, case.pages(1), drawn=False)]))
+    result = case.runner.run(StepBatch([case.row(list(ids), 0, pages), case.row([3], 0, case.pages(1), drawn=False)]))
     assert list(result.token_ids) == [int(case.expect(ids)[-1].argmax()), None]

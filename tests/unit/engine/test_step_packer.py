@@ -185,3 +185,40 @@ def assert_packed(step: PackedStep, rows: list[StepRow | None], singles: int, dr
         assert step.drawn.tolist() == drawn + [0] * (len(step.drawn) - len(drawn))
     else:
         assert drawn == list(range(len(drawn)))
+
+
+WINDOWS = StepLimits(vocab_size=50, max_context=64, pages=30, page_tokens=4, windows=(None, 6))
+
+
+def test_each_group_has_slots_and_a_table_of_its_own() -> None:
+    """Page n of group g is entry 2 n + g; the pages before a window are the first one within."""
+    packer = StepPacker(WINDOWS)
+    # Position 13 sees 8 .. 13 in the second group, the prompt from position 9 on 4 .. 10.
+    decode = row([7], 13, [3, -1, 4, -1, 5, 15, 6, 16])
+    prompt = row([8, 9], 9, [20, -1, 21, 24, 22, 25], draw=None)
+    batch = StepBatch([decode, prompt])
+    sizes = packer.sizes(batch)
+    assert (sizes.tokens, sizes.rows, sizes.groups) == (3, 2, 2)
+    for pad in (0, 1):
+        sizes = StepSizes(3 + 2 * pad, 2 + 2 * pad, sizes.width + pad, sizes.drawn, groups=2)
+        words = torch.full((sizes.words,), -77, dtype=torch.int64)
+        packer.pack(batch, sizes, words.numpy(), chunks_at=1 + pad)
+        step = view_step(words, sizes, max_row_tokens=2, max_context=14, single_rows=1)
+        full, windowed = step.layouts
+        assert [full.group, windowed.group] == [0, 1]
+        nothing, behind = [-1] * pad, [0] * pad
+        assert full.slots.tolist() == [6 * 4 + 1, *nothing, 22 * 4 + 1, 22 * 4 + 2, *nothing]
+        assert windowed.slots.tolist() == [16 * 4 + 1, *nothing, 25 * 4 + 1, 25 * 4 + 2, *nothing]
+        empty = [[0] * sizes.width] * pad
+        assert full.page_table.tolist() == [[3, 4, 5, 6, *behind], *empty, [20, 21, 22, 0, *behind], *empty]
+        assert windowed.page_table.tolist() == [[15, 15, 15, 16, *behind], *empty, [24, 24, 25, 0, *behind], *empty]
+        assert all(layout.page_table.is_contiguous() for layout in step.layouts)
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2]])
+@pytest.mark.parametrize(("pages", "says"), [([1, 2, 3], "pages"), ([1, 2, 3, -1], "page id"), ([1, 2, 3, 30], "page")])
+def test_a_page_that_a_group_lacks_is_refused(tokens: list[int], pages: list[int], says: str) -> None:
+    packer = StepPacker(WINDOWS)
+    batch = StepBatch([row(tokens, 5, pages)])
+    with pytest.raises(Internal, match=says):
+        packer.pack(batch, sizes := packer.sizes(batch), torch.empty(sizes.words, dtype=torch.int64).numpy())

@@ -8,6 +8,7 @@ import pytest
 
 from kv_transfer.checksums import PageChecks, chosen_pages
 from wire.errors import InvalidArgument, Unavailable
+from wire.kv_pages import KvPages
 from wire.messages import Lease, PageChecksum
 
 PAGE_TOKENS = 4
@@ -33,7 +34,7 @@ def pages() -> Pages:
 
 @pytest.fixture
 def checks(pages: Pages) -> Iterator[PageChecks]:
-    made = PageChecks(pages.sums, 1.0, PAGE_TOKENS)
+    made = PageChecks(pages.sums, 1.0, KvPages(PAGE_TOKENS))
     yield made
     made.close()
 
@@ -105,7 +106,7 @@ def test_nothing_runs_before_the_first_sum(pages: Pages, monkeypatch: pytest.Mon
     """An instance that was never used needs no `close`."""
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", None)
-        checks = PageChecks(pages.sums, 1.0, PAGE_TOKENS)
+        checks = PageChecks(pages.sums, 1.0, KvPages(PAGE_TOKENS))
     assert checks.begin([20], [0], 1).result(TIMEOUT_S) == (PageChecksum(0, 5001),)
     checks.close()
 
@@ -117,7 +118,7 @@ def test_what_was_asked_for_before_the_end_is_summed_and_the_rest_is_refused(pag
         assert go.wait(TIMEOUT_S)
         return pages.sums(numbers, filled)
 
-    checks = PageChecks(slow, 1.0, PAGE_TOKENS)
+    checks = PageChecks(slow, 1.0, KvPages(PAGE_TOKENS))
     before = [checks.begin([20], [0], 1), checks.begin([21], [0], 1)]
     checks.close()
     checks.close()
@@ -133,7 +134,7 @@ def test_what_was_asked_for_before_the_end_is_summed_and_the_rest_is_refused(pag
 def test_a_rate_outside_is_refused(pages: Pages) -> None:
     for rate in (-0.1, 1.01, float("nan")):
         with pytest.raises(InvalidArgument, match="kv_checksum_rate"):
-            PageChecks(pages.sums, rate, PAGE_TOKENS)
+            PageChecks(pages.sums, rate, KvPages(PAGE_TOKENS))
 
 
 def test_a_sum_that_does_not_come_back_shows() -> None:
@@ -144,7 +145,7 @@ def test_a_sum_that_does_not_come_back_shows() -> None:
         go.wait(TIMEOUT_S)
         return [0] * len(pages)
 
-    checks = PageChecks(sums, 1.0, PAGE_TOKENS)
+    checks = PageChecks(sums, 1.0, KvPages(PAGE_TOKENS))
     assert checks.busy_s == 0
     done = checks.begin([20], [0], PAGE_TOKENS)
     assert entered.wait(TIMEOUT_S)

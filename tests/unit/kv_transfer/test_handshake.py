@@ -41,6 +41,14 @@ def test_each_layout_fact_is_compared(field: str) -> None:
     assert caught.value.message.count(" on decode-0") == 1
 
 
+def test_groups_and_windows_are_compared() -> None:
+    theirs = handshake("decode-0", layout=replace(LAYOUT, windows=(None, 1024, 1024)))
+    with pytest.raises(FailedPrecondition) as caught:
+        check_compatible(handshake("prefill-0"), theirs)
+    assert "kv_groups is 1 on prefill-0 but 3 on decode-0" in caught.value.message
+    assert "windows is none on prefill-0 but none, 1024, 1024 on decode-0" in caught.value.message
+
+
 def test_a_refusal_names_every_difference_and_what_is_absent() -> None:
     theirs = handshake("decode-0", {"model": "b", "quantisation": "fp8"})
     with pytest.raises(FailedPrecondition) as caught:
@@ -52,8 +60,8 @@ def test_a_refusal_names_every_difference_and_what_is_absent() -> None:
 
 
 def test_the_version_is_compared_before_anything_else() -> None:
-    theirs = replace(handshake("decode-0", {"model": "b"}), protocol_version=8)
-    with pytest.raises(FailedPrecondition, match="version 7, the other side 8"):
+    theirs = replace(handshake("decode-0", {"model": "b"}), protocol_version=9)
+    with pytest.raises(FailedPrecondition, match="version 8, the other side 9"):
         check_compatible(handshake("prefill-0"), theirs)
 
 

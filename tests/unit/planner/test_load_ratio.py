@@ -18,6 +18,7 @@ from planner.load_ratio import (
     shared_load_ratio,
 )
 from tests.unit.planner.scenes import COSTS, FACTS, PROMISE
+from wire.kv_pages import KvPages
 from wire.messages import Role
 
 
@@ -106,3 +107,11 @@ def test_a_gap_that_no_step_keeps_still_gives_a_number() -> None:
     load_ratio = decode_load_ratio(Demand(1.0, 10, 100), Promise(1.0, 1e-3), FACTS, 1)
     assert load_ratio.limit is Limit.GAP
     assert 1.0 < load_ratio.value < math.inf
+
+
+def test_a_request_with_windows_occupies_what_it_holds() -> None:
+    kv = KvPages(128, (None, 1024, 1024), step_tokens=2048)
+    facts = replace(FACTS, kv_tokens=128 * 1000.0, kv=kv)
+    assert FACTS.occupied(20_000, Role.DECODE) == 20_000
+    assert facts.occupied(20_000, Role.DECODE) == 128 * (157 + 2 * 10)
+    assert facts.occupied(20_000, Role.BOTH) == 128 * (157 + 2 * 41)

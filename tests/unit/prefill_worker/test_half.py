@@ -14,6 +14,7 @@ from prefill_worker.queue import WaitingPrompts
 from prefill_worker.request import PrefillRequest
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from wire.errors import InvalidArgument, StaleEpoch
+from wire.kv_pages import KvPages
 from wire.messages import (
     Destination,
     FinishReason,
@@ -45,7 +46,13 @@ class OtherHalf:
     def release(self, lease: Lease, prefill: PeerRef) -> None:
         raise AssertionError("never asked here")
 
-    def notice(self, notice: TransferNotice) -> None:
+    def take(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
+        raise AssertionError("never asked here")
+
+    def held(self, lease: Lease) -> int:
+        raise AssertionError("never asked here")
+
+    def notice(self, notice: TransferNotice, pages: Sequence[int] = ()) -> None:
         self.notices.append(notice)
 
 
@@ -69,7 +76,7 @@ class House:
         self.half = PrefillHalf(
             config=PrefillConfig(max_rows=max_rows),
             me=ME,
-            cache=PrefixCache(self.pool, PAGE_TOKENS),
+            cache=PrefixCache(self.pool, KvPages(PAGE_TOKENS)),
             model=FACTS,
             local=self.local,
             hand_over=self._hand_over,  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from prefill_worker.request import PrefillRequest, Progress
 from prefill_worker.write_window import WindowRenewals
 from tests.fake_engine import PAGE_TOKENS
 from wire.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
+from wire.kv_pages import KvPages
 from wire.messages import (
     Destination,
     FinishReason,
@@ -62,7 +63,7 @@ class Scene(Sender, DecodePeers):
             request=self.request,
             half=self,
             me=ME,
-            page_tokens=PAGE_TOKENS,
+            kv=KvPages(PAGE_TOKENS),
             sender=self,
             backend="fake",
             peers=self,

@@ -8,9 +8,10 @@ from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.queue import OLDEST_SHARE, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.request import PrefillRequest, Progress
+from wire.kv_pages import KvPages
 from wire.messages import PrefillTask, RequestRef, SamplingParams
 
-CACHE = PrefixCache(PagePool(1), 16)
+CACHE = PrefixCache(PagePool(1), KvPages(16))
 BUDGET = 16
 
 

@@ -7,6 +7,7 @@ import pytest
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from wire.errors import Internal, ResourceExhausted, StaleEpoch
+from wire.kv_pages import KvPages
 from wire.messages import Lease, RequestRef
 from wire.page_digests import page_digests, root_digest
 from wire.prefixes import PrefixChanges, PrefixRun
@@ -25,13 +26,13 @@ class Desk:
 
     def __init__(self, pages: int = 16, *, enabled: bool = True) -> None:
         self.pool = PagePool(pages)
-        self.cache = PrefixCache(self.pool, PAGE, enabled=enabled)
+        self.cache = PrefixCache(self.pool, KvPages(PAGE), enabled=enabled)
         self.open: dict[str, tuple[Prefix, list[int]]] = {}
 
     def begin(self, name: str, prompt: Sequence[int] = PROMPT, salt: str = "") -> int:
         """Returns the number of tokens that need not be computed."""
         prefix = self.cache.prefix(prompt, salt)
-        pages = self.cache.allocate(ref(name), prefix, -(-len(prompt) // PAGE), len(prompt))
+        pages, _ = self.cache.allocate(ref(name), prefix, -(-len(prompt) // PAGE), len(prompt))
         self.open[name] = prefix, pages
         self.cache.check_integrity()
         return len(prefix.pages) * PAGE

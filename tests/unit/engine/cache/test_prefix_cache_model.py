@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from wire.errors import ResourceExhausted
+from wire.kv_pages import KvPages
 from wire.messages import RequestRef
 
 TOTAL, PAGE = 12, 2
@@ -74,7 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(TOTAL)
-        self.cache = PrefixCache(self.pool, PAGE)
+        self.cache = PrefixCache(self.pool, KvPages(PAGE))
         self.reference = Reference()
         self.requests: list[Request] = []
         self.started = 0
@@ -93,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.allocate(ref, prefix, needed, len(tokens))
             self.reference.let_go(read)
             return
-        pages = self.cache.allocate(ref, prefix, needed, len(tokens))
+        pages, _ = self.cache.allocate(ref, prefix, needed, len(tokens))
         self.reference.take(needed - len(read))
         assert len(prefix.pages) == len(read)
         self.requests.append(Request(ref, prefix, pages, paths, read, needed - len(read)))
