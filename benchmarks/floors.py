@@ -57,6 +57,15 @@ _ENGINE: dict[str, Floors] = {
         "decode_bw_ratio_b32": Floor(0.58),
         "decode_idle_share_b32": Floor(0.03, at_most=True),
     },
+    "qwen3-30b-a3b": {
+        "decode_bw_ratio_b1": Floor(0.50),
+        "decode_bw_ratio_b8": Floor(0.75),
+        "decode_bw_ratio_b32": Floor(0.82),
+        "decode_bw_ratio_b128": Floor(0.80),
+        "decode_bw_ratio_b256": Floor(0.72),
+        "prefill_flops_ratio_1x2048": Floor(0.50),
+        "prefill_flops_ratio_1x8192": Floor(0.68),
+    },
 }
 """Floors for one H200, bfloat16, by shape."""
 _STEPS = Floor(1.03, at_most=True)

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.results import RESULTS, Run, newest_result, read_results
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-ENGINE_SHAPES = ("llama-3-8b", "llama-3.2-1b", "qwen3-0.6b")
+ENGINE_SHAPES = ("llama-3-8b", "llama-3.2-1b", "qwen3-0.6b", "qwen3-30b-a3b")
 CELLS = ("strict", "balanced", "quick")
 PEER_ROWS = {"vllm": "vLLM 0.25.1", "tandem_default_steps": "Tandem", "tandem_chunked_2048": "Tandem, 2,048"}
 """Rows of the served load in the comparison with vLLM, and their names in the table."""
@@ -81,7 +81,7 @@ def main() -> None:
 
 def make_page(folder: Path) -> str:
     """Returns the page of the runs in `folder`. LookupError if a section has no run there."""
-    sections = (_engine, _served, _handover, _goodput, _peer, _cpu)
+    sections = (_engine, _experts, _latent, _served, _handover, _goodput, _peer, _cpu)
     return _HEAD + "".join(section(folder) for section in sections)
 
 
@@ -157,8 +157,46 @@ def _engine(folder: Path) -> str:
     )
 
 
+def _experts(folder: Path) -> str:
+    name, run = newest_result(folder, "experts-")
+    rows: dict[str, dict[int, float]] = {}
+    for each in run["experts"]:
+        rows.setdefault(each["shape"], {})[each["tokens"]] = each["copy_share"]
+    tokens = sorted(next(iter(rows.values())))
+    return _section(
+        "Experts alone",
+        "A layer's experts, without shared ones: the bytes of the experts that a step of so many tokens chooses per"
+        f" second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
+        _table(
+            ("model", *(f"{each:,} tokens" for each in tokens)),
+            ((shape, *(f"{shares[each]:.2f}" for each in tokens)) for shape, shares in rows.items()),
+        ),
+        "python -m benchmarks.experts --save",
+        [(name, run)],
+    )
+
+
+def _latent(folder: Path) -> str:
+    name, run = newest_result(folder, "latent-attention-")
+    sizes = ("64x4096", "128x4096", "1x32768")
+    return _section(
+        "Latent attention",
+        "Decode attention of DeepSeek-V2-Lite's 16 heads over rows of so many cached tokens: the bytes of the latents"
+        f" per second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
+        _table(
+            ("", *(size.replace("x", " rows of ") for size in sizes)),
+            (
+                ("attention", *(f"{run[f'latent_bw_ratio_{size}_h16']:.2f}" for size in sizes)),
+                ("with its four products", *(f"{run[f'latent_whole_bw_ratio_{size}_h16']:.2f}" for size in sizes)),
+            ),
+        ),
+        "python -m benchmarks.latent_attention --save",
+        [(name, run)],
+    )
+
+
 def _served(folder: Path) -> str:
-    name, run = newest_result(folder, "http-")
+    name, run = newest_result(folder, "http-llama-3-8b-")
     loads = next(iter(run["rows"].values()))
     text = (
         "Over HTTP, with all defaults of `tandem up`: one worker that prefills and decodes, `--step-policy "

@@ -117,7 +117,7 @@ def _uneven_decode(engine: GpuEngine, batch: int, copy: float) -> Figures:
     longest = engine.runner.facts.max_context - 1
     contexts = [min(length, longest) for length in uneven(batch, CONTEXT)]
     seconds = engine.graph_seconds(contexts)
-    share = (engine.weight_bytes() + engine.kv_bytes(sum(contexts))) / seconds / copy
+    share = (engine.weight_bytes(batch) + engine.kv_bytes(sum(contexts))) / seconds / copy
     print(
         f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy: the device alone, uneven rows", flush=True
     )

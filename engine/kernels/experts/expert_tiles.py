@@ -66,7 +66,16 @@ TILES = {
 }
 """The tiles of the 16-bit types by their number of tokens."""
 
-TUNED: dict[ExpertShape, dict[int, ExpertTile]] = {}
+TUNED: dict[ExpertShape, dict[int, ExpertTile]] = {
+    # qwen3-30b-a3b on an H200, `python -m benchmarks.experts --tune`.
+    ExpertShape(experts=128, top_k=8, hidden=2048, width=768): {
+        1: ExpertTile(1, gate_up=ProductTile(2, 2048, 1, 8), down=ProductTile(4, 1024, 1, 4)),
+        16: ExpertTile(16, gate_up=ProductTile(64, 128, 3, 4), down=ProductTile(64, 128, 4, 4)),
+        32: ExpertTile(32, gate_up=ProductTile(64, 64, 5, 4), down=ProductTile(128, 64, 5, 4)),
+        64: ExpertTile(64, gate_up=ProductTile(64, 64, 3, 4), down=ProductTile(128, 64, 4, 4)),
+        128: ExpertTile(128, gate_up=ProductTile(128, 64, 4, 8), down=ProductTile(256, 64, 3, 8)),
+    },
+}
 """Measured tiles of known shapes, which take precedence."""
 
 FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
