@@ -127,9 +127,9 @@ class Kernels(ABC):
         """
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
-        """Called before a step's first layer, for work that all layers of a group share: once for each group, the first
-        one last: what it launches for all groups is followed by `embed`.
+        """Called before a step's first layer, for work that all layers of a group share.
 
+        It is called for each group, for the first one last: what that launches for all groups is followed by `embed`.
         The default does nothing.
         """
 
