@@ -76,6 +76,7 @@ _KV_TWO_GPUS: Floors = {
 _KV_CPU: Floors = {"exposed_of_prefill_1536": Floor(0.10, at_most=True)}
 _SERVING: Floors = {"cluster_decode_ratio_b64": Floor(0.95)}
 """Decode speed through a cluster on GPUs / the engine's alone."""
+_LATENT: Floors = {"latent_bw_ratio_64x4096_h16": Floor(0.75), "latent_bw_ratio_1x32768_h16": Floor(0.45)}
 _WEIGHTS: Floors = {"load_gb_per_s": Floor(2)}
 _METRICS: Floors = {"ratio": Floor(0.99), "ratio_standard_error": Floor(0.005, at_most=True)}
 
@@ -116,13 +117,9 @@ def floors_of(benchmark: str, run: Run) -> Floors:
         return _ENGINE.get(str(run.get("shape")), {})
     if benchmark == "kv":
         return {0: _KV_CPU, 2: _KV_TWO_GPUS}.get(run.get("gpus", 1), {})
-    if benchmark == "metrics":
-        return _METRICS
     if benchmark == "serving" and "cluster_decode_ratio_b64" in run:
         return _SERVING
-    if benchmark == "weights":
-        return _WEIGHTS
-    return {}
+    return {"latent": _LATENT, "metrics": _METRICS, "weights": _WEIGHTS}.get(benchmark, {})
 
 
 if __name__ == "__main__":

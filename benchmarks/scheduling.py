@@ -44,10 +44,10 @@ from wire import convert
 from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
+from worker.loop import StepMeter
 from worker.outbox import Outbox
 from worker.router_stream import RouterStream
 from worker.scheduler import StepScheduler
-from worker.step_meter import StepMeter
 from worker.worker import Worker
 
 PROMPT = 1000

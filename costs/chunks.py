@@ -19,13 +19,19 @@ FORCED_CHUNK_TOKENS = 32 * MIN_CHUNK_TOKENS
 """The size of a forced chunk."""
 
 
-def tightest_kept(targets: Sequence[float], decoding_s: float) -> float:
-    """Return the smallest of `targets` (seconds, sorted) that is >= `decoding_s`, infinite if there is none.
+def tightest_kept(targets: Sequence[float], decoding_s: float, asked_s: float | None = None) -> float:
+    """Return the smallest of `asked_s` and those `targets` (sorted) that are above `decoding_s`, infinite without one.
 
-    A target that decoding alone breaks bounds nothing: shorter steps would not save it.
+    All are in seconds. A target that decoding alone breaks bounds nothing: shorter steps would not save it.
     """
     kept = bisect_right(targets, decoding_s)
-    return targets[kept] if kept < len(targets) else math.inf
+    kept_s = targets[kept] if kept < len(targets) else math.inf
+    return kept_s if asked_s is None else min(asked_s, kept_s)
+
+
+def breaks_target(target_s: float, before_s: float, after_s: float) -> bool:
+    """Return True if a gap target that steps of `before_s` keep is broken by steps of `after_s`, all in seconds."""
+    return before_s <= target_s < after_s
 
 
 class Chunks(NamedTuple):

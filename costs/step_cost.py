@@ -114,6 +114,11 @@ class StepCost:
         p = self.parameters
         return p.base_s + p.row_s * rows + p.context_s * context_tokens if rows else 0.0
 
+    def rows_within(self, target_s: float, row_context: float) -> float:
+        """Return the most decode rows, each with `row_context` tokens, that a step of `target_s` has; at least 0."""
+        p = self.parameters
+        return max(0.0, target_s - p.base_s) / max(p.row_s + p.context_s * row_context, sys.float_info.epsilon)
+
     def charged(self, tokens: int, rows: int) -> int:
         """Return how many of a step's prompt tokens cost `token_s` each."""
         p = self.parameters

@@ -19,12 +19,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from decode_worker.config import DecodeConfig
+from decode_worker.half import RunningRequests
 from decode_worker.kv_arrival import ArrivalCheck, ArrivalHandler
 from decode_worker.leased import LeasedRequests
 from decode_worker.page_budget import PageBudget
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
-from decode_worker.running_requests import RunningRequests
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, Lives, nobody_knows

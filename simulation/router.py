@@ -246,7 +246,7 @@ class VirtualRouter:
 
     def _take_event(self, flow: Flow, pair: Placement, event: RequestEvent, source: _StepOutputSource) -> None:
         if event.transfer is not None and pair.decode is not None:
-            self.fleet.learn_transfer(self._links[pair.decode].state, event.transfer)
+            self._links[pair.decode].state.learn_transfer(event.transfer)
         if event.finish_reason is FinishReason.ERROR:
             self._fail_attempt(flow, event)
         elif event.preempted:

@@ -46,10 +46,30 @@ One process begins with clusters, the other one with computation, and the smalle
 """
 SHARING_ROOMS = {"e2e", "faults"}
 """The folders whose files share clusters with one another."""
+OWN_CLUSTERS = {
+    "test_processes_that_hang.py",
+    "test_prometheus.py",
+    "test_streams_outlive_workers.py",
+    "test_three_nodes.py",
+    "test_two_hosts.py",
+    "test_workers_outlive.py",
+}
+"""Files of these folders whose clusters no other file uses.
+
+They run in any process, and last in their folder, so that the others start a shared cluster only once.
+"""
 GPU_ROOMS = {"gpu", "kernels"}
+SHELF: pytest.StashKey[Shelf] = pytest.StashKey()
 TOLD = "told"
 PLUGIN_OPTIONS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"), "timeout": ("timeout",)}
 """The settings that pyproject.toml has for pytest plugins, by plugin."""
+
+
+def sharing(nodeid: str) -> str:
+    """Returns what all tests have in common that may share a cluster: their folder or their file."""
+    file = Path(nodeid.split("::", maxsplit=1)[0])
+    room = file.parts[1]
+    return room if room in SHARING_ROOMS and file.name not in OWN_CLUSTERS else str(file)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -66,19 +86,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByRoom(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::", maxsplit=1)[0]
-            room = Path(file).parts[1]
-            if room in SHARING_ROOMS:
-                return room
-            return "gpu" if room in GPU_ROOMS and torch.cuda.is_available() else file
+            on_gpu = Path(nodeid).parts[1] in GPU_ROOMS and torch.cuda.is_available()
+            return "gpu" if on_gpu else sharing(nodeid)
 
     return ByRoom(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests so that long folders come first."""
+    """Sorts the tests so that long folders come first, and within a folder `OWN_CLUSTERS` last."""
     rooms = {room: number for number, room in enumerate(LONG_ROOMS)}
-    items.sort(key=lambda item: rooms.get(item.path.relative_to(HERE).parts[0], len(rooms)))
+
+    def rank(item: pytest.Item) -> tuple[int, bool]:
+        room = item.path.relative_to(HERE).parts[0]
+        return rooms.get(room, len(rooms)), item.path.name in OWN_CLUSTERS
+
+    items.sort(key=rank)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stops the running cluster when no test that may share it follows: an idle one computes, too."""
+    shelf = item.session.stash.get(SHELF, None)
+    if shelf is not None and nextitem is not None and sharing(item.nodeid) != sharing(nextitem.nodeid):
+        shelf.clear()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -105,10 +135,13 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _shelf(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+def _shelf(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shelf]:
     from tests.running_cluster import Shelf
 
     shelf = Shelf(model_folder, lambda: tmp_path_factory.mktemp("logs"))
+    request.session.stash[SHELF] = shelf
     yield shelf
     shelf.clear()
 

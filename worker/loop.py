@@ -3,7 +3,7 @@
 Where the engine is asynchronous, a step is scheduled and launched while the one before it still runs: the halves plan
 with what is certain, and receive a step's tokens one step late.
 
-`scheduler.py` decides what is in a step. `step_meter.py` measures each step; between two steps the cost model learns.
+`scheduler.py` decides what is in a step. `StepMeter` measures each step; between two steps the cost model learns.
 
 A device can hang, and a thread that waits for one cannot be ended: the watchdog gives up such a step with
 `give_up_stuck`, and ends the process.
@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from costs.step_cost import CostParameters, StepCost
+from costs.step_fit import StepFit
 from costs.step_work import StepWork
 from decode_worker.half import DecodeHalf
 from engine.steps.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
 from wire.messages import Assignment, RoutedEvent, RoutedTokens
 from worker.scheduler import StepScheduler
-from worker.step_meter import StepMeter
 
 _JOIN_S = 0.1
 """The interval at which `stop` checks whether the thread is stuck."""
@@ -33,11 +34,9 @@ class Runner(Protocol):
     @property
     def asynchronous(self) -> bool:
         """True if `launch` returns before the step has run."""
-        ...
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Launches one step and returns its pending result."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,56 @@ class _Step:
     work: StepWork
     began: float
     """The begin of the step by the meter's clock."""
+
+
+class StepMeter:
+    """Belongs to the engine thread; any thread may read `parameters`.
+
+    A step that was launched while another ran begins when that one's results are here: the time from result to result
+    is the time between tokens. After a gap a step begins with its own schedule.
+    """
+
+    def __init__(
+        self,
+        guess: CostParameters,
+        clock: Callable[[], float] = time.perf_counter,
+        on_step: Callable[[StepWork, float, float], None] = lambda _work, _seconds, _predicted_s: None,
+    ) -> None:
+        """`guess` is what predictions begin with; `clock` returns seconds.
+
+        `on_step` is called for each step with its work, the seconds it took and the seconds that were predicted.
+        """
+        self._fit = StepFit(guess)
+        self._clock = clock
+        self.on_step = on_step
+        self._last_end = float("-inf")
+        self._ended: list[tuple[StepWork, float]] = []
+        """Steps that were not learned from yet, each with its seconds."""
+
+    @property
+    def parameters(self) -> CostParameters:
+        """The newest fit and its error."""
+        return self._fit.parameters
+
+    def cost(self) -> StepCost:
+        """Return the cost model with the newest fit."""
+        return StepCost(self._fit.parameters)
+
+    def begin(self) -> float:
+        """Return the time, for `end`."""
+        return self._clock()
+
+    def end(self, work: StepWork, began: float) -> None:
+        """Note a step whose results are here."""
+        now = self._clock()
+        self._ended.append((work, now - max(began, self._last_end)))
+        self._last_end = now
+
+    def learn(self) -> None:
+        """Learn from the steps that have ended. It belongs between steps, when no router waits for their output."""
+        for work, seconds in self._ended:
+            self.on_step(work, seconds, self._fit.observe(work, seconds))
+        self._ended.clear()
 
 
 class StepLoop:

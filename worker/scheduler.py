@@ -71,24 +71,21 @@ class StepScheduler:
         self._growth = BatchGrowth(self._cost, assignment.itl_target_s)
 
     def plan(self) -> StepPlan | None:
-        """Return the next step over both halves' rows; None if there are none.
-
-        It is also None if all rows are prompts that wait for the step in flight; once that was applied there is a plan.
-        """
+        """Return the next step over both halves' rows; None without any, or if all wait for the step in flight."""
         targets, decode_rows = self._decode.gap_targets, NO_ROWS
         if not self._decode.idle:
             decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
         elif not self.decoding.decode_rows and not self._prefill.queue.length:
             return None
         self.decoding = decode_work(decode_rows)
-        if not self._prefill.queue.length:
+        prefill_rows: Sequence[StepRow] = ()
+        if self._prefill.queue.length:
+            waiting = self._prefill.waiting()
+            prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
+            if waiting.prompts:
+                prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
+        else:
             self._policy.steps_without_prompts += 1
-            return StepPlan(StepBatch((), decode_rows), self.decoding) if decode_rows else None
-        waiting = self._prefill.waiting()
-        prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
-        if not waiting.prompts:
-            return StepPlan(StepBatch((), decode_rows), self.decoding) if decode_rows else None
-        prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
         if not decode_rows and not prefill_rows:
             return None
         return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(self.decoding, prefill_rows))
@@ -109,9 +106,8 @@ class StepScheduler:
 class BatchGrowth:
     """Limits the decode batch to what keeps the inter-token targets of all requests in it.
 
-    Requests beyond the limit wait with their KV until others end, oldest first.
-
-    Routers place by the same costs and should not have sent them: this is the last line of defense.
+    Requests beyond the limit wait with their KV until others end, oldest first. Routers place by the same costs and
+    should not have sent them: this is the last line of defense.
     """
 
     def __init__(self, cost: Callable[[], StepCost], itl_target_s: float | None) -> None:
@@ -124,10 +120,9 @@ class BatchGrowth:
     def rows(self, running: StepWork, most: int, targets: Sequence[float] = ()) -> int:
         """Return the rows that the next step may have: at least those that run already, at most `most`.
 
-        `targets` are those of the running requests, in seconds, ascending, infinite for none.
-
-        A request that joins is assumed to have the mean context of the rows that run or ran last. A target that a
-        batch of one would miss limits nothing: it could not be met by making all requests wait.
+        `targets` are those of the running requests, in seconds, ascending, infinite for none. A request that joins is
+        assumed to have the mean context of the rows that run or ran last. A target that a batch of one would miss
+        limits nothing: it could not be met by making all requests wait.
         """
         if running.decode_rows:
             self._context = running.decode_context_tokens / running.decode_rows
@@ -135,17 +130,8 @@ class BatchGrowth:
             return most
         cost = self._cost()
         decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
-        target_s = tightest_kept(targets, decoding_s)
-        if self._target_s is not None:
-            target_s = min(self._target_s, target_s)
-        if target_s == math.inf:
-            return most
-        p = cost.parameters
-        spare = target_s - p.base_s
-        row_s = p.row_s + p.context_s * self._context
-        if spare < row_s or row_s <= 0.0:
-            return most
-        return min(most, max(running.decode_rows, int(spare / row_s)))
+        rows = cost.rows_within(tightest_kept(targets, decoding_s, self._target_s), self._context)
+        return min(most, max(running.decode_rows, int(min(most, rows)))) if rows >= 1.0 else most
 
 
 def decode_work(rows: TokenRows) -> StepWork:
@@ -157,9 +143,6 @@ def with_prompts(work: StepWork, rows: Sequence[StepRow]) -> StepWork:
     """Return `work` with the chunks of prompts added."""
     if not rows:
         return work
-    tokens, pairs = 0, 0.0
-    for row in rows:
-        chunk = len(row.token_ids)
-        tokens += chunk
-        pairs += chunk_pairs(chunk, row.start)
+    tokens = sum(len(row.token_ids) for row in rows)
+    pairs = sum(chunk_pairs(len(row.token_ids), row.start) for row in rows)
     return StepWork(tokens, pairs, work.decode_rows, work.decode_context_tokens)

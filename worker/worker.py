@@ -36,7 +36,7 @@ from worker.config import WorkerConfig
 from worker.halves import Halves
 from worker.handovers import Handovers
 from worker.loaded_engine import LoadedEngine, engine_facts
-from worker.loop import StepLoop
+from worker.loop import StepLoop, StepMeter
 from worker.outbox import Outbox
 from worker.peers.peers import Peers
 from worker.peers.warm_ups import WarmUps
@@ -44,7 +44,6 @@ from worker.reporting.metrics import Utilization, WorkerMetrics
 from worker.reporting.report import WorkerReport
 from worker.reporting.watchdog import Watchdog
 from worker.router_stream import RouterStream
-from worker.step_meter import StepMeter
 from worker.validation import check_prefill, check_reservation
 
 log = logging.getLogger(__name__)

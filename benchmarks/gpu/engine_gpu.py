@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.gpu import latent_timing
 from benchmarks.gpu.attention_timing import Size, make_inputs, measure, uneven
 from benchmarks.gpu.ceilings import copy_bandwidth, matrix_rate, measure_ceilings
 from benchmarks.gpu.device_spans import idle_share, idle_share_next_to_copies
@@ -22,6 +23,7 @@ from benchmarks.gpu.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
 from engine.config.attention import AttentionShape
+from engine.config.model import ModelSpec
 from engine.kernels.attention.triton_attention_plan import Plan, make_plan
 from engine.model_runner import ModelRunner
 from engine.models.shapes import write_shape
@@ -63,11 +65,11 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
         result |= {"copy_gb_per_s": round(copy / 1e9, 1)} | _decode(engine, copy)
         result |= _prefill(engine)
-        attention = engine.shape.attention_shapes[0]
+        spec = engine.shape
         del engine, cache
         gc.collect()
         torch.cuda.empty_cache()
-        result |= _attention(attention, copy)
+        result |= _attention(spec.attention_shapes[0], copy) if spec.attention_shapes else _latents(spec, copy)
         if arguments.eager:
             result |= _without_graphs(config, result)
     result |= {"shape": arguments.shape, "dtype": "bfloat16", **run_facts(arguments.device)}
@@ -182,6 +184,21 @@ def _attention(shape: AttentionShape, copy: float) -> Figures:
             f"attention_split_over_walking_{size.name}": round(split / walking, 3),
         }
         print(f"attention {rows} uneven {walking * 1e6:8.1f} us  {share:6.1%} of copy, {split / walking:.2f} x as fast")
+    return found
+
+
+def _latents(spec: ModelSpec, copy: float) -> Figures:
+    """Measures the model's latent decode attention alone, with the products before and after it."""
+    found: Figures = {}
+    for rows, tokens in ATTENTIONS:
+        size = latent_timing.Size(rows, tokens, spec.latent_shapes[0])
+        seconds, _ = latent_timing.measure(size, latent_timing.make_inputs(size))
+        share = size.bytes / seconds / copy
+        found |= {
+            f"attention_bw_ratio_{rows}x{tokens}": round(share, 4),
+            f"attention_us_{rows}x{tokens}": round(seconds * 1e6, 3),
+        }
+        print(f"latent attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
     return found
 
 

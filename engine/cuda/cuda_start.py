@@ -135,15 +135,20 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
     trials["a prefill step"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a mixed step of {slots} decode rows"] = partial(stepper.logits, _mixed_step(slots, probe))
+    later = _prompt_rows(tokens, tokens, probe, cached=tokens // 2)
+    trials["a prefill step behind cached tokens"] = lambda: stepper.logits(StepBatch(later))
     run_side_by_side(trials, device)
     model.end_trials()
 
 
-def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:
-    """Returns rows of `tokens` tokens in total. They share their pages, as the result is not used."""
+def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache, cached: int = 0) -> list[StepRow]:
+    """Returns rows of `tokens` tokens in total, of which the first `cached` of each row are not computed.
+
+    They share their pages, as the result is not used.
+    """
     pages = range(probe.pages)
     lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
-    return [StepRow([0] * length, 0, pages, Draw(_ANY, 0)) for length in lengths]
+    return [StepRow([0] * (length - cached), cached, pages, Draw(_ANY, 0)) for length in lengths]
 
 
 def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:

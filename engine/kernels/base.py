@@ -127,9 +127,10 @@ class Kernels(ABC):
         """
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
-        """Called before a step's first layer, for work that all layers of a group share.
+        """Called once for each KV group before a step's first layer, for work that all layers of the group share.
 
-        It is called for each group, for the first one last: what that launches for all groups is followed by `embed`.
+        The first group comes last, so that what is launched for all groups is followed by `embed`.
+
         The default does nothing.
         """
 

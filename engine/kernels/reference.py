@@ -146,15 +146,10 @@ class ReferenceKernels(Kernels):
         """Expands each row's latents to keys and values of all heads and attends to them."""
         starts = layout.row_starts.tolist()
         out = q.new_empty(len(q), shape.heads * shape.v_dim)
-        per_head = AttentionShape(shape.heads, shape.heads, shape.query, shape.scale)
         for row, context in enumerate(layout.context_lens.tolist()):
             tokens = slice(starts[row], starts[row + 1])
             stored = gather_latents(cache, layer, layout.page_table[row], context)
-            expanded = torch.einsum("cl,hdl->hcd", stored[:, : shape.latent], kv_up)
-            rotated = stored[:, shape.latent :].expand(shape.heads, -1, -1)
-            keys = torch.cat((expanded[..., : shape.nope], rotated), dim=-1)
-            values = expanded[..., shape.nope :]
-            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens], per_head).flatten(1)
+            out[tokens] = attend_latents(q[tokens], stored, kv_up, layout.positions[tokens], shape)
         return out
 
 
@@ -261,6 +256,18 @@ def gather_latents(cache: Tensor, layer: int, page_ids: Tensor, context: int) ->
     page_tokens = cache.shape[4]
     used = page_ids[: -(-context // page_tokens)].long()
     return cache[used, layer, 0, 0].flatten(0, 1)[:context]
+
+
+def attend_latents(q: Tensor, stored: Tensor, kv_up: Tensor, positions: Tensor, shape: LatentShape) -> Tensor:
+    """Computes causal attention of a row's q [tokens, heads, nope + rope] to its latents → [tokens, heads·v_dim].
+
+    stored [context, latent + rope] is expanded to keys and values of all heads by kv_up [heads, nope + v_dim, latent].
+    """
+    per_head = AttentionShape(shape.heads, shape.heads, shape.query, shape.scale)
+    expanded = torch.einsum("cl,hdl->hcd", stored[:, : shape.latent], kv_up)
+    rotated = stored[:, shape.latent :].expand(shape.heads, -1, -1)
+    keys = torch.cat((expanded[..., : shape.nope], rotated), dim=-1)
+    return attend(q, keys, expanded[..., shape.nope :], positions, per_head).flatten(1)
 
 
 def attend(

@@ -11,9 +11,7 @@ from operator import itemgetter
 
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_state import LoadObserver, WorkerState
-from wire.kv_pages import KvPages
 from wire.messages import PeerRef
-from wire.tracing.timeline import TransferStats
 
 REMEMBERED_S = 300.0
 """The time for which a pair counts as incompatible; it bounds the harm of an accidental rejection."""
@@ -101,7 +99,6 @@ class Fleet(LoadObserver):
         self._by_slot: dict[int, WorkerState] = {}
         self._free_slots: list[int] = []
         self._both: set[int] = set()
-        self._page_bytes = 0
         self.changes = 0
         """The number of times that workers came, went, changed or became compatible again."""
 
@@ -119,16 +116,6 @@ class Fleet(LoadObserver):
     def both_roles(self) -> int:
         """The number of live workers with both roles."""
         return len(self._both)
-
-    def kv_bytes(self, tokens: int, kv: KvPages) -> int:
-        """Return the bytes that a hand-over of `tokens` sends; 0 until a transfer has shown the size of a page."""
-        return kv.sent_pages(tokens) * self._page_bytes
-
-    def learn_transfer(self, receiver: WorkerState, transfer: TransferStats) -> None:
-        """Learn from a transfer to `receiver` that has ended."""
-        receiver.transfer.observe(transfer)
-        if transfer.pages and transfer.bytes:
-            self._page_bytes = transfer.bytes // transfer.pages
 
     def join(self, worker: WorkerState) -> None:
         """Give `worker` a number. It is not live before `set_live`."""

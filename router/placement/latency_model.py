@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from costs.chunks import ConcurrentDecode, chunks_within
 from costs.step_work import chunk_pairs
-from router.placement.fleet import Fleet
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
 
@@ -122,13 +121,13 @@ def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float,
     return seconds, steps
 
 
-def exposed_transfer_s(fleet: Fleet, prompt: PromptPrediction, answer: AnswerPrediction) -> float:
+def exposed_transfer_s(prompt: PromptPrediction, answer: AnswerPrediction) -> float:
     """Return the seconds that the answer waits for its KV.
 
     The pages of all chunks but the last are in transfer while later ones are computed.
     """
     receiver, missing = answer.worker, answer.missing
-    whole_s = receiver.transfer.seconds(fleet.kv_bytes(missing, receiver.kv))
+    whole_s = receiver.kv.sent_pages(missing) * receiver.page_transfer_s
     last = (prompt.computed - 1) % prompt.worker.max_step_tokens + 1
     last_s = whole_s * last / missing if last < missing else whole_s
     return max(last_s, whole_s - prompt.compute_s)

@@ -40,11 +40,6 @@ class Placement(NamedTuple):
     decode: PeerRef | None
     prediction: Prediction
 
-    @property
-    def local(self) -> bool:
-        """True if one worker does both."""
-        return self.prefill == self.decode
-
 
 class PlacementPolicy:
     """Compares the least loaded workers and those that hold most of the prompt."""
@@ -133,7 +128,7 @@ class PlacementPolicy:
             elif not apart or (incompatible and not incompatible.fit(prefill.peer, decode.peer)):
                 continue
             else:
-                pair_s += exposed_transfer_s(fleet, prompt, answer)
+                pair_s += exposed_transfer_s(prompt, answer)
             if pair_s < cost_s:
                 best, cost_s, runner_up_s = (prompt, answer), pair_s, cost_s
             elif pair_s < runner_up_s:

@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from costs.chunks import Chunks, ConcurrentDecode, chunks, forced_chunk
+from costs.chunks import Chunks, ConcurrentDecode, breaks_target, chunks, forced_chunk
 from router.placement.fleet import Fleet
 from router.placement.latency_model import PromptPrediction
 from router.placement.queue import QueuedRequest
@@ -99,10 +99,8 @@ def _decode_limit(decoding: Sequence[WorkerState], request: QueuedRequest) -> fl
     """Return the share of all answers that one worker could decode within the gap target of `request`."""
     like, answers = decoding[0], 1 + sum(worker.decode_requests for worker in decoding)
     context = request.decode_context + sum(worker.decode_context for worker in decoding)
-    empty_s = like.cost.decode_step_seconds(1, 0)
-    each_s = (like.cost.decode_step_seconds(answers, context) - empty_s) / answers
-    rows = (like.step_target(request.slo) - empty_s) / max(each_s, sys.float_info.epsilon)
-    return max(0.0, min(rows, like.max_batch_requests)) / answers
+    rows = like.cost.rows_within(like.step_target(request.slo), context / answers)
+    return min(rows, like.max_batch_requests) / answers
 
 
 def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest, times: float) -> float:
@@ -113,7 +111,7 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     decode = ConcurrentDecode(rows, context, (target_s,))
     chunk = chunks(like.cost, like.info.assignment, like.max_step_tokens, decode, request.prefill_tokens / 2)
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
-    if times > 1.0 and now_s <= target_s < like.cost.decode_step_seconds(rows, context):
+    if times > 1.0 and breaks_target(target_s, now_s, like.cost.decode_step_seconds(rows, context)):
         # A broken target bounds no steps, but the answers that are there would keep theirs.
         chunk = forced_chunk(max(1, like.max_step_tokens - rows))
     return _prefill_rate(like, request, chunk, rows, context)

@@ -64,10 +64,6 @@ class PrefixIndex:
         self._pages[slot] = set()
         self._limits[slot] = pages_max
 
-    def held(self, slot: int) -> int:
-        """Return the number of pages that worker `slot` holds."""
-        return len(self._pages.get(slot, ()))
-
     def store(self, slot: int, digests: Iterable[bytes]) -> None:
         """Add pages that worker `slot` holds; more than its pool has are ignored."""
         mine, limit, bit, holders = self._pages[slot], self._limits[slot], 1 << slot, self._holders

@@ -135,11 +135,6 @@ class RequestQueue:
         """Iterate over the waiting requests, in no order."""
         return iter(list(self._waiting.values()))
 
-    @property
-    def tenants(self) -> int:
-        """The number of tenants with waiting requests."""
-        return len(self._tenants)
-
     def full_with(self, others: int = 0) -> bool:
         """Return True if no request fits in after `others`."""
         return len(self._waiting) + others >= self._limit

@@ -15,9 +15,6 @@ from router.placement.worker_state import REFUSAL_PAUSE_S, AnswerWork, Clock, Pr
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload
 
-_ANSWER_WEIGHT = 2.0
-"""The charge for a token of an answer / that for a computed prompt token, in a tenant's share."""
-
 _RETRY_MIN_S = 2 * REFUSAL_PAUSE_S
 
 
@@ -199,7 +196,7 @@ class RequestScheduler:
     def ended(self, request: QueuedRequest, answer_tokens: int) -> None:
         """Charge and learn from an answer that has ended."""
         if answer_tokens:
-            self._queue.charge(request.tenant, _ANSWER_WEIGHT * answer_tokens)
+            self._queue.charge(request.tenant, answer_tokens)
             self._lengths.learn(request.max_tokens, answer_tokens)
 
     def _expect_answer(self, request: QueuedRequest) -> None:

@@ -6,20 +6,18 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from costs.chunks import NO_LIMIT, ConcurrentDecode, StepLimit, step_limit
+from costs.chunks import NO_LIMIT, ConcurrentDecode, StepLimit, breaks_target, step_limit
 from costs.step_cost import LearnedMargin, StepCost
 from costs.step_work import chunk_pairs
-from costs.transfer_cost import TransferCost
 from router.slo import SloClass
 from wire.ending import answer_tokens
 from wire.messages import WorkerInfo, WorkerLoad
+from wire.tracing.timeline import TransferStats
 
 LOAD_FRESH_S = 1.0
 """The age at which a load report no longer counts: a worker without work sends none."""
 REFUSAL_PAUSE_S = 0.05
 """The time for which a worker that refused a request is not asked again while others can serve."""
-_REPORT_DELAY_S = 2e-3
-"""A load report that arrives within this time of a prompt's acceptance may not include the prompt."""
 
 Clock = Callable[[], float]
 """A clock of seconds: `time.monotonic` or a virtual one."""
@@ -66,16 +64,17 @@ class WorkerState:
     """
 
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
-        self.info = info
         self.peer = info.peer
+        self._set_facts(info)
         self.slot = -1
         """Its number in the fleet, -1 outside of it."""
         self.live = False
         """True if it is connected and takes new work."""
         self.observer: LoadObserver | None = None
         self.cost = StepCost()
-        self.transfer = TransferCost()
-        """The cost of KV transfers to this worker."""
+        self.page_transfer_s = 0.0
+        """The mean time in which a KV page comes here from another worker, in seconds; 0 before the first transfer."""
+        self._transfer_s, self._pages_received = 0.0, 0
         self.gap_targets: tuple[float, ...] = ()
         """The longest gaps that the answers there tolerate, one per class, in seconds, sorted."""
         self.clock = clock
@@ -83,8 +82,8 @@ class WorkerState:
         self._own_tokens, self._own_pairs = 0, 0.0
         """The tokens and pairs of these prompts that are not computed yet."""
         self._reported_tokens: int | None = None
-        self._unreported: dict[str, float] = {}
-        """Prompts that the last load report did not include, by the time of their acceptance."""
+        self._unreported: dict[str, bool] = {}
+        """Prompts that the last load report did not include: True if the worker has accepted the prompt since then."""
         self.prefill_tokens = 0
         """Prompt tokens that wait there."""
         self._answers: dict[str, AnswerWork] = {}
@@ -107,15 +106,15 @@ class WorkerState:
         """Count a prompt that is sent there."""
         self._settle(self._prompts.get(request_id, _COMPUTED))
         self._prompts[request_id] = work
-        self._unreported[request_id] = math.inf
+        self._unreported[request_id] = False
         self._own_tokens += work.tokens
         self._own_pairs += work.pairs
         self._refresh_prompts()
 
     def prompt_accepted(self, request_id: str) -> None:
-        """Note that load reports include the prompt from now on."""
+        """Note that the next load report includes the prompt."""
         if request_id in self._unreported:
-            self._unreported[request_id] = self.clock()
+            self._unreported[request_id] = True
 
     def prompt_computed(self, request_id: str) -> None:
         """Note that nothing of the prompt is left to compute; its KV may still be in transfer."""
@@ -175,15 +174,13 @@ class WorkerState:
 
     def report(self, load: WorkerLoad) -> None:
         """Take a load report, which the worker sends after a step."""
-        now = self._load_at = self.clock()
+        self._load_at = self.clock()
         if load.cost != self.cost.parameters:
             self.cost = StepCost(load.cost)
-        changed = load != self._load or load.prefill_tokens != self._reported_tokens
-        if self._unreported:
-            newer = {each: at for each, at in self._unreported.items() if at > now - _REPORT_DELAY_S}
-            changed |= len(newer) != len(self._unreported)
-            self._unreported = newer
-        if changed:
+        included = [each for each, accepted in self._unreported.items() if accepted]
+        for each in included:
+            del self._unreported[each]
+        if included or load != self._load or load.prefill_tokens != self._reported_tokens:
             self._load, self._reported_tokens = load, load.prefill_tokens
             self._refresh()
 
@@ -192,9 +189,16 @@ class WorkerState:
         self.cost = cost
         self._refresh()
 
+    def learn_transfer(self, transfer: TransferStats) -> None:
+        """Learn from a transfer to this worker that has ended; one of no pages is ignored."""
+        if transfer.pages:
+            self._transfer_s += transfer.duration_nanos / 1e9
+            self._pages_received += transfer.pages
+            self.page_transfer_s = self._transfer_s / self._pages_received
+
     def update(self, info: WorkerInfo) -> None:
         """Take the facts with which the same process registered again."""
-        self.info = info
+        self._set_facts(info)
         self._refresh()
 
     def expire_report(self) -> None:
@@ -239,7 +243,7 @@ class WorkerState:
         """Return the number of answers whose target a step of `step_s` instead of `self.step_s` would break."""
         if not self.gap_targets or step_s <= self.gap_targets[0]:
             return 0
-        return sum(count for slo, count in self._classes.items() if self.step_s <= self.gap_target(slo) < step_s)
+        return sum(n for slo, n in self._classes.items() if breaks_target(self.gap_target(slo), self.step_s, step_s))
 
     @property
     def step_limit(self) -> StepLimit:
@@ -255,9 +259,8 @@ class WorkerState:
         self._own_tokens -= work.tokens
         self._own_pairs = self._own_pairs - work.pairs if self._own_tokens else 0.0
 
-    def _refresh(self) -> None:
-        info = self.info
-        self.role = info.role
+    def _set_facts(self, info: WorkerInfo) -> None:
+        self.info = info
         self._ready = not info.not_ready
         self.prefills, self.decodes = info.takes_prompts, info.takes_answers
         self.pages_total, self.page_tokens = info.pages_total, info.page_tokens
@@ -268,6 +271,8 @@ class WorkerState:
         self.answer_tokens_total = answer_tokens(info)
         """Tokens of these that answers may reserve."""
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
+
+    def _refresh(self) -> None:
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""
         self._refresh_targets()

@@ -2,13 +2,15 @@
 
 import math
 
+from costs.chunks import breaks_target
+
 
 def must_not_wait(target_s: float, predicted_s: float, step_s: float, delay_max_s: float) -> bool:
     """Return True if delaying these tokens would break an ITL target that is met without the delay.
 
-    predicted_s < target_s < max(predicted_s, step_s) + delay_max_s, all in seconds.
+    `predicted_s` is the step as predicted at placement, `step_s` the present one, in seconds.
     """
-    return predicted_s < target_s < max(predicted_s, step_s) + delay_max_s
+    return breaks_target(target_s, predicted_s, max(predicted_s, step_s) + delay_max_s)
 
 
 class ChunkBudget:

@@ -223,7 +223,7 @@ class EventStream:
         if event.transfer is not None:
             request.transfer = event.transfer
             if request.decode is not None:
-                request.decode.learn_transfer(event.transfer)
+                request.decode.state.learn_transfer(event.transfer)
             self._handed_over(request)
         if any(stamp.edge is Edge.DECODE_ADMITTED for stamp in event.edges):
             self._admitted(request)

@@ -27,7 +27,6 @@ from wire.messages import (
     WorkerInfo,
 )
 from wire.rpc import error_of, open_channel
-from wire.tracing.timeline import TransferStats
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +112,6 @@ class WorkerLink:
         """Remove a request from the decode state, and stop renewing its lease."""
         self.leases.drop(request_id)
         self.state.remove_answer(request_id)
-
-    def learn_transfer(self, transfer: TransferStats) -> None:
-        """Record the statistics of a KV transfer to this worker."""
-        self._fleet.learn_transfer(self.state, transfer)
 
     def refuse_for_a_moment(self) -> None:
         """Pause placement on this worker briefly after it rejected a request."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from prefill_worker.half import PrefillHalf
-from prefill_worker.request import PrefillRequest
+from prefill_worker.request import PrefillRequest, make_notice
 from simulation.clock import VirtualClock
 from simulation.network import Network, Wire
 from wire.ending import failure_event
@@ -135,7 +135,15 @@ class VirtualHandover:
         if self.over:
             return
         stats = TransferStats(self._bytes, self._sending or 0, "virtual", round(self._moving_s * 1e9))
-        self._there(destination).notice(self._notice(destination, self._skipped))
+        self._there(destination).notice(
+            make_notice(
+                self._request,
+                self._here.peer,
+                self._request.progress.first_token_id or 0,
+                token_hash=hash_token_ids(self._request.task.prompt_token_ids),
+                skipped=self._skipped,
+            )
+        )
         with self._here.visit():
             self._end()
         self._here.tell(self._request, RequestEvent(self._request.task.ref, transfer=stats))
@@ -145,18 +153,6 @@ class VirtualHandover:
         if not self.over:
             with self._here.visit():
                 self._end()
-
-    def _notice(self, destination: Destination, skipped: int) -> TransferNotice:
-        task = self._request.task
-        return TransferNotice(
-            lease=destination.lease,
-            prefill=self._here.peer,
-            token_hash=hash_token_ids(task.prompt_token_ids),
-            pages=self._request.pages_needed,
-            first_token_id=self._request.progress.first_token_id or 0,
-            next_draw=task.answered + 1,
-            skipped=skipped,
-        )
 
     def _there(self, destination: Destination) -> DecodeEnd:
         return self._here.decode_end(destination.peer)

@@ -1,4 +1,4 @@
-"""Two hundred requests, a third of them cancelled at random moments, leave every page free or in the prefix cache."""
+"""Many requests, a third of them cancelled at random moments, leave every page free or in the prefix cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb
 from wire.rpc import open_client_channel
 from wire.tracing.timeline import Edge
 
-REQUESTS = 200
+REQUESTS = 120
 AT_ONCE = 24
 IN_PREFILL_TRIES = 20
 STORMS = 8
 LATER_REQUESTS = 45
+PROMPTS = 16
+"""The number of prompts that requests are drawn from: the shortest, up to 129 tokens."""
+ANSWER_TOKENS_MAX = 24
 MOMENTS = {
     "queued": {Edge.RECEIVED, Edge.TOKENIZED},
     "at the prefill worker": {Edge.PLACED, Edge.RESERVED},
@@ -122,7 +125,7 @@ async def storm(cluster: Any, prompts: list[tuple[int, ...]], requests: int, see
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(i: int) -> str:
-        prompt, tokens = prompts[rng.randrange(20)], rng.randint(1, 48)
+        prompt, tokens = prompts[rng.randrange(PROMPTS)], rng.randint(1, ANSWER_TOKENS_MAX)
         async with gate:
             if i % 3:
                 return await to_the_end(stub, prompt, tokens)

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
     find_prometheus() is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"
 )
 
-LOAD_S = float(os.environ.get("TANDEM_MIXED_LOAD_S", "16"))
+LOAD_S = float(os.environ.get("TANDEM_MIXED_LOAD_S", "8"))
 WHOLE_LOAD_S = 120.0
 """The load duration in seconds from which a stall is too small a share of it to widen any tolerance."""
 PROCESSES = 3

@@ -1,9 +1,11 @@
-"""The cluster generates the tokens of transformers, with any page size, chunk size and number of workers."""
+"""The cluster generates the tokens of transformers, with any page size, chunk size, mode and number of workers."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,24 +15,54 @@ from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_client_channel
 
 Prompt = tuple[int, ...]
-NEW_TOKENS = 64
+NEW_TOKENS = 40
+"""The answer length in tokens: every answer crosses two boundaries of pages of 16, some one of pages of 128."""
 PAGE_TOKENS = 16
 FIRST = {"page_tokens": PAGE_TOKENS, "max_step_tokens": 512}
 """The settings that other tests of this folder use too, so that they share its cluster."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "pages of 128, chunks of 64": {"page_tokens": 128, "max_step_tokens": 64},
-    "pages of 128, chunks of 512, two and two": {
-        "page_tokens": 128,
-        "max_step_tokens": 512,
-        "prefill": 2,
-        "decode": 2,
-    },
-    "colocated, steps of 100": {"mode": "colocated", "step_policy": "chunked", "step_budget": 100},
-    "two colocated, who decodes first": {"mode": "colocated", "workers": 2, "step_policy": "decode-priority"},
+LARGE_PAGES = {
+    "page_tokens": 128,
+    "max_step_tokens": 64,
+    "mode": "colocated",
+    "workers": 4,
+    "step_policy": "chunked",
+    "step_budget": 48,
 }
-"""Every page size and every chunk size at least once; the first shape is also tested with prefix cache hits."""
-COLOCATED_PROMPT_MAX = 600
-"""The longest prompt in colocated mode: it takes many mixed steps, and longer ones test nothing more."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A cluster's settings at its start, and the change of mode before the requests.
+
+    `roles`: how many workers have each role then. `restore`: the change that makes a shared cluster what it was.
+    `longest`: the longest prompt in tokens, which takes several steps; longer ones test nothing more.
+    """
+
+    start: dict[str, Any]
+    roles: dict[str, int]
+    change: dict[str, Any] = field(default_factory=dict)
+    restore: dict[str, Any] = field(default_factory=dict)
+    longest: int = 300
+
+
+LONGEST = 600
+"""The same of the shared cluster, with two chunks of 512 tokens."""
+SHAPES = {
+    "two colocated, who decode first": Shape(
+        FIRST,
+        {"both": 2},
+        {"mode": "colocated", "step_policy": "decode-priority"},
+        {"mode": "disaggregated", "prefill": 1, "decode": 1},
+    ),
+    "four colocated with pages of 128, steps of 48": Shape(LARGE_PAGES, {"both": 4}),
+    "pages of 128, chunks of 64, two and two": Shape(
+        LARGE_PAGES,
+        {"prefill": 2, "decode": 2},
+        {"mode": "disaggregated", "prefill": 2, "decode": 2, "step_policy": "decode-priority"},
+        longest=LONGEST,
+    ),
+}
+"""One cluster starts disaggregated and one colocated, and each changes to the other mode."""
 
 
 async def ask(
@@ -67,6 +99,7 @@ def test_the_same_tokens_and_again_from_the_caches(
 ) -> None:
     """Sends each prompt twice, and then with most of its answer appended, as the next turn of a conversation does."""
     cluster = running_cluster(dtype="float32", **FIRST)
+    prompts = [prompt for prompt in prompts if len(prompt) <= LONGEST]
     salt, answers = "conversation", []
     for turn in range(3):
         behind = NEW_TOKENS - 3 if turn == 2 else 0
@@ -97,24 +130,34 @@ def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_the_same_tokens_in_every_shape(
-    shape: str,
+    name: str,
     running_cluster: Callable[..., Any],
     prompts: list[Prompt],
     reference: Reference,
     tell: Callable[[str], None],
 ) -> None:
-    settings = SHAPES[shape]
-    cluster = running_cluster(dtype="float32", **settings)
-    longest = COLOCATED_PROMPT_MAX if settings.get("mode") == "colocated" else max(map(len, prompts))
-    asked = [prompt for prompt in prompts if len(prompt) <= longest]
-    answers = asyncio.run(ask_all(cluster.grpc_address, asked, NEW_TOKENS))
-    for prompt, (tokens, complete) in zip(asked, answers, strict=True):
-        assert complete.prompt_tokens == len(prompt)
-        assert complete.completion_tokens == len(tokens)
-        check(prompt, tokens, reference, tell)
-    cluster.assert_idle_and_sound()
+    shape = SHAPES[name]
+    cluster = running_cluster(dtype="float32", **shape.start)
+    if shape.change:
+        asyncio.run(cluster.controller.set_mode(**shape.change))
+    try:
+        assert Counter(member.role for member in cluster.members()) == shape.roles
+        asked = [prompt for prompt in prompts if len(prompt) <= shape.longest]
+        answers = asyncio.run(ask_all(cluster.grpc_address, asked, NEW_TOKENS, salt=name))
+        for prompt, (tokens, complete) in zip(asked, answers, strict=True):
+            assert complete.prompt_tokens == len(prompt)
+            assert complete.completion_tokens == len(tokens)
+            assert complete.cached_tokens == 0
+            timeline = complete.timeline
+            alone = timeline.decode_worker in {"", timeline.prefill_worker}
+            assert alone == ("both" in shape.roles)
+            check(prompt, tokens, reference, tell)
+        cluster.assert_idle_and_sound()
+    finally:
+        if shape.restore:
+            asyncio.run(cluster.controller.set_mode(**shape.restore))
 
 
 def check(prompt: Prompt, answer: list[int], reference: Reference, tell: Callable[[str], None]) -> None:

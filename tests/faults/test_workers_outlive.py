@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,8 @@ LONG_ENOUGH, SHORT = ("--workers-outlive", "600"), ("--workers-outlive", "1")
 
 
 @pytest.mark.timeout(400)
-async def test_workers_serve_on_when_their_start_is_gone() -> None:
-    async with ups() as cluster:
+async def test_workers_serve_on_when_their_start_is_gone(small_model: Path) -> None:
+    async with ups(small_model) as cluster:
         first = await cluster.start(*LONG_ENOUGH)
         await first.serves()
         expected = await undisturbed(first.router, QUESTIONS)

@@ -74,8 +74,9 @@ class Up:
 class Ups:
     """Starts `tandem up` processes and finds the workers' processes."""
 
-    def __init__(self, ray: int, environment: dict[str, str]) -> None:
+    def __init__(self, ray: int, model: Path, environment: dict[str, str]) -> None:
         self._ray = psutil.Process(ray)
+        self._model = model
         self._environment = environment
         self._stack = contextlib.AsyncExitStack()
 
@@ -84,7 +85,11 @@ class Ups:
         command = (sys.executable, "-m", "cli.main", "up", "--address", self._environment["RAY_ADDRESS"])
         pipe, same = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
         process = await asyncio.create_subprocess_exec(
-            *command, *OPTIONS, *options, stdout=pipe, stderr=same, env=self._environment, cwd=ROOT
+            *(*command, "--model", str(self._model), *OPTIONS, *options),
+            stdout=pipe,
+            stderr=same,
+            env=self._environment,
+            cwd=ROOT,
         )
         up = Up(process)
         self._stack.push_async_callback(up.close)
@@ -113,8 +118,8 @@ class Ups:
 
 
 @contextlib.asynccontextmanager
-async def ups(places: str = PLACES) -> AsyncIterator[Ups]:
-    """A Ray of one node on loopback with these resources for workers."""
+async def ups(model: Path, places: str = PLACES) -> AsyncIterator[Ups]:
+    """A Ray of one node on loopback with these resources for workers of `model`."""
     with short_folder() as folder:
         environment = {
             **os.environ,
@@ -130,7 +135,7 @@ async def ups(places: str = PLACES) -> AsyncIterator[Ups]:
         }
         node = await ray_node(ray_start(folder / "ray", "127.0.0.1", places), **environment)
         environment["RAY_ADDRESS"] = head_address(folder / "ray")
-        made = Ups(node._process.pid, environment)
+        made = Ups(node._process.pid, model, environment)
         try:
             yield made
         finally:

@@ -60,7 +60,7 @@ def make_case(spec: MixtureOfExperts, tokens: int, hidden: int = 40, *, padding:
     experts, width, shared = spec.experts, spec.width, spec.shared_width
     inner, outer = hidden**-0.5, width**-0.5
     made = Experts(
-        router=random(experts, hidden, scale=0.5),
+        router=random(experts, hidden, scale=3 * inner),
         router_bias=random(experts) if spec.router.bias else None,
         choice_bias=random(experts, scale=0.2) if spec.router.choice_bias else None,
         gate_up=random(experts, 2 * width, hidden, scale=2 * inner),

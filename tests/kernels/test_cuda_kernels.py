@@ -19,16 +19,25 @@ from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "num_key_value_heads": 1},
+    "llama": {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 2},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "num_key_value_heads": 2},
-}
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 64, "num_key_value_heads": 2, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+"""One layer each, but one model has two: it shows that a layer reads what the one before it has written."""
 
 
 @pytest.fixture(params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = {
-        "vocab_size": 131, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+        "vocab_size": 67, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1,
         "num_attention_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_id": 0,
         "tie_word_embeddings": False,
     }  # fmt: skip
@@ -43,7 +52,7 @@ def test_logits_of_the_plain_kernels(folder: Path) -> None:
     )
     kernels = CudaKernels(load_spec(folder), torch.device(device), torch.float32, 16, max_decode_rows=4)
     ours, plain = (ModelRunner.load(config, kernels=each) for each in (kernels, ReferenceKernels()))
-    prompt = [(7 * i) % 131 for i in range(21)]
+    prompt = [(7 * i) % 67 for i in range(21)]
     steps = [
         [StepRow(prompt, 0, [3, 1, 2], DRAW), StepRow(prompt[:5], 0, [5], DRAW)],
         [StepRow([9], 21, [3, 1, 2], DRAW), StepRow([8], 5, [5], DRAW), StepRow(prompt[:17], 0, [6, 7], DRAW)],

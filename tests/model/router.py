@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from costs.step_cost import StepCost
-from costs.transfer_cost import TransferCost
 from router.config import RouterConfig
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
@@ -129,7 +128,7 @@ class UnmeasuredPolicy(PlacementPolicy):
 
     def place(self, request: QueuedRequest, fleet: Fleet, waited_s: float) -> Placement | None:
         for worker in fleet.live:
-            worker.transfer = TransferCost()
+            worker.page_transfer_s = 0.0
             worker.learn_cost(StepCost())
         return super().place(request, fleet, waited_s)
 

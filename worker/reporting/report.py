@@ -7,9 +7,8 @@ from wire.messages import PeerRef, WorkerInspection, WorkerLoad
 from wire.prefixes import PrefixList
 from worker.assignment import WorkerAssignment
 from worker.halves import Halves
-from worker.loop import StepLoop
+from worker.loop import StepLoop, StepMeter
 from worker.reporting.watchdog import Watchdog
-from worker.step_meter import StepMeter
 
 
 def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:

@@ -200,11 +200,17 @@ class FlashPrefill:
         return found
 
     def _rounded(self, sinks: Tensor) -> Tensor:
-        """Returns a layer's sinks in bfloat16, the only type that flash-attn-4 takes; rounded once."""
+        """Returns a layer's sinks in bfloat16, the only type that flash-attn-4 takes; rounded once.
+
+        What is rounded while a CUDA graph is captured exists in that graph alone.
+        """
         key = sinks.data_ptr()
-        if key not in self._sinks:
-            self._sinks[key] = sinks, sinks.bfloat16()  # both are kept, so that no other tensor gets this address
-        return self._sinks[key][1]
+        if key in self._sinks:
+            return self._sinks[key][1]
+        rounded = sinks.bfloat16()
+        if not (sinks.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._sinks[key] = sinks, rounded  # both are kept, so that no other tensor gets this address
+        return rounded
 
 
 class SdpaPrefill:

@@ -19,6 +19,7 @@ from engine.config.model import MixtureOfExperts
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout, is_cpu
 from engine.kernels.cpu import attention as cpu_attention
 from engine.kernels.cpu import jobs as cpu_jobs
+from engine.kernels.cpu import latent as cpu_latent
 from engine.kernels.cpu import products as cpu_products
 from engine.kernels.cpu import rope as cpu_rope
 from engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
@@ -187,8 +188,8 @@ class CpuKernels(Kernels):
     def latent_attention(
         self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
     ) -> Tensor:
-        """Expands each row's latents to keys and values of all heads and attends to them."""
-        return self._plain.latent_attention(q, kv_up, cache, layer, layout, shape)
+        """Computes attention of rows of one token over the latents themselves, expands those of longer rows."""
+        return cpu_latent.latent_attention(q, kv_up, cache, layer, layout, shape)
 
     def _norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
         """Returns RMSNorm(hidden), whatever the other tokens are."""

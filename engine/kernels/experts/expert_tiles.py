@@ -24,7 +24,11 @@ class ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """The tiles of both products: `tokens` tokens of one expert."""
+    """The tiles of both products: `tokens` tokens of one expert; 1 = steps of one token alone.
+
+    There a program of the down product multiplies with the weights of all of the token's experts, and `columns` is the
+    sum over them; nothing is pipelined, as all loads of a program are in flight together.
+    """
 
     tokens: int
     gate_up: ProductTile
@@ -51,6 +55,8 @@ MOST_TOKENS = 128
 """Tokens of a tile beyond these averages."""
 
 TILES = {
+    # 16 and 8 KiB of loads in flight for each of the eight programs that fit on a multiprocessor.
+    1: ExpertTile(1, gate_up=ProductTile(2, 1024, 1, 4), down=ProductTile(2, 2048, 1, 4)),
     # Two programs a multiprocessor, each with 108 KiB of loads in flight.
     16: ExpertTile(16, gate_up=ProductTile(64, 128, 3, 4), down=ProductTile(128, 128, 3, 4)),
     32: ExpertTile(32, gate_up=ProductTile(64, 64, 5, 4), down=ProductTile(128, 64, 5, 4)),
@@ -81,17 +87,21 @@ def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
     if item_bytes == 4:
         return FLOAT_TILE
     average = shape.tokens_an_expert(tokens)
-    size = next((size for most, size in TOKENS_OF_TILES if average <= most), MOST_TOKENS)
+    size = 1 if tokens == 1 else next((size for most, size in TOKENS_OF_TILES if average <= most), MOST_TOKENS)
     tuned = TUNED.get(shape, {}).get(size)
     if tuned is not None:
         return tuned
-    tile = TILES[size]
-    return ExpertTile(size, _fitting(tile.gate_up, shape.hidden), _fitting(tile.down, shape.width))
+    return TILES[size] if size == 1 else fitting(TILES[size], shape)
 
 
 def max_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
     """Returns the most tiles of `pairs` (token, expert) pairs, of which each expert may have a partly filled one."""
     return (pairs + (tile_tokens - 1) * min(pairs, experts)) // tile_tokens
+
+
+def fitting(tile: ExpertTile, shape: ExpertShape) -> ExpertTile:
+    """Returns the tile with columns that divide the inputs of this shape's products, if some do."""
+    return ExpertTile(tile.tokens, _fitting(tile.gate_up, shape.hidden), _fitting(tile.down, shape.width))
 
 
 def _fitting(tile: ProductTile, k: int) -> ProductTile:

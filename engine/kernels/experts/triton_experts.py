@@ -42,10 +42,6 @@ _CHOICE_TOKENS = 4
 """Tokens of a program of the choice in larger steps."""
 _SORT_CHUNK = 4096
 _SUM_COLUMNS, _GATE_COLUMNS = 512, 1024
-_GATE_UP_ROWS, _GATE_UP_COLUMNS = 2, 1024
-"""The tile of one token's gate and up: 16 KiB of weights a program for 2048 columns."""
-_DOWN_ROWS, _DOWN_NUMBERS = 2, 2048
-"""The tile of one token's down product: rows of all its experts, so many columns of all of them at a time."""
 
 
 class Choice:
@@ -88,19 +84,19 @@ class ExpertKernels:
     ) -> Tensor:
         """Adds the routed experts' output to `hidden` (see `Kernels.experts`) → RMSNorm(hidden) before that.
 
-        `tile` takes the place of the table's for a step of several tokens.
+        `tile` takes the place of the table's.
         """
         tokens, width = len(hidden), hidden.shape[1]
         shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)
         plan = router_tile(tokens, shape, hidden.element_size())
         counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
         x, logits = self._route(hidden, norm, eps, experts.router, counts, plan)
-        if tokens == 1 and hidden.dtype != torch.float32 and tile is None:
+        tile = tile or tile_for(tokens, shape, hidden.element_size())
+        if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
             self._choose(logits, experts, spec, slots, choice, counts)
-            self._add_single(x, experts, spec, choice, hidden)
+            self._add_single(x, experts, spec, choice, hidden, tile)
             return x
-        tile = tile or tile_for(tokens, shape, hidden.element_size())
         tiled = TiledChoice(tokens, shape, tile.tokens, hidden.device)
         self._choose(logits, experts, spec, slots, tiled, counts)
         self._add_tiles(x, experts, spec, tiled, hidden, tile)
@@ -199,20 +195,23 @@ class ExpertKernels:
             num_warps=2, launch_pdl=self._pdl,
         )  # fmt: skip
 
-    def _add_single(self, x: Tensor, experts: Experts, spec: MixtureOfExperts, choice: Choice, hidden: Tensor) -> None:
+    def _add_single(
+        self, x: Tensor, experts: Experts, spec: MixtureOfExperts, choice: Choice, hidden: Tensor, tile: ExpertTile
+    ) -> None:
         """Adds the experts of one token."""
         width, ranks = hidden.shape[1], triton.next_power_of_2(spec.top_k)
+        gate_up, down = tile.gate_up, tile.down
         inner = x.new_empty(spec.top_k, spec.width)
         bias, down_bias = experts.gate_up_bias, experts.down_bias
-        single_gate_up_kernel[(triton.cdiv(spec.width, _GATE_UP_ROWS), spec.top_k)](
+        single_gate_up_kernel[(triton.cdiv(spec.width, gate_up.rows), spec.top_k)](
             x, experts.gate_up, x if bias is None else bias, choice.experts, inner,
             N=spec.width, K=width, E=spec.experts, ACTIVATION=ACTIVATIONS[spec.activation], BIAS=bias is not None,
-            ROWS=_GATE_UP_ROWS, COLUMNS=min(triton.next_power_of_2(width), _GATE_UP_COLUMNS), PDL=self._pdl,
-            num_warps=4, launch_pdl=self._pdl,
+            ROWS=gate_up.rows, COLUMNS=min(triton.next_power_of_2(width), gate_up.columns), PDL=self._pdl,
+            num_warps=gate_up.warps, launch_pdl=self._pdl,
         )  # fmt: skip
-        columns = min(triton.next_power_of_2(spec.width), max(_DOWN_NUMBERS // ranks, 32))
-        single_down_kernel[(triton.cdiv(width, _DOWN_ROWS),)](
+        columns = min(triton.next_power_of_2(spec.width), max(down.columns // ranks, 1))
+        single_down_kernel[(triton.cdiv(width, down.rows),)](
             inner, experts.down, x if down_bias is None else down_bias, choice.weights, choice.experts, hidden,
             N=width, K=spec.width, E=spec.experts, TOP_K=spec.top_k, BIAS=down_bias is not None,
-            ROWS=_DOWN_ROWS, COLUMNS=columns, BLOCK_K=ranks, PDL=self._pdl, num_warps=4, launch_pdl=self._pdl,
+            ROWS=down.rows, COLUMNS=columns, BLOCK_K=ranks, PDL=self._pdl, num_warps=down.warps, launch_pdl=self._pdl,
         )  # fmt: skip

@@ -62,6 +62,7 @@ def tile_kernel(
     tiles and pairs are those of `triton_router`; out is written for the pairs in `pairs`.
     """
     EVEN: tl.constexpr = K % COLUMNS == 0
+    WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N
     launch_dependents(PDL)
     number = tl.program_id(0)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -75,7 +76,6 @@ def tile_kernel(
         pair = tl.load(pairs + number * TOKENS + places, mask=present, other=0)
         pair = tl.minimum(tl.maximum(pair, 0), P - 1).to(tl.int64)
         x_at = x + (pair // TOP_K if GATED else pair)[:, None] * K
-        WEIGHT_ROWS: tl.constexpr = 2 * N if GATED else N
         weight_at = weight + (expert * WEIGHT_ROWS + tl.minimum(rows, N - 1))[:, None] * K
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         sums_up = tl.zeros((ROWS, TOKENS), tl.float32)

@@ -163,7 +163,7 @@ def choice_kernel(
     found = tl.zeros((TOKENS, BLOCK_K), tl.float32)
     numbers = tl.zeros((TOKENS, BLOCK_K), tl.int32)
     rank_of = tl.full((TOKENS, LANES), -1, tl.int32)
-    for rank in tl.static_range(TOP_K):
+    for rank in tl.range(0, TOP_K):
         hit = lanes[None, :] == tl.argmax(ranked, axis=1)[:, None]
         ranked = tl.where(hit, float("-inf"), ranked)
         rank_of = tl.where(hit, rank, rank_of)

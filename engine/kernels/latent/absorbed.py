@@ -93,8 +93,11 @@ class AbsorbedAttention:
         capacity = page_table.shape[1] * cache.shape[4]
         most = count * -(-capacity // plan.block_tokens)
         units = max(1, min(plan.programs // self._heads_tiles, most)) if plan.programs else count * EXACT_SPLITS
-        ranges = torch.empty(units, RANGE_FIELDS.value, dtype=torch.int32, device=contexts.device)
-        parts = torch.empty(count, PART_FIELDS.value, dtype=torch.int32, device=contexts.device)
+        # Zeros, as trial steps (`engine/cuda/compile_ahead.py`) may leave the launch out.
+        planned = torch.zeros(
+            units * RANGE_FIELDS.value + count * PART_FIELDS.value, dtype=torch.int32, device=contexts.device
+        )
+        ranges, parts = planned.split_with_sizes([units * RANGE_FIELDS.value, count * PART_FIELDS.value])
         plan_ranges_kernel[max(units, count),](
             contexts,
             ranges,
@@ -114,7 +117,7 @@ class AbsorbedAttention:
 
         q      [T, heads, nope + rope], rows may be strided
         kv_up  [heads, nope + v_dim, latent]
-        cache  [pages, layers, 1, 1, page_tokens, latent + rope], its last dimension contiguous
+        cache  [pages, layers, 1, 1, page_tokens, latent + rope], its last two dimensions contiguous
         out    [T, heads·v_dim], contiguous: the result; zeros for padding
         """
         absorbed = absorb(q, kv_up, self._shape, pdl=self._pdl)
@@ -142,7 +145,6 @@ class AbsorbedAttention:
             lse,
             cache.stride(0),
             cache.stride(1) * layer,
-            cache.stride(4),
             step.page_table.stride(0),
             slots,
             shape.scale * math.log2(math.e),

@@ -19,7 +19,7 @@ GROUP_FIELDS = tl.constexpr(3)
 """Of a group of several tokens: its row, its first token, its tokens."""
 
 
-@triton.jit(do_not_specialize=["groups", "units"], do_not_specialize_on_alignment=["contexts"])
+@triton.jit(do_not_specialize=["groups", "units"], do_not_specialize_on_alignment=["contexts", "parts"])
 def plan_ranges_kernel(
     contexts,
     ranges,
@@ -109,20 +109,77 @@ def _page_of(table, tile, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.c
 
 
 @triton.jit
-def _offsets_of(page, tile, page_stride, token_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def _offsets_of(page, tile, page_stride, WIDTH: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """Returns the offsets [BLOCK_TOKENS, 1] of a tile's tokens in the cache, in elements."""
     token = tl.arange(0, BLOCK_TOKENS)
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
-        offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * token_stride
-        offsets = offset + (token * token_stride)[:, None]
+        offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * WIDTH
+        offsets = offset + (token * WIDTH)[:, None]
     else:
         within = (tile * BLOCK_TOKENS + token) % PAGE_TOKENS
-        offsets = (page.to(tl.int64) * page_stride + within * token_stride)[:, None]
+        offsets = (page.to(tl.int64) * page_stride + within * WIDTH)[:, None]
     return offsets
 
 
+@triton.jit
+def _attend(
+    query,
+    turned_query,
+    latents,
+    table,
+    start,
+    end,
+    context,
+    visible,
+    page_stride,
+    log2_scale,
+    GROUPED: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE_DOT: tl.constexpr,
+):
+    """Computes attention of the absorbed query [ROWS, LATENT_PADDED] and its rotated part to the tiles start .. end.
+
+    Row i sees positions below visible[i], at most `context`. Returns the running maximum and sum [ROWS] of the scores,
+    and the weighted latents [ROWS, LATENT_PADDED].
+    """
+    dim = tl.arange(0, LATENT_PADDED)[None, :]
+    rotated = tl.arange(0, ROPE_PADDED)[None, :]
+    token = tl.arange(0, BLOCK_TOKENS)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, LATENT_PADDED], tl.float32)
+    page = _page_of(table, start, context, PAGE_TOKENS, BLOCK_TOKENS)
+    for tile in tl.range(start, end):
+        offsets = _offsets_of(page, tile, page_stride, LATENT + ROPE, PAGE_TOKENS, BLOCK_TOKENS)
+        # The next tile's page id is loaded while this tile is computed.
+        page = _page_of(table, tile + 1, context, PAGE_TOKENS, BLOCK_TOKENS)
+        position = tile * BLOCK_TOKENS + token
+        seen = (position < context)[:, None]
+        latent = tl.load(latents + offsets + dim, mask=seen & (dim < LATENT), other=0.0)
+        key = tl.load(latents + offsets + LATENT + rotated, mask=seen & (rotated < ROPE), other=0.0)
+        scores = dot(turned_query, tl.trans(key), tl.zeros([ROWS, BLOCK_TOKENS], tl.float32), WIDE_DOT)
+        scores = dot(query, tl.trans(latent), scores, WIDE_DOT) * log2_scale
+        scores = tl.where(position[None, :] < visible[:, None], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        base = higher
+        if GROUPED:  # the first tokens of a group may see nothing of the last tile
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(highest - base)
+        total = total * fade + tl.sum(weight, axis=1)
+        mixed = dot(weight.to(latent.dtype), latent, mixed * fade[:, None], WIDE_DOT)
+        highest = higher
+    return highest, total, mixed
+
+
 @triton.jit(
-    do_not_specialize=["layer_offset", "table_stride", "slots"],
+    do_not_specialize=["table_stride", "slots"],
     do_not_specialize_on_alignment=["page_table", "contexts"],
 )
 def absorbed_attention_kernel(
@@ -136,7 +193,6 @@ def absorbed_attention_kernel(
     partial_lse,
     page_stride,
     layer_offset,
-    token_stride,
     table_stride,
     slots,
     log2_scale,
@@ -161,12 +217,8 @@ def absorbed_attention_kernel(
     heads_tile = tl.program_id(0)
     unit = tl.program_id(1)
     row = tl.arange(0, ROWS)
-    dim = tl.arange(0, LATENT_PADDED)
-    rotated = tl.arange(0, ROPE_PADDED)
-    token = tl.arange(0, BLOCK_TOKENS)
-    inside = (dim < LATENT)[None, :]
-    turned = (rotated < ROPE)[None, :]
-    latents = cache + layer_offset
+    dim = tl.arange(0, LATENT_PADDED)[None, :]
+    rotated = tl.arange(0, ROPE_PADDED)[None, :]
     wait_for_inputs(PDL)
 
     first_group = tl.load(ranges + unit * RANGE_FIELDS)
@@ -183,55 +235,28 @@ def absorbed_attention_kernel(
             table_row = tl.load(group_table + group * GROUP_FIELDS)
             first_token = tl.load(group_table + group * GROUP_FIELDS + 1)
             tokens = tl.load(group_table + group * GROUP_FIELDS + 2)
-        table = page_table + table_row * table_stride
-        page = _page_of(table, start, context, PAGE_TOKENS, BLOCK_TOKENS)
-
         place = heads_tile * ROWS + row
-        held = (place < tokens * HEADS)[:, None]
+        held = place < tokens * HEADS
         cells = q + (first_token.to(tl.int64) * HEADS + place)[:, None] * (LATENT + ROPE)
-        query = tl.load(cells + dim[None, :], mask=held & inside, other=0.0)
-        turned_query = tl.load(cells + LATENT + rotated[None, :], mask=held & turned, other=0.0)
-
-        highest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        mixed = tl.zeros([ROWS, LATENT_PADDED], tl.float32)
-        for tile in tl.range(start, end):
-            offsets = _offsets_of(page, tile, page_stride, token_stride, PAGE_TOKENS, BLOCK_TOKENS)
-            # The next tile's page id is loaded while this tile is computed.
-            page = _page_of(table, tile + 1, context, PAGE_TOKENS, BLOCK_TOKENS)
-            position = tile * BLOCK_TOKENS + token
-            seen = (position < context)[:, None]
-            latent = tl.load(latents + offsets + dim[None, :], mask=seen & inside, other=0.0)
-            key = tl.load(latents + offsets + LATENT + rotated[None, :], mask=seen & turned, other=0.0)
-            scores = dot(turned_query, tl.trans(key), tl.zeros([ROWS, BLOCK_TOKENS], tl.float32), WIDE_DOT)
-            scores = dot(query, tl.trans(latent), scores, WIDE_DOT) * log2_scale
-            if GROUPED:
-                visible = context - tokens + 1 + place // HEADS
-                scores = tl.where(position[None, :] < visible[:, None], scores, float("-inf"))
-            else:
-                scores = tl.where((position < context)[None, :], scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, axis=1))
-            base = higher
-            if GROUPED:  # the first tokens of a group may see nothing of the last range
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(scores - base[:, None])
-            fade = tl.exp2(highest - base)
-            total = total * fade + tl.sum(weight, axis=1)
-            mixed = dot(weight.to(latent.dtype), latent, mixed * fade[:, None], WIDE_DOT)
-            highest = higher
-
+        query = tl.load(cells + dim, mask=held[:, None] & (dim < LATENT), other=0.0)
+        turned_query = tl.load(cells + LATENT + rotated, mask=held[:, None] & (rotated < ROPE), other=0.0)
+        visible = context - tokens + 1 + place // HEADS if GROUPED else context + place * 0
+        highest, total, mixed = _attend(
+            query, turned_query, cache + layer_offset, page_table + table_row * table_stride, start, end, context,
+            visible, page_stride, log2_scale,
+            GROUPED, LATENT, LATENT_PADDED, ROPE, ROPE_PADDED, PAGE_TOKENS, BLOCK_TOKENS, ROWS, WIDE_DOT,
+        )  # fmt: skip
         if end > start:
             slot = heads_tile * slots + unit + group
             divisor = tl.where(total > 0.0, total, 1.0)
-            result = mixed / divisor[:, None]
-            target = partials + (slot.to(tl.int64) * ROWS + row)[:, None] * LATENT + dim[None, :]
-            tl.store(target, result, mask=held & inside)
-            tl.store(partial_lse + slot * ROWS + row, highest + tl.log2(divisor), mask=place < tokens * HEADS)
+            target = partials + (slot.to(tl.int64) * ROWS + row)[:, None] * LATENT + dim
+            tl.store(target, mixed / divisor[:, None], mask=held[:, None] & (dim < LATENT))
+            tl.store(partial_lse + slot * ROWS + row, highest + tl.log2(divisor), mask=held)
         left -= tl.maximum(end - start, 0)
         start = 0
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["parts"])
 def merge_kernel(
     partials,
     partial_lse,

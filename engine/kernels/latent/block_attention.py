@@ -46,8 +46,9 @@ class BlockAttention(Protocol):
         """Computes attention of q[q_starts[r] : q_starts[r + 1]] to keys[key_starts[r] :][: key_lengths[r]].
 
         q [T, heads, k_dim], keys [K, heads, k_dim], values [K, heads, v_dim], rows may be strided; q_starts and
-        key_starts [R + 1], key_lengths [R], all int32. `causal` aligns the ends of both rows. → [T, heads, v_dim], and the logarithms of the sums of weights
-        [heads, T] float32. Both are undefined for tokens outside of the rows, and for those that see no key.
+        key_starts [R + 1], key_lengths [R], all int32. `causal` aligns the ends of both rows. → [T, heads, v_dim], and
+        the logarithms of the sums of weights [heads, T] float32. Both are undefined for tokens outside of the rows, and
+        for those that see no key.
         """
 
 

@@ -1,5 +1,6 @@
 """The kernels of expanded attention: keys and values of all heads from paged latents, and the merge of blocks."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,8 +13,8 @@ _INNER = 64
 """Elements of the latent that a program multiplies at a time."""
 _SUMS = 1 << 15
 """Sums (float32) of a program: 128 registers of each thread of eight warps."""
-_MOST_TOKENS = 128
-"""Tokens of a program."""
+_MOST_TOKENS, _EXACT_TOKENS = 128, 32
+"""Tokens of a program, the second of float32, which has no matrix units."""
 _MERGED_HEADS = 16
 """Heads whose results a program merges."""
 TAIL = 128
@@ -48,7 +49,8 @@ def expand(
     out             [tokens, heads, nope + rope + v_dim]: each head's key, then its value
     """
     nope, values = (max(triton.next_power_of_2(dim), 16) for dim in (shape.nope, shape.v_dim))
-    tile = min(_MOST_TOKENS, _SUMS // (nope + values))
+    exact = cache.dtype == torch.float32
+    tile = _EXACT_TOKENS if exact else min(_MOST_TOKENS, _SUMS // (nope + values))
     _expand[(triton.cdiv(longest + TAIL, tile), len(page_table), shape.heads)](
         cache,
         kv_up,
@@ -59,7 +61,6 @@ def expand(
         out,
         cache.stride(0),
         cache.stride(1) * layer,
-        cache.stride(4),
         page_table.stride(0),
         HEADS=shape.heads,
         LATENT=shape.latent,
@@ -106,7 +107,7 @@ def merge_block(mixed: Tensor, mixed_lse: Tensor, block: Tensor, block_lse: Tens
 
 
 @triton.jit(
-    do_not_specialize=["layer_offset", "table_stride"],
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["page_table", "starts", "lengths", "first_positions"],
 )
 def _expand(
@@ -119,7 +120,6 @@ def _expand(
     out,
     page_stride,
     layer_offset,
-    token_stride,
     table_stride,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -149,7 +149,7 @@ def _expand(
         written = (number < length + TAIL)[:, None]
         position = tl.load(first_positions + row) + number
         page = tl.load(page_table + row * table_stride + position // PAGE_TOKENS, mask=real, other=0).to(tl.int64)
-        latents = cache + layer_offset + (page * page_stride + position % PAGE_TOKENS * token_stride)[:, None]
+        latents = cache + layer_offset + (page * page_stride + position % PAGE_TOKENS * (LATENT + ROPE))[:, None]
         key_dim = tl.arange(0, NOPE_PADDED)[None, :]
         value_dim = tl.arange(0, V_PADDED)[None, :]
         matrix = kv_up + head * ((NOPE + V_DIM) * LATENT)

@@ -3,6 +3,7 @@
 Each head has its own matrices, so both are batched products with as many rows as tokens.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +12,7 @@ from engine.config.attention import LatentShape
 from engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 _FEW_TOKENS, _MANY_TOKENS = 16, 256
-"""The largest steps of programs of 16 tokens, and of programs of few columns, which would not fill the GPU otherwise."""
+"""The largest steps of programs of 16 tokens, and of those of few columns, which would not fill the GPU otherwise."""
 _NARROW, _WIDE = 32, 128
 """Columns of a program's result."""
 _INNER = 128
@@ -25,7 +26,7 @@ def absorb(q: Tensor, kv_up: Tensor, shape: LatentShape, *, pdl: bool) -> Tensor
     """
     tokens = len(q)
     out = q.new_empty(tokens, shape.heads, shape.cached)
-    tile, columns, warps = _tile(tokens, shape.latent)
+    tile, columns, warps = _tile(tokens, shape.latent, q.dtype)
     _absorb[(triton.cdiv(tokens, tile), shape.heads, triton.cdiv(shape.latent, columns))](
         q,
         kv_up,
@@ -52,7 +53,7 @@ def absorb(q: Tensor, kv_up: Tensor, shape: LatentShape, *, pdl: bool) -> Tensor
 def values_of(mixed: Tensor, kv_up: Tensor, out: Tensor, shape: LatentShape, *, pdl: bool) -> None:
     """Computes out [T, heads·v_dim] = mixed [T, heads, latent] · W_uvᵀ; kv_up as for `absorb`."""
     tokens = len(mixed)
-    tile, columns, warps = _tile(tokens, shape.v_dim)
+    tile, columns, warps = _tile(tokens, shape.v_dim, mixed.dtype)
     _values_of[(triton.cdiv(tokens, tile), shape.heads, triton.cdiv(shape.v_dim, columns))](
         mixed,
         kv_up,
@@ -72,11 +73,12 @@ def values_of(mixed: Tensor, kv_up: Tensor, out: Tensor, shape: LatentShape, *, 
     )
 
 
-def _tile(tokens: int, columns: int) -> tuple[int, int, int]:
-    """Returns tokens and columns of a program's result, and its warps."""
-    most = _NARROW if tokens <= _MANY_TOKENS else _WIDE
+def _tile(tokens: int, columns: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Returns tokens and columns of a program's result, and its warps; float32 has no matrix units for more."""
+    exact = dtype == torch.float32
+    most = _NARROW if exact or tokens <= _MANY_TOKENS else _WIDE
     cut = min(most, max(triton.next_power_of_2(columns), 16))
-    return (16, cut, 2) if tokens <= _FEW_TOKENS else (64, cut, 4)
+    return (16, cut, 2) if exact or tokens <= _FEW_TOKENS else (64, cut, 4)
 
 
 @triton.jit

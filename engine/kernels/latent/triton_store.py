@@ -44,7 +44,6 @@ def latent_store(
         latents.stride(0),
         cache.stride(0),
         cache.stride(1) * layer,
-        cache.stride(4),
         eps,
         HEADS=shape.heads,
         LATENT=shape.latent,
@@ -58,10 +57,11 @@ def latent_store(
         num_warps=WARPS,
         launch_pdl=pdl,
     )
-    return q.unflatten(1, (shape.heads, shape.query))
+    rotated: Tensor = q.unflatten(1, (shape.heads, shape.query))
+    return rotated
 
 
-@triton.jit(do_not_specialize=["layer_offset"])
+@triton.jit
 def _latent_store(
     q_ptr,
     latents_ptr,
@@ -74,7 +74,6 @@ def _latent_store(
     latents_stride,
     page_stride,
     layer_offset,
-    token_stride,
     eps,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -102,7 +101,7 @@ def _latent_store(
         if part == 0:
             dim = tl.arange(0, LATENT_PADDED)
             source = latents_ptr + token * latents_stride
-            target = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * token_stride
+            target = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * (LATENT + ROPE)
             x = tl.load(source + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             weight = tl.load(norm_ptr + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
             normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps) * weight

@@ -16,18 +16,28 @@ from engine.models.families.family import (
 )
 from engine.models.families.gemma2 import gemma_model, gemma_places
 
+_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+"""Of fields that published files leave out, as in transformers."""
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 """Of layers without and with a window, where config.json names none."""
 
 
-def _parse(config: Json) -> ModelSpec:
-    shape = parse_shape(config, head_dim=256, scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5)
+def _parse(given: Json) -> ModelSpec:
+    config = _DEFAULTS | dict(given)
+    shape = parse_shape(config, scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5)
     cap = config.get("attn_logit_softcapping")
     shape = replace(shape, softcap=None if cap is None else float(cap))
     every = int(config.get("sliding_window_pattern") or 6)
     windows = windows_by_type(
         config,
-        parse_window({"sliding_window": 4096} | dict(config)),
+        parse_window(config),
         lambda number: "sliding_attention" if (number + 1) % every else "full_attention",
     )
     full, local = _ropes(config)

@@ -10,9 +10,8 @@ from engine.kernels.latent.absorbed import AbsorbedAttention
 from engine.kernels.latent.absorbed_plan import Plan, PlanFunction, absorbed_tokens, group_tokens, make_plan
 from engine.kernels.latent.token_groups import group_chunks
 from engine.kernels.reference import ReferenceKernels
-
-from ..latent_steps import LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
-from ..steps import assert_as_good
+from tests.kernels.latent_steps import LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
+from tests.kernels.steps import assert_as_good
 
 REFERENCE = ReferenceKernels()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,9 +12,8 @@ from engine.kernels.latent import expanded
 from engine.kernels.latent.block_attention import BlockAttention, PlainBlocks, choose_block_attention, compiled
 from engine.kernels.latent.expanded import ExpandedAttention
 from engine.kernels.reference import ReferenceKernels
-
-from ..latent_steps import LAYER, ODD, REAL, TINY, LatentStep, make_latent_step
-from ..steps import assert_as_good
+from tests.kernels.latent_steps import LAYER, ODD, REAL, TINY, LatentStep, make_latent_step
+from tests.kernels.steps import assert_as_good
 
 REFERENCE = ReferenceKernels()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

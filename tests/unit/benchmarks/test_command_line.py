@@ -14,7 +14,16 @@ from wire.errors import InvalidArgument
 
 
 @pytest.mark.parametrize(
-    "name", ["fused_kernels", "kv_transfer", "tuning.tune_attention", "tuning.tune_gated", "tuning.tune_linear"]
+    "name",
+    [
+        "experts",
+        "fused_kernels",
+        "kv_transfer",
+        "latent_attention",
+        "tuning.tune_attention",
+        "tuning.tune_gated",
+        "tuning.tune_linear",
+    ],
 )
 def test_no_gpu_is_said_in_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

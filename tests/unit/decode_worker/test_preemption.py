@@ -14,11 +14,10 @@ import pytest
 from costs.answer_length import SEEN_MIN
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
-from decode_worker.half import DecodeHalf
+from decode_worker.half import DecodeHalf, RunningRequests
 from decode_worker.page_budget import RETURN_S
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.running_requests import RunningRequests
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from engine.steps.batch import StepRow

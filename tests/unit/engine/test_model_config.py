@@ -84,6 +84,13 @@ def test_both_spellings_mean_the_same(family: str, tmp_path: Path) -> None:
     assert {**_fields(new), "dtype": None} == {**_fields(parse(old)), "dtype": None}
 
 
+def test_fields_that_published_gemma_files_leave_out(tmp_path: Path) -> None:
+    """The text part of a published multimodal model has few fields; the others are those of transformers."""
+    published = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    AutoConfig.for_model(**published).save_pretrained(tmp_path)
+    assert {**_fields(load_spec(tmp_path)), "dtype": None, "eos_token_ids": ()} == _fields(parse(published))
+
+
 def test_generation_config_names_the_end_of_a_turn() -> None:
     assert parse(FAMILIES["llama3"]).eos_token_ids == (2,)
     assert parse(FAMILIES["llama3"], {"eos_token_id": [2, 7]}).eos_token_ids == (2, 7)

@@ -91,7 +91,7 @@ def test_who_reads_already_goes_before_all_others() -> None:
     resumed.resumed = later.resumed = True
     queue = filled(RequestQueue(9), queued("new", 1, 1.0, priority=-5), later, resumed)
     queue.charge("greedy", 1e9)
-    assert (len(queue), queue.tenants) == (3, 1)
+    assert (len(queue), len(queue._tenants)) == (3, 1)
     assert drained(queue) == ["resumed", "later", "new"]
     queue.push(resumed)
     queue.remove(resumed)

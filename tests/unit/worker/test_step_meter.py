@@ -6,8 +6,8 @@ from costs.step_work import StepWork
 from engine.steps.batch import StepRow, TokenRows
 from tests.factories import draw
 from wire.cost_parameters import UNMEASURED
+from worker.loop import StepMeter
 from worker.scheduler import decode_work, with_prompts
-from worker.step_meter import StepMeter
 
 WORK = StepWork(decode_rows=1, decode_context_tokens=1)
 

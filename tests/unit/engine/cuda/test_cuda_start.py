@@ -51,10 +51,12 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     monkeypatch.setattr(cuda_start, "run_side_by_side", run_all)
     cuda_start._compile(config, model, probe)
     assert told == ["trials are over"]
-    assert sizes[0].tokens == tokens
-    beside = [each.rows - 1 for each in sizes[1:]]
+    prompt, *mixed, later = sizes
+    assert prompt.tokens == tokens
+    assert later.tokens == tokens - tokens // 2, "behind as many cached ones"
+    beside = [each.rows - 1 for each in mixed]
     assert beside == [16, 32, min(step - 2, config.max_batch_requests)], "decode rows with a prompt of two tokens"
-    assert [each.tokens for each in sizes[1:]] == [answers + 2 for answers in beside]
+    assert [each.tokens for each in mixed] == [answers + 2 for answers in beside]
 
 
 def test_a_gpu_without_room_for_the_tiles_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import grpc.aio
 import openai
 import pytest
 
-from costs.transfer_cost import TransferCost
 from router.config import RouterConfig
 from router.requests.tenants import tenant_of, tenant_salt
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
@@ -20,7 +19,6 @@ from wire.cost_parameters import UNMEASURED
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import types_pb2
-from wire.kv_pages import KvPages
 from wire.messages import Role
 from wire.page_digests import page_digests, root_digest
 from wire.rpc import RETRY_AFTER
@@ -259,12 +257,11 @@ async def test_what_was_expected_is_compared_with_what_came(cluster: Cluster, cl
     assert prediction_quality.last.itl_s is None
 
 
-async def test_transfers_teach_the_router_how_large_pages_are(cluster: Cluster, client: Client) -> None:
+async def test_transfers_teach_the_router_how_long_a_page_takes(cluster: Cluster, client: Client) -> None:
+    receiver = cluster.router._dispatcher.pool.link(cluster.decode.info.peer).state
+    assert receiver.page_transfer_s == 0.0
     await client.run(ask(8, prompt=PROMPT))
-    fleet = cluster.router._dispatcher.pool.fleet
-    assert fleet.kv_bytes(33, KvPages(16)) == 3 * 4096
-    transfer = cluster.router._dispatcher.pool.link(cluster.decode.info.peer).state.transfer
-    assert transfer.seconds(1) != TransferCost().seconds(1)
+    assert receiver.page_transfer_s > 0.0
 
 
 async def test_a_worker_that_gives_no_list_serves_all_the_same(cluster: Cluster) -> None:

@@ -2,12 +2,8 @@
 
 import pytest
 
-from router.placement.fleet import Fleet
-from router.placement.worker_state import WorkerState
 from tests.unit.router.fleets import TestFleet
-from wire.kv_pages import KvPages
 from wire.messages import Role
-from wire.tracing.timeline import TransferStats
 
 
 @pytest.fixture
@@ -70,13 +66,3 @@ def test_what_a_worker_held_leaves_with_it_and_its_number_is_given_again(at: Tes
     again = at.add("c", Role.BOTH)
     assert again.slot == first.slot
     assert at.fleet.prefixes.match((digest,)).pages(again.slot) == 0
-
-
-def test_a_transfer_shows_how_large_pages_are(at: TestFleet) -> None:
-    receiver: WorkerState = at.add("d", Role.DECODE)
-    fleet: Fleet = at.fleet
-    assert fleet.kv_bytes(100, KvPages(16)) == 0
-    fleet.learn_transfer(receiver, TransferStats(8 * 1000, 8, "TCP", 10**6))
-    assert fleet.kv_bytes(100, KvPages(16)) == 7 * 1000
-    fleet.learn_transfer(receiver, TransferStats(0, 0, "TCP", 0))
-    assert fleet.kv_bytes(100, KvPages(16)) == 7 * 1000, "nothing was moved"

@@ -205,7 +205,7 @@ class TestModes:
 
     def test_adaptive_takes_a_short_prompt_to_an_idle_decode_worker(self, at: TestFleet) -> None:
         """No transfer, and nobody there to be kept waiting."""
-        at.fleet.learn_transfer(at.workers["b"], TransferStats(2**24, 8, "UCX", 10**7))
+        at.workers["b"].learn_transfer(TransferStats(2**24, 8, "UCX", 10**7))
         assert names(placed(at, need(100))) == ("b", "b")
 
     def test_adaptive_keeps_a_long_prompt_away_from_answers_with_a_tight_target(self, at: TestFleet) -> None:
@@ -231,7 +231,7 @@ def test_transfers_count_what_the_receiver_does_not_hold(at: TestFleet) -> None:
     for name in ("d0", "d1"):
         worker = at.add(name, Role.DECODE, **BIG)
         for _ in range(200):
-            at.fleet.learn_transfer(worker, TransferStats(2**24, 8, "TCP", 10**8))
+            worker.learn_transfer(TransferStats(2**24, 8, "TCP", 10**8))
     at.answers("d1", 2)
     digests = tuple(pages(125))
     assert names(placed(at, need(2000, digests=digests))) == ("p", "d0")
@@ -262,7 +262,7 @@ def test_the_expected_length_of_the_answer_counts(at: TestFleet) -> None:
     for name in ("d0", "d1"):
         worker = at.add(name, Role.DECODE, **BIG)
         for _ in range(100):
-            at.fleet.learn_transfer(worker, TransferStats(2**24, 8, "TCP", 2 * 10**7))
+            worker.learn_transfer(TransferStats(2**24, 8, "TCP", 2 * 10**7))
     at.answers("d1", 20, context=1000)
     digests = tuple(pages(125))
     at.fleet.prefixes.store(at.workers["d1"].slot, digests)

@@ -45,7 +45,7 @@ def test_the_departed_are_forgotten_and_who_comes_back_keeps_the_place() -> None
     assert (len(queue), queue.full_with()) == (2, False)
     queue.push(first)
     assert drained(queue) == [each.wire_id for each in (first, second, third)]
-    assert (queue.tenants, queue.ahead("", 1e9)) == (0, (0.0, 0))
+    assert (len(queue._tenants), queue.ahead("", 1e9)) == (0, (0.0, 0))
 
 
 def test_memory_is_bounded_by_its_members() -> None:

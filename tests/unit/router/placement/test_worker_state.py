@@ -13,6 +13,7 @@ from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, load
 from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
+from wire.tracing.timeline import TransferStats
 
 
 @pytest.fixture
@@ -63,10 +64,6 @@ class TestPrompts:
         assert worker.prefill_tokens == 1000, "on its way"
         worker.prompt_accepted("a")
         assert worker.prefill_tokens == 1000, "accepted since the last report"
-        at.clock.now += 1e-3
-        worker.report(load())
-        assert worker.prefill_tokens == 1000, "a report that left before may arrive behind"
-        at.clock.now += 5e-3
         worker.report(load())
         assert worker.prefill_tokens == 0, "the same number says something else now"
 
@@ -173,3 +170,16 @@ def test_a_refusal_is_remembered_for_a_moment(at: TestFleet, worker: WorkerState
     assert not worker.refusing
     worker.update(replace(worker.info, not_ready="it loads its weights"))
     assert worker.refusing
+
+
+def test_transfers_teach_how_long_a_page_takes(worker: WorkerState) -> None:
+    """One that waits for something else counts little."""
+    assert worker.page_transfer_s == 0.0
+    for _ in range(200):
+        worker.learn_transfer(TransferStats(2**24, 8, "UCX", 8 * 10**6))
+    assert worker.page_transfer_s == pytest.approx(1e-3, rel=1e-3)
+    worker.learn_transfer(TransferStats(2**24, 8, "UCX", 80 * 10**6))
+    assert 1e-3 < worker.page_transfer_s < 1.1e-3
+    before = worker.page_transfer_s
+    worker.learn_transfer(TransferStats(0, 0, "UCX", 0))
+    assert worker.page_transfer_s == before, "nothing was moved"

@@ -23,8 +23,8 @@ from wire.cost_parameters import UNMEASURED
 from wire.errors import ResourceExhausted
 from wire.messages import Assignment, FinishReason, RequestEvent, RequestRef, Role, RoutedEvent, SamplingParams
 from wire.tracing.timeline import TransferStats
+from worker.loop import StepMeter
 from worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
-from worker.step_meter import StepMeter
 
 SIZES = ModelSizes(
     weights=1000, weight_bytes=2000, kv_bytes_per_token=10, attention_flop_per_pair=4, output_weights=100

@@ -1,0 +1,36 @@
+"""Latent attention of the CPU kernels: as exact as plain PyTorch, and the same bits in any step."""
+
+import pytest
+import torch
+
+from engine.config.attention import LatentShape
+from engine.kernels.cpu.latent import latent_attention
+from engine.kernels.reference import ReferenceKernels
+from tests.kernels.latent_steps import LAYER, REAL, TINY, LatentStep, make_latent_step
+from tests.kernels.steps import assert_as_good
+
+REFERENCE = ReferenceKernels()
+ROWS = [(1, 40), (1, 1), (9, 30), (2, 2)]
+
+
+def run(step: LatentStep) -> torch.Tensor:
+    return latent_attention(step.queries, step.kv_up, step.cache, LAYER, step.layout, step.shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(TINY, torch.float32), (TINY, torch.bfloat16), (REAL, torch.bfloat16)], ids=str
+)
+def test_as_exact_as_torch(shape: LatentShape, dtype: torch.dtype) -> None:
+    step = make_latent_step(ROWS, shape)
+    exact, plain = (
+        REFERENCE.latent_attention(each.queries, each.kv_up, each.cache, LAYER, each.layout, each.shape)
+        for each in (step, step.to(dtype))
+    )
+    assert_as_good(run(step.to(dtype)), plain, exact)
+
+
+def test_a_token_has_the_same_bits_in_any_step(dtype: torch.dtype) -> None:
+    alone, among = (make_latent_step(rows, TINY).to(dtype) for rows in ([(1, 40)], ROWS))
+    among.cache[among.layout.page_table[0, :3].long()] = alone.cache[alone.layout.page_table[0].long()]
+    among.q[:1], among.kv_up[:] = alone.q, alone.kv_up
+    assert torch.equal(run(alone)[0], run(among)[0])
