@@ -47,12 +47,12 @@ def a_notice_counts_for_every_epoch(patch: pytest.MonkeyPatch) -> None:
     """A notice of an earlier attempt settles the lease that the request has now."""
     notice = DecodeAdmission.notice
 
-    def take(self: DecodeAdmission, late: TransferNotice) -> None:
+    def take(self: DecodeAdmission, late: TransferNotice, pages: Sequence[int] = ()) -> None:
         for request in self._leased:
             if request.lease.request_id == late.lease.request_id and request.pages:
                 late = replace(late, lease=request.lease, prefill=request.reservation.prefill)
                 break
-        notice(self, late)
+        notice(self, late, pages)
 
     patch.setattr(DecodeAdmission, "notice", take)
 
