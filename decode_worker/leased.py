@@ -59,7 +59,8 @@ class LeasedRequests:
             skipped, lease_pages = prefix.known, self._kv.held(tokens) - held
         else:
             sent = self._kv.sent(tokens, prefix.known)
-            skipped, lease_pages = sent[0] // self._kv.groups, len(sent)
+            skipped = sent[0] // self._kv.groups if sent else self._kv.numbers(tokens)
+            lease_pages = len(sent)
         request = DecodeRequest(
             reservation,
             lease,

@@ -38,7 +38,7 @@ def test_logits_of_the_plain_kernels(family: str, tmp_path: Path) -> None:
     )
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 160) for _ in range(PROMPT)] for _ in range(3)]
-    share = -(-(PROMPT + DECODED) // 16)
+    share = ours.kv_pages.numbers(PROMPT + DECODED) * ours.kv_pages.groups
     pages = [list(range(number * share, (number + 1) * share)) for number in range(3)]
     for start in range(0, PROMPT, CHUNK):
         end = min(start + CHUNK, PROMPT)

@@ -47,12 +47,12 @@ def a_notice_counts_for_every_epoch(patch: pytest.MonkeyPatch) -> None:
     """A notice of an earlier attempt settles the lease that the request has now."""
     notice = DecodeAdmission.notice
 
-    def take(self: DecodeAdmission, late: TransferNotice) -> None:
+    def take(self: DecodeAdmission, late: TransferNotice, pages: Sequence[int] = ()) -> None:
         for request in self._leased:
             if request.lease.request_id == late.lease.request_id and request.pages:
                 late = replace(late, lease=request.lease, prefill=request.reservation.prefill)
                 break
-        notice(self, late)
+        notice(self, late, pages)
 
     patch.setattr(DecodeAdmission, "notice", take)
 
@@ -199,8 +199,8 @@ def what_decode_holds_is_let_go_at_the_notice(patch: pytest.MonkeyPatch) -> None
     """Pages found in the prefix cache are held only until the transferred ones have arrived."""
     adopt = DecodeRequests.adopt
 
-    def hasty(self: DecodeRequests, request: DecodeRequest, check_until: float) -> None:
-        adopt(self, request, check_until)
+    def hasty(self: DecodeRequests, request: DecodeRequest, check_until: float, pages: Sequence[int] = ()) -> None:
+        adopt(self, request, check_until, pages)
         self._cache.let_go(request.prefix)
         request.prefix.digests.clear()
 
@@ -222,7 +222,7 @@ MUTANTS: dict[Mutant, str] = {
     pages_are_freed_under_a_decode_step: "a step",
     what_prefill_reads_is_not_held: "a step|reads a page|left for ever",
     pages_are_known_before_they_are_computed: "a step",
-    a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 of|was not followed",
+    a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 pages|was not followed",
     what_decode_holds_is_let_go_at_the_notice: "a step|inconsistent|does not own",
 }
 """Each mutant, with the error message that the model must report."""
