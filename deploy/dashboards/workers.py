@@ -67,6 +67,13 @@ _PROCESSES = Row(
             width=9,
         ),
         Panel(
+            "Models",
+            Unit.NUMBER,
+            (Query(total(of_workers(f.MODEL_INFO), "summary")),),
+            kind=Kind.TABLE,
+            width=12,
+        ),
+        Panel(
             "KV transports",
             Unit.NUMBER,
             (Query(total(of_workers(f.TRANSPORT), "worker", "transport")),),

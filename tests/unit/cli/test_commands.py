@@ -227,7 +227,7 @@ def test_a_model_without_tokenizer_is_told_before_ray_starts(tmp_path: Path, mon
     (model / "tokenizer.json").unlink(missing_ok=True)
     result = CliRunner().invoke(app, ["up", "--model", str(model), *ANY_PORTS])
     assert result.exit_code == 3
-    assert result.stderr.startswith(f"error: {model} has no tokenizer.json; ")
+    assert result.stderr.startswith(f"error: {model} has no tokenizer: none of tokenizer.json, ")
 
 
 def test_a_wrong_option_is_named() -> None:

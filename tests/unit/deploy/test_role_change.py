@@ -55,7 +55,7 @@ class World:
         graphs = SimpleNamespace(hits=0, misses=0, padded_tokens=0)
         engine: Any = SimpleNamespace(
             device_name="cpu",
-            facts=SimpleNamespace(dtype="float32"),
+            facts=SimpleNamespace(dtype="float32", summary=("tiny",)),
             graph_use=graphs,
             expert_tokens=SimpleNamespace(read=dict),
         )

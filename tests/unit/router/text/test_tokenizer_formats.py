@@ -1,6 +1,7 @@
 """Tokenizers as published: tekken.json, SentencePiece, tiktoken; what each needs, and their streams of text."""
 
 import base64
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,8 @@ def write_sentencepiece(folder: Path, **config: object) -> Path:
 @pytest.fixture
 def sentencepiece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers asks for the library and reads the file with protobuf alone; so the tests can do without it."""
-    from transformers import convert_slow_tokenizer
+    # transformers has a function of this name as well, which takes its place once something imports it.
+    convert_slow_tokenizer = importlib.import_module("transformers.convert_slow_tokenizer")
 
     if tokenizer_formats.importlib.util.find_spec("sentencepiece") is None:
         monkeypatch.setattr(tokenizer_formats, "_require", lambda library, path: None)
