@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks.command_line import need_gpu
+from benchmarks.load.served_model import add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from benchmarks.served_model import add_model_options, choose_model
 from benchmarks.transfer.handovers import Figures, through_the_cluster
 from benchmarks.transfer.kv_settings import SETTINGS, Settings
 from benchmarks.transfer.transfer_pools import PoolPlan, copy_ceiling, measure_pools

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command_line import exit_on_error, need_gpu
+from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from costs.step_work import StepWork
 from engine.cache.paged_cache import cache_bytes
 from engine.config import EngineConfig

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from benchmarks.numbers import at_least
+from benchmarks.command_line import at_least
 from benchmarks.results import run_facts, save_result
 from costs.step_cost import CostParameters, StepCost
 from router.placement.fleet import Fleet

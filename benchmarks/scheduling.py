@@ -32,9 +32,9 @@ from typing import TypedDict
 
 import numpy as np
 
+from benchmarks.command_line import above_0, at_least
 from benchmarks.cpu.no_engine import MODEL, STEP_TOKENS, NoEngine
 from benchmarks.cpu.stopwatch import Stopwatch
-from benchmarks.numbers import above_0, at_least
 from benchmarks.results import RESULTS, run_facts, save_result
 from decode_worker.batch_snapshot import CompletedStep
 from engine.cache.page_pool import PagePool

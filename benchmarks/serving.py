@@ -15,11 +15,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.command_line import exit_on_error
+from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.gpu.gpu_engine import GpuEngine
-from benchmarks.numbers import at_least
+from benchmarks.load.served_model import add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from benchmarks.served_model import add_model_options, choose_model
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
 from engine.config import EngineConfig

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise, product
 
 from benchmarks.command_line import exit_on_error
+from benchmarks.load.served_model import add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from benchmarks.served_model import add_model_options, choose_model
 from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import StepFit
 from costs.step_work import StepWork

@@ -23,8 +23,8 @@ import grpc.aio
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from benchmarks.load.token_source import TOKEN, TokenSource
 from benchmarks.results import run_facts, save_result
-from benchmarks.token_source import TOKEN, TokenSource
 from cli.models.default_model import find_default_model
 from engine.weights.gguf import prepare_model
 from router.api.listeners import SERVICE

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.dense_layer import dense_layer
 from benchmarks.gpu.contest import Contest
+from benchmarks.gpu.dense_layer import dense_layer
 from engine import sampler
 from engine.config import GPU_PAGE_TOKENS
 from engine.config.model import ModelSpec

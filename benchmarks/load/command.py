@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.load.report import LoadReport
 from benchmarks.load.run import LoadSettings, run_load
+from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.load.slo import SloCell, parse_cell, standard_cells
 from benchmarks.load.spread import LEVELS
 from benchmarks.load.stage import parse_setting, running_cluster
@@ -23,7 +24,6 @@ from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.load.trace import Trace, read_trace
 from benchmarks.load.workload import Source, Workload
 from benchmarks.results import run_facts, save_result
-from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from wire.errors import InvalidArgument, TandemError
 
 Figures = dict[str, object]

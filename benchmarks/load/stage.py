@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.served_model import ServedModel
+from benchmarks.load.served_model import ServedModel
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster, Endpoints
 from wire.errors import InvalidArgument

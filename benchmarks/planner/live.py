@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.load.run import LoadSettings
+from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.load.slo import SloCell
 from benchmarks.load.stage import parse_setting, running_cluster
 from benchmarks.load.target import find_target, touch
@@ -29,7 +30,6 @@ from benchmarks.planner.statics import Statics
 from benchmarks.planner.timetable import Timetable
 from benchmarks.planner.watch import Watch
 from benchmarks.results import run_facts, save_result
-from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.strategies.switch import Switch
 from cluster.config import CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS
 from cluster.launcher import Endpoints

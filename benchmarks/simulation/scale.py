@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.numbers import above_0, at_least
+from benchmarks.command_line import above_0, at_least
 from benchmarks.results import run_facts, save_result
 from benchmarks.simulation.stage import make_cluster
 from router.slo import BEST_EFFORT

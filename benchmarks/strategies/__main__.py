@@ -23,6 +23,7 @@ from zlib import crc32
 
 from benchmarks.load.command import show, without_curves
 from benchmarks.load.run import LoadSettings, run_load
+from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.load.slo import SloCell, standard_cells
 from benchmarks.load.spread import LEVELS
 from benchmarks.load.stage import parse_setting, running_cluster
@@ -30,7 +31,6 @@ from benchmarks.load.sweep import STEPS_MAX, parse_rates
 from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result
-from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.strategies.folder import claim, damaged, read_kept
 from benchmarks.strategies.part import Load, Part, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.dense_layer import dense_layer
+from benchmarks.gpu.dense_layer import dense_layer
 from engine.config.model import ModelSpec
 from engine.kernels.linear import triton_linear
 from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch

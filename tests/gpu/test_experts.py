@@ -7,7 +7,7 @@ import torch
 
 from engine.config.model import ExpertRouter, MixtureOfExperts
 from engine.kernels.experts.expert_tiles import TILES, TUNED, ExpertShape, ExpertTile, tile_for
-from tests.kernels.expert_cases import EPS, OURS, ExpertCase, experts_as, make_case, moe, reference_run, run
+from tests.kernels.experts.expert_cases import EPS, OURS, ExpertCase, experts_as, make_case, moe, reference_run, run
 from tests.kernels.steps import assert_as_good
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

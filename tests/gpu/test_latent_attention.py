@@ -18,7 +18,7 @@ from engine.kernels.latent.block_attention import BlockAttention, FlashBlocks, P
 from engine.kernels.latent.latent_kernels import LatentKernels
 from engine.kernels.reference import ReferenceKernels
 from engine.kernels.triton_launch import overlaps_launches
-from tests.kernels.latent_steps import EPS, LAYER, TINY, LatentStep, make_latent_step
+from tests.kernels.latent.latent_steps import EPS, LAYER, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

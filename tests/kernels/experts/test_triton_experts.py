@@ -6,7 +6,7 @@ import torch
 from engine.config.model import ExpertRouter, MixtureOfExperts
 from engine.kernels.experts import triton_experts
 from engine.kernels.experts.expert_tiles import ExpertTile, ProductTile
-from tests.kernels.expert_cases import ExpertCase, make_case, moe, reference_run, run
+from tests.kernels.experts.expert_cases import ExpertCase, make_case, moe, reference_run, run
 from tests.kernels.product_cases import DEVICE
 from tests.kernels.steps import assert_as_good
 

@@ -10,7 +10,7 @@ from engine.kernels.latent.absorbed import AbsorbedAttention
 from engine.kernels.latent.absorbed_plan import Plan, PlanFunction, absorbed_tokens, group_tokens, make_plan
 from engine.kernels.latent.token_groups import group_chunks
 from engine.kernels.reference import ReferenceKernels
-from tests.kernels.latent_steps import LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
+from tests.kernels.latent.latent_steps import LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 
 REFERENCE = ReferenceKernels()

@@ -12,7 +12,7 @@ from engine.kernels.latent import expanded
 from engine.kernels.latent.block_attention import BlockAttention, PlainBlocks, choose_block_attention, compiled
 from engine.kernels.latent.expanded import ExpandedAttention
 from engine.kernels.reference import ReferenceKernels
-from tests.kernels.latent_steps import LAYER, ODD, REAL, TINY, LatentStep, make_latent_step
+from tests.kernels.latent.latent_steps import LAYER, ODD, REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 
 REFERENCE = ReferenceKernels()

@@ -8,7 +8,7 @@ import torch
 from engine.config.attention import LatentShape
 from engine.kernels.latent.triton_store import latent_store
 from engine.kernels.reference import ReferenceKernels
-from tests.kernels.latent_steps import EPS, LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
+from tests.kernels.latent.latent_steps import EPS, LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 
 REFERENCE = ReferenceKernels()

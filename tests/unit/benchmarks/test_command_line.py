@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import served_model
 from benchmarks.command_line import exit_on_error
+from benchmarks.load import served_model
 from benchmarks.tuning.tune_attention import sizes_of
 from wire.errors import InvalidArgument
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.dense_layer import dense_shapes
+from benchmarks.gpu.dense_layer import dense_shapes
 from benchmarks.tuning.linear_candidates import Model, Product, candidates, model_of
 from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import TUNED, Skinny

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.load.served_model import ServedModel
 from benchmarks.metrics_cost import PROMPT, Plan, Turns, engine_settings, figures, load_engine, measure
-from benchmarks.served_model import ServedModel
 from costs.step_work import StepWork
 from engine.steps.batch import PendingStep, StepBatch
 from tests.factories import write_tiny_model

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import streaming
+from benchmarks.load.token_source import TOKEN, TokenSource
 from benchmarks.streaming import _figures, _read, _shares, _turn
-from benchmarks.token_source import TOKEN, TokenSource
 from router.config import RouterConfig
 from router.server import RouterServer
 from tests.unit.router import conftest

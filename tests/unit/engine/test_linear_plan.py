@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.dense_layer import dense_shapes
+from benchmarks.gpu.dense_layer import dense_shapes
 from benchmarks.tuning.linear_candidates import model_of
 from engine.kernels.linear import triton_linear_plan
 from engine.kernels.linear.triton_linear_plan import fits_scratch, tile_for

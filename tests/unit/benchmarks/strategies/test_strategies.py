@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load.served_model import ServedModel
 from benchmarks.load.sweep import GROWTH, STEPS_MAX
-from benchmarks.served_model import ServedModel
 from benchmarks.strategies.__main__ import CELLS, Run, Turn, main, parse_arguments, summary
 from benchmarks.strategies.folder import claim
 from benchmarks.strategies.part import Part, joined

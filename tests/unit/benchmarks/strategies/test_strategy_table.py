@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import pictures
-from benchmarks.served_model import ServedModel
+from benchmarks.load.served_model import ServedModel
 from benchmarks.strategies.__main__ import Run, parse_arguments, summary
 from benchmarks.strategies.part import knees
 from benchmarks.strategies.rows import strategies
