@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.tuning.tune_experts import candidates, tokens_of
+from engine.kernels.experts import expert_tiles
 from engine.kernels.experts.expert_tiles import TILES, ExpertShape, tile_for
 
 SHAPES = [ExpertShape(128, 8, 2048, 768), ExpertShape(64, 6, 2048, 1408), ExpertShape(32, 4, 2880, 2880)]
@@ -12,7 +13,11 @@ SHAPES = [ExpertShape(128, 8, 2048, 768), ExpertShape(64, 6, 2048, 1408), Expert
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", TILES)
-def test_a_tile_is_measured_with_steps_that_have_it(size: int, shape: ExpertShape) -> None:
+def test_a_tile_is_measured_with_steps_that_have_it(
+    size: int, shape: ExpertShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates begin with the tile of shapes that were not tuned."""
+    monkeypatch.setattr(expert_tiles, "TUNED", {})
     tokens = tokens_of(size, shape)
     default, *others = candidates(size, shape)
     assert default == tile_for(tokens, shape, 2)
