@@ -16,7 +16,7 @@ from tests.model.virtual_loop import Process, VirtualLoop
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2
 from wire.kv_pages import held_pages
-from wire.messages import Lease, Membership, PeerRef, RequestRef, Role, WorkerInfo
+from wire.messages import Lease, Membership, PeerRef, RequestRef, Role, RoutedEvent, WorkerInfo
 from worker.config import WorkerConfig
 from worker.loop import StepLoop
 from worker.servicer import WorkerServicer
@@ -114,6 +114,9 @@ class WorkerProcess:
         self._expect_short_answers()
         self._abort = self.worker.admission.abort
         self.worker.admission.abort = self._watch_abort  # type: ignore[method-assign]
+        handovers = self.worker._handovers
+        self._emit = handovers.emit
+        handovers.emit = self._watch_transfers
         self.servicer = WorkerServicer(self.worker, self.worker.drain)
         self.worker.start()
 
@@ -122,6 +125,18 @@ class WorkerProcess:
         for limit in (1, 2, 4, 8):
             for _ in range(SEEN_MIN):
                 self.worker.admission._budget._lengths.learn(limit, 1)
+
+    def _watch_transfers(self, routed: RoutedEvent) -> None:
+        """Checks that a hand-over has sent only pages that the next token sees, and whole ones."""
+        event, kv = routed.event, self.engine.kv_pages
+        if (stats := event.transfer) is not None:
+            if stats.bytes != stats.pages * self.engine.layout.page_bytes:
+                raise Broken(f"{event.ref} was sent as {stats.bytes} bytes in {stats.pages} pages")
+            for _, request in self.worker._halves.prefill._registry:
+                most = kv.sent_pages(request.prompt_tokens)
+                if request.task.ref == event.ref and stats.pages > most:
+                    raise Broken(f"{event.ref} was sent as {stats.pages} pages, and the next token sees {most}")
+        self._emit(routed)
 
     @property
     def loop(self) -> LoopByHand:
