@@ -63,6 +63,10 @@ DCGM = Path(__file__).with_name("dcgm.prom")
 """Sample output of NVIDIA's DCGM exporter for one GPU."""
 
 
+OF_EXPERTS = "Busiest expert / mean"
+"""A panel that is empty for a dense model."""
+
+
 @dataclass
 class Watched:
     cluster: Any
@@ -130,7 +134,7 @@ def test_every_query_has_data(watched: Watched, name: str) -> None:
     time_range = TimeRange(watched.start, watched.end)
     shown = list(show(read_dashboard(name), watched.prometheus, time_range))
     assert len(shown) > 8
-    assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
+    assert {panel.title for panel in shown if panel.empty} == ({OF_EXPERTS} if name == "workers" else set())
 
 
 def test_the_folded_row_of_hardware_has_data(watched: Watched) -> None:
