@@ -61,10 +61,14 @@ def reference(step: LatentStep) -> Tensor:
 
 
 def check(step: LatentStep, dtype: torch.dtype, blocks: BlockAttention | None = None) -> None:
-    """Checks that the error is at most twice that of PyTorch in the same dtype, both against float64."""
+    """Checks that the error is at most twice that of PyTorch in the same dtype, both against float64.
+
+    In float32, where little is rounded, it may be eight times as large: absorbed products sum in another order.
+    """
     real = torch.cat([torch.full((tokens,), context > 0) for tokens, context in step.rows]).to(GPU)
     there = step.to(dtype, GPU)
-    assert_as_good(run(there, blocks)[real], reference(there)[real], reference(step.to(torch.float64, GPU))[real])
+    exact, times = reference(step.to(torch.float64, GPU))[real], 8 if dtype is torch.float32 else 2
+    assert_as_good(run(there, blocks)[real], reference(there)[real], exact, times)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
