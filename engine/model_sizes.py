@@ -6,7 +6,7 @@ from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
 from costs.step_cost import CostParameters
 from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
-from engine.config.kv import kv_elements
+from engine.config.kv import kv_elements, window_of
 from engine.config.model import Attention, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
 
 _ATTENTION_FLOP = 2
@@ -20,8 +20,8 @@ def model_sizes(spec: ModelSpec, item_bytes: int) -> ModelSizes:
     every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
     windowed: dict[int, int] = {}
     for layer in spec.layers:
-        if (window := _window(layer.attention)) is not None:
-            windowed[window] = windowed.get(window, 0) + _kv_elements(layer.attention) * item_bytes
+        if (window := window_of(layer)) is not None:
+            windowed[window] = windowed.get(window, 0) + kv_elements([layer]) * item_bytes
     return ModelSizes(
         weights=active_weights(spec),
         weight_bytes=every_step * item_bytes,
@@ -36,7 +36,7 @@ def model_sizes(spec: ModelSpec, item_bytes: int) -> ModelSizes:
 
 def kv_bytes_per_token(spec: ModelSpec, item_bytes: int) -> int:
     """Returns the bytes of one token's KV in all layers."""
-    return kv_elements(spec) * item_bytes
+    return kv_elements(spec.layers) * item_bytes
 
 
 def active_weights(spec: ModelSpec) -> int:
@@ -109,16 +109,6 @@ def _pair_flop(attention: Attention) -> int:
     if isinstance(attention, GroupedQueryAttention):
         return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
     return _ATTENTION_FLOP * shape.heads * (attention.shape.query + attention.shape.v_dim)
-
-
-def _kv_elements(attention: Attention) -> int:
-    if isinstance(attention, GroupedQueryAttention):
-        return 2 * attention.shape.kv_heads * attention.shape.head_dim
-    return attention.shape.cached
-
-
-def _window(attention: Attention) -> int | None:
-    return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
 
 
 def _expert_share(layer: LayerSpec) -> float:

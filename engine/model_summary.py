@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from engine.config.kv import kv_groups
-from engine.config.model import Attention, GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelSpec
+from engine.config.kv import kv_groups, window_of
+from engine.config.model import GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelSpec
 from engine.model_sizes import active_weights, kv_bytes_per_token, total_weights
 
 
@@ -21,7 +21,7 @@ def model_summary(spec: ModelSpec, item_bytes: int) -> tuple[str, ...]:
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
     """Yields the layers that see the same number of tokens, windows first."""
-    windows = Counter(_window(layer.attention) for layer in spec.layers)
+    windows = Counter(map(window_of, spec.layers))
     for number, (window, layers) in enumerate(sorted(windows.items(), key=lambda each: each[0] or spec.max_context)):
         seen = "all" if window is None else f"{window:,}"
         yield f"{layers} {seen}" if number else f"{layers} layers see {seen} tokens"
@@ -42,10 +42,6 @@ def _experts(spec: ModelSpec) -> Sequence[str]:
             where = "" if layers == len(spec.layers) else f" in {layers} of {len(spec.layers)} layers"
             lines.append(f"{moe.experts} experts, {moe.top_k} per token{shared}{where}")
     return lines
-
-
-def _window(attention: Attention) -> int | None:
-    return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
 
 
 def _count(elements: int) -> str:

@@ -1,6 +1,7 @@
 """A model on devices of one kind, whose step cost comes from a roofline or from fitted parameters."""
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from engine.model_sizes import kv_bytes_per_token, model_sizes
 from engine.models.shapes import shape_config
 from simulation.spec import Device
 from wire.errors import InvalidArgument
+from wire.kv_pages import KvPages
 from wire.messages import ModelFacts
 
 _ITEM_BYTES = 2
@@ -66,10 +68,14 @@ def kv_bytes(model: ModelSpec) -> int:
 
 
 def kv_bytes_per_held_token(model: ModelSpec, tokens: float) -> float:
-    """Returns the bytes that a decoding request of so many tokens holds per token; with windows, fewer the longer."""
-    sizes = model_sizes(model, _ITEM_BYTES)
-    freed = sum(size * max(0.0, 1 - window / tokens) for window, size in sizes.windowed_kv_bytes)
-    return sizes.kv_bytes_per_token - freed
+    """Returns the bytes that a decoding request of so many tokens holds per token; with windows, fewer the longer.
+
+    With windows they are those of the whole pages that workers reserve (`KvPages.held`).
+    """
+    pages = KvPages(GPU_PAGE_TOKENS, kv_windows(model))
+    if not pages.windowed:
+        return kv_bytes(model)
+    return pages.held(math.ceil(tokens), decoding=True) * kv_page_bytes(model) / tokens
 
 
 def kv_page_bytes(model: ModelSpec) -> int:

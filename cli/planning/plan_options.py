@@ -30,10 +30,11 @@ class ShapeOptions:
         return self.shape if self.model is None else self.model.name
 
     def config(self) -> ModelSpec:
-        """Returns the model's config. InvalidArgument for an unknown shape, or a folder without a config."""
-        import json
+        """Returns the model's specification.
 
-        from engine.models.load_spec import parse_spec
+        InvalidArgument for an unknown shape; ModelError, as from `tandem up`, for a folder that cannot be served.
+        """
+        from engine.models.load_spec import load_spec
         from engine.models.shapes import shape_config, shape_names
         from wire.errors import InvalidArgument
 
@@ -41,11 +42,7 @@ class ShapeOptions:
             if self.shape not in shape_names():
                 raise InvalidArgument("--shape", f"{self.shape!r} is none of {', '.join(shape_names())}")
             return shape_config(self.shape)
-        try:
-            return parse_spec(json.loads((self.model / "config.json").read_text(encoding="utf-8")), {})
-        except (OSError, ValueError) as error:
-            message = f"{self.model} has no config.json that can be read: {error}"
-            raise InvalidArgument("--model", message) from None
+        return load_spec(self.model)
 
 
 @dataclass(frozen=True, slots=True)

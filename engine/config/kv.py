@@ -5,7 +5,7 @@ have as many layers, so that all pages have as many bytes and one pool serves th
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
@@ -60,16 +60,22 @@ def kv_windows(spec: ModelSpec) -> tuple[int | None, ...]:
     return tuple(group.window for group in kv_groups(spec))
 
 
-def kv_elements(spec: ModelSpec) -> int:
-    """Returns the elements of one token's keys and values in all layers, padding not counted."""
-    return sum(parts * heads * dim for heads, parts, dim in map(_shape_of, spec.layers))
+def kv_elements(layers: Iterable[LayerSpec]) -> int:
+    """Returns the elements of one token's keys and values in these layers, padding not counted."""
+    return sum(parts * heads * dim for heads, parts, dim in map(_shape_of, layers))
+
+
+def window_of(layer: LayerSpec) -> int | None:
+    """Returns the number of latest positions that a layer's tokens see; None = all."""
+    attention = layer.attention
+    return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
 
 
 def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
     """Returns the numbers of the layers of each window, None first."""
     found: dict[int | None, list[int]] = defaultdict(list)
     for number, layer in enumerate(layers):
-        found[_window_of(layer)].append(number)
+        found[window_of(layer)].append(number)
     return {window: found[window] for window in sorted(found, key=lambda window: window or 0)}
 
 
@@ -94,8 +100,3 @@ def _shape_of(layer: LayerSpec) -> tuple[int, int, int]:
     if isinstance(attention, GroupedQueryAttention):
         return attention.shape.kv_heads, 2, attention.shape.head_dim
     return 1, 1, attention.shape.cached
-
-
-def _window_of(layer: LayerSpec) -> int | None:
-    attention = layer.attention
-    return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None

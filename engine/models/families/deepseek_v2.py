@@ -47,13 +47,11 @@ def latent_model(config: Json, architecture: str, router: ExpertRouter) -> Model
 
 
 def _experts(config: Json, router: ExpertRouter) -> MixtureOfExperts:
-    width, experts = int(config["moe_intermediate_size"]), parse_expert_count(config)
-    if experts % router.groups:
-        raise ModelError(f"{experts} experts do not divide into {router.groups} groups.")
+    width = int(config["moe_intermediate_size"])
     if int(config.get("moe_layer_freq") or 1) != 1:
         raise ModelError("moe_layer_freq other than 1 is not supported.")
     return MixtureOfExperts(
-        experts=experts,
+        experts=parse_expert_count(config),
         top_k=int(config["num_experts_per_tok"]),
         width=width,
         router=router,
@@ -75,7 +73,15 @@ def _attention(config: Json) -> LatentAttention:
         v_dim=int(config["v_head_dim"]),
         scale=scale,
     )
+    if min(shape.heads, shape.latent, shape.rope, shape.nope, shape.v_dim) < 1:
+        raise ModelError("all sizes must be at least 1.")
+    if shape.rope % 2:
+        raise ModelError(f"qk_rope_head_dim {shape.rope} is not supported; rotary embedding needs pairs of dimensions.")
+    if not config.get("rope_interleave", True):
+        raise ModelError("rope_interleave false is not supported; rotated dimensions are stored in neighbouring pairs.")
     rank, biased = config.get("q_lora_rank", _QUERY_RANK), bool(config.get("attention_bias"))
+    if rank is not None and int(rank) < 1:
+        raise ModelError(f"q_lora_rank {rank} is not supported; null is no rank.")
     if rank is None and biased:
         raise ModelError("attention_bias without q_lora_rank is not supported.")
     return LatentAttention(shape, rope, None if rank is None else int(rank), _NORM_EPS, bias=biased)

@@ -86,6 +86,14 @@ def parse_window(config: Json) -> int | None:
     return None if window is None else int(window)
 
 
+def parse_softcap(config: Json, name: str, default: float | None = None) -> float | None:
+    """Returns the soft cap of scores or logits in the field `name`, null = None; ModelError unless it is above 0."""
+    cap = config.get(name, default)
+    if cap is not None and not float(cap) > 0:
+        raise ModelError(f"{name} {cap} is not supported; it must be above 0, or null for none.")
+    return None if cap is None else float(cap)
+
+
 def windows_by_type(config: Json, window: int | None, default: Callable[[int], str]) -> tuple[int | None, ...]:
     """Returns each layer's window from `layer_types`, or by `default` of its number where the file has none."""
     layers = int(config["num_hidden_layers"])
@@ -185,7 +193,12 @@ def _check_experts(config: Json, moe: MixtureOfExperts) -> None:
         raise ModelError("all sizes must be at least 1.")
     if moe.experts % router.groups:
         raise ModelError(f"{moe.experts} experts do not divide into {router.groups} groups.")
-    reachable = moe.experts // router.groups * min(router.top_groups, router.groups)
+    if router.top_groups > router.groups:
+        raise ModelError(f"{router.top_groups} groups of experts cannot be chosen from {router.groups}.")
+    group = moe.experts // router.groups
+    if router.groups > 1 and router.group_score == "top_2_sum" and group < 2:
+        raise ModelError(f"{moe.experts} experts in {router.groups} groups: a group's score is that of two experts.")
+    reachable = group * router.top_groups
     if not 1 <= moe.top_k <= reachable:
         raise ModelError(f"{moe.top_k} experts a token cannot be chosen from {reachable}.")
     if parse_activation(config) != "silu":

@@ -14,6 +14,7 @@ from engine.models.families.family import (
     parse_activation,
     parse_dense,
     parse_shape,
+    parse_softcap,
     parse_window,
     windows_by_type,
 )
@@ -22,7 +23,6 @@ from engine.models.parameters import Parameters, Place, renamed, standard_places
 
 def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) -> ModelSpec:
     """Returns a model whose norms multiply with 1 + weight in float32 and whose embeddings are scaled."""
-    cap = config.get("final_logit_softcapping")
     return make_model(
         config,
         architecture,
@@ -30,7 +30,7 @@ def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) ->
         tied_by_default=True,
         wide_norms=True,
         embedding_scale=float(int(config["hidden_size"]) ** 0.5),
-        logits_softcap=None if cap is None else float(cap),
+        logits_softcap=parse_softcap(config, "final_logit_softcapping"),
     )
 
 
@@ -55,9 +55,8 @@ def _plus_one(stored: Tensor) -> Tensor:
 
 
 def _parse(config: Json) -> ModelSpec:
-    cap = config.get("attn_logit_softcapping", 50.0)
     shape = parse_shape(config, head_dim=256, scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5)
-    shape = replace(shape, softcap=None if cap is None else float(cap))
+    shape = replace(shape, softcap=parse_softcap(config, "attn_logit_softcapping", 50.0))
     windows = windows_by_type(
         config, parse_window(config), lambda number: "full_attention" if number % 2 else "sliding_attention"
     )

@@ -11,6 +11,7 @@ from engine.models.families.family import (
     parse_activation,
     parse_dense,
     parse_shape,
+    parse_softcap,
     parse_window,
     windows_by_type,
 )
@@ -32,8 +33,7 @@ _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 def _parse(given: Json) -> ModelSpec:
     config = _DEFAULTS | dict(given)
     shape = parse_shape(config, scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5)
-    cap = config.get("attn_logit_softcapping")
-    shape = replace(shape, softcap=None if cap is None else float(cap))
+    shape = replace(shape, softcap=parse_softcap(config, "attn_logit_softcapping"))
     every = int(config.get("sliding_window_pattern") or 6)
     windows = windows_by_type(
         config,

@@ -12,7 +12,6 @@ from engine.models.families.family import (
     parse_expert_count,
     parse_shape,
 )
-from wire.errors import ModelError
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -34,8 +33,6 @@ def _parse(config: Json) -> ModelSpec:
         router=router,
         shared_width=width * int(config.get("n_shared_experts") or 0),
     )
-    if experts.experts % router.groups:
-        raise ModelError(f"{experts.experts} experts do not divide into {router.groups} groups.")
     layers = grouped_layers(
         config,
         shape,

@@ -145,3 +145,10 @@ def test_a_table_whose_strict_cell_nobody_knows_is_refused(tmp_path: Path) -> No
     result = run("--check", str(file))
     assert result.exit_code == 2
     assert "unloaded step" in result.stderr
+
+
+def test_an_incomplete_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
+    done = run("--model", str(tmp_path))
+    assert done.exit_code == 3
+    assert f"{tmp_path / 'config.json'}: " in done.output.replace("\n", "")

@@ -51,8 +51,8 @@ def test_pages_are_as_deep_as_little_waste_allows(full: int, windowed: int, dept
 
 def test_a_token_has_the_bytes_of_its_layers_without_padding() -> None:
     spec = model(*[None] * 10, *[1024] * 52)
-    assert kv_elements(spec) == 62 * 2 * 2 * 16
-    assert kv_bytes_per_token(spec, 2) == 2 * kv_elements(spec)
+    assert kv_elements(spec.layers) == 62 * 2 * 2 * 16
+    assert kv_bytes_per_token(spec, 2) == 2 * kv_elements(spec.layers)
 
 
 def test_other_shapes_in_one_model_are_refused() -> None:
