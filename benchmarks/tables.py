@@ -168,7 +168,7 @@ def _experts(folder: Path) -> str:
         "A layer's experts, without shared ones: the bytes of the experts that a step of so many tokens chooses per"
         f" second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
         _table(
-            ("model", *(f"{each:,} tokens" for each in tokens)),
+            ("tokens", *(f"{each:,}" for each in tokens)),
             ((shape, *(f"{shares[each]:.2f}" for each in tokens)) for shape, shares in rows.items()),
         ),
         "python -m benchmarks.experts --save",
@@ -184,7 +184,7 @@ def _latent(folder: Path) -> str:
         "Decode attention of DeepSeek-V2-Lite's 16 heads over rows of so many cached tokens: the bytes of the latents"
         f" per second, over the rate of a device copy. {run['hardware']['name']}, bfloat16.",
         _table(
-            ("", *(size.replace("x", " rows of ") for size in sizes)),
+            ("rows x tokens", *(size.replace("x", " x ") for size in sizes)),
             (
                 ("attention", *(f"{run[f'latent_bw_ratio_{size}_h16']:.2f}" for size in sizes)),
                 ("with its four products", *(f"{run[f'latent_whole_bw_ratio_{size}_h16']:.2f}" for size in sizes)),

@@ -16,6 +16,8 @@ that workers of an 8B model on H200s had learned (0.22 to 0.74).
 """
 _BATCH = 32
 """A batch of decode rows that reads most experts of common models."""
+_CONTEXT = 2048
+"""A typical context in tokens: rows of layers whose window is narrower mostly fill it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,15 @@ CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
 
 
 @dataclass(frozen=True, slots=True)
+class WindowedLayers:
+    """Layers in which a token sees at most `window` tokens. The model's amounts include theirs."""
+
+    window: int
+    kv_bytes_per_token: int
+    attention_flop_per_pair: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSizes:
     """The amounts that a step of a model reads and computes."""
 
@@ -67,8 +78,8 @@ class ModelSizes:
     """Bytes of all experts of all layers."""
     expert_share: float = 0.0
     """The part of a layer's experts that a token chooses."""
-    windowed_kv_bytes: tuple[tuple[int, int], ...] = ()
-    """(window, bytes): how much of `kv_bytes_per_token` belongs to layers in which a token sees so many tokens."""
+    windowed: tuple[WindowedLayers, ...] = ()
+    """The layers with windows, by their window."""
 
     def expert_bytes_read(self, tokens: float) -> float:
         """Return the bytes of the experts that `tokens` tokens choose, if they choose independently."""
@@ -76,8 +87,8 @@ class ModelSizes:
 
     def context_bytes(self, rows: int, tokens: int) -> float:
         """Return the bytes of KV that `rows` decode rows read, which have `tokens` tokens of context in total."""
-        hidden = (each * max(0, tokens - rows * window) for window, each in self.windowed_kv_bytes)
-        return self.kv_bytes_per_token * tokens - sum(hidden)
+        unseen = (each.kv_bytes_per_token * max(0, tokens - rows * each.window) for each in self.windowed)
+        return self.kv_bytes_per_token * tokens - sum(unseen)
 
     def step_bytes(self, work: StepWork) -> float:
         """Return the bytes that a step must read: weights, and the KV that its decode rows attend to.
@@ -94,8 +105,13 @@ class ModelSizes:
     def step_flops(self, work: StepWork) -> float:
         """Return the operations that it must do."""
         products = self.weights * work.decode_rows + (self.weights - self.output_weights) * work.prefill_tokens
-        pairs = work.decode_context_tokens + work.prefill_pairs
-        return _FLOP_A_WEIGHT * products + self.attention_flop_per_pair * pairs
+        attention = self._attention_flops(work.decode_rows, work.decode_context_tokens)
+        return _FLOP_A_WEIGHT * products + attention + self._attention_flops(work.prefill_tokens, work.prefill_pairs)
+
+    def _attention_flops(self, tokens: int, pairs: float) -> float:
+        """Return the operations of `tokens` tokens that attend to `pairs` in total, if all have as many."""
+        unseen = (each.attention_flop_per_pair * max(0, pairs - tokens * each.window) for each in self.windowed)
+        return self.attention_flop_per_pair * pairs - sum(unseen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +128,20 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
     weights_s = (sizes.weight_bytes + sizes.expert_bytes_read(1)) / device.bytes_per_s
     # Each further row reads further experts, until most of them are read; a straight line to a batch of 32.
     experts_s = (sizes.expert_bytes_read(_BATCH) - sizes.expert_bytes_read(1)) / (_BATCH - 1) / device.bytes_per_s
+    # Layers with a narrow window cost each row and token the same, whatever its context is.
+    narrow = [each for each in sizes.windowed if each.window < _CONTEXT]
+    row_bytes = sum(each.kv_bytes_per_token * each.window for each in narrow)
+    token_flop = sum(each.attention_flop_per_pair * each.window for each in narrow)
+    context_bytes = sizes.kv_bytes_per_token - sum(each.kv_bytes_per_token for each in narrow)
+    pair_flop = sizes.attention_flop_per_pair - sum(each.attention_flop_per_pair for each in narrow)
     return CostParameters(
         base_s=weights_s + device.launch_s,
         prompt_base_s=device.launch_s + _KNEE * weights_s,
-        token_s=token_s,
-        pair_s=sizes.attention_flop_per_pair / device.flops,
+        token_s=token_s + token_flop / device.flops,
+        pair_s=pair_flop / device.flops,
         # Below the knee a row's arithmetic is hidden but not quite: large batches cost half as much again.
-        row_s=token_s / 2 + experts_s,
-        context_s=sizes.kv_bytes_per_token / device.bytes_per_s,
+        row_s=token_s / 2 + experts_s + row_bytes / device.bytes_per_s,
+        context_s=context_bytes / device.bytes_per_s,
         free_tokens=int(weights_s / token_s),
         tile_tokens=grid.tile_tokens,
         wave_tokens=grid.wave_tokens,

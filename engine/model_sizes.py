@@ -2,7 +2,7 @@
 
 import torch
 
-from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
+from costs.roofline import CPU, GPU, ModelSizes, Roofline, WindowedLayers, guess
 from costs.step_cost import CostParameters
 from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
@@ -18,10 +18,7 @@ def model_sizes(spec: ModelSpec, item_bytes: int) -> ModelSizes:
     output = spec.vocab_size * spec.hidden_size
     experts = sum(expert_weights(layer, spec.hidden_size) for layer in spec.layers)
     every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
-    windowed: dict[int, int] = {}
-    for layer in spec.layers:
-        if (window := window_of(layer)) is not None:
-            windowed[window] = windowed.get(window, 0) + kv_elements([layer]) * item_bytes
+    windows = sorted({window for layer in spec.layers if (window := window_of(layer)) is not None})
     return ModelSizes(
         weights=active_weights(spec),
         weight_bytes=every_step * item_bytes,
@@ -30,8 +27,15 @@ def model_sizes(spec: ModelSpec, item_bytes: int) -> ModelSizes:
         output_weights=output,
         expert_bytes=experts * item_bytes,
         expert_share=max(map(_expert_share, spec.layers)),
-        windowed_kv_bytes=tuple(sorted(windowed.items())),
+        windowed=tuple(_layers_of(spec, window, item_bytes) for window in windows),
     )
+
+
+def _layers_of(spec: ModelSpec, window: int, item_bytes: int) -> WindowedLayers:
+    """Returns the amounts of the layers with this window."""
+    layers = [layer for layer in spec.layers if window_of(layer) == window]
+    pair_flop = sum(_pair_flop(layer.attention) for layer in layers)
+    return WindowedLayers(window, kv_elements(layers) * item_bytes, pair_flop)
 
 
 def kv_bytes_per_token(spec: ModelSpec, item_bytes: int) -> int:

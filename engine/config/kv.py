@@ -12,7 +12,7 @@ from engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
 from wire.errors import ModelError
 
 _WASTE = 16
-"""At most one part in so many of a long request's KV is padding: less groups are worth that, and no more."""
+"""At most one part in so many of a long request's KV is padding: fewer groups are worth that, and no more."""
 
 
 @dataclass(frozen=True, slots=True)

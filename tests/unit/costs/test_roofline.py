@@ -2,8 +2,9 @@
 
 import pytest
 
-from costs.roofline import GPU, Ceilings, ModelSizes, guess, parse_ceilings
+from costs.roofline import GPU, Ceilings, ModelSizes, WindowedLayers, guess, parse_ceilings
 from costs.step_cost import StepCost
+from costs.step_work import StepWork
 from wire.errors import InvalidArgument
 
 WEIGHTS = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
@@ -30,6 +31,32 @@ def test_prompts_cost_more_than_their_arithmetic() -> None:
 
 def test_the_knee_is_where_arithmetic_takes_as_long_as_the_weights() -> None:
     assert guess(LLAMA_3_8B, GPU).free_tokens == 167
+
+
+GEMMA_3_27B = ModelSizes(
+    weights=27 * 10**9,
+    weight_bytes=54 * 10**9,
+    kv_bytes_per_token=62 * 8192 * 2,
+    attention_flop_per_pair=62 * 16384,
+    windowed=(WindowedLayers(1024, 52 * 8192 * 2, 52 * 16384),),
+)
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 2500), (32, 2500), (1, 131_072), (32, 131_072)])
+def test_windows_are_read_once_however_long_the_context_is(rows: int, context: int) -> None:
+    """The guess follows the bytes that a step must read."""
+    work = StepWork(decode_rows=rows, decode_context_tokens=rows * context)
+    least_s = GEMMA_3_27B.step_bytes(work) / GPU.bytes_per_s
+    guessed_s = StepCost(guess(GEMMA_3_27B, GPU)).decode_step_seconds(rows, rows * context)
+    assert least_s < guessed_s < 1.15 * least_s + 1e-3
+
+
+def test_windows_bound_the_pairs_of_attention() -> None:
+    work = StepWork(prefill_tokens=100, prefill_pairs=100 * 4000.0, decode_rows=2, decode_context_tokens=600)
+    products = 2 * GEMMA_3_27B.weights * 102
+    full, windowed = 10 * 16384, 52 * 16384
+    pairs = full * (400_000 + 600) + windowed * (100 * 1024 + 600)
+    assert GEMMA_3_27B.step_flops(work) == products + pairs
 
 
 def test_ceilings_that_an_operator_gives() -> None:
