@@ -94,7 +94,9 @@ def test_down_goes_on_where_one_cluster_does_not_end() -> None:
 
 def announced(model: str, first: str) -> subprocess.Popen[bytes]:
     """Starts a process that is a cluster by its state file alone; it ends slowly, or ignores signals if it is deaf."""
-    pipe, script = subprocess.PIPE, f"import signal, sys\n{first}\nprint(flush=True)\nsys.stdin.read()"
+    # A shell's background job, and so whatever it starts, ignores SIGINT unless told otherwise.
+    heard = "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    pipe, script = subprocess.PIPE, f"{heard}\n{first}\nprint(flush=True)\nsys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
     assert process.stdout
     process.stdout.readline()
