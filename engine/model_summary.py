@@ -1,4 +1,4 @@
-"""What a model is, in short lines for those who operate it."""
+"""A model in short lines, for those who operate it."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

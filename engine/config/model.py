@@ -37,7 +37,7 @@ class LatentAttention:
     rope: RopeConfig
     query_rank: int | None
     norm_eps: float
-    """Of the norms of the latents, which is not the model's own."""
+    """The epsilon of the norms of the latents, which is not the model's own."""
     bias: bool = False
     """Bias of the products that compute the latents and of the output product."""
 
@@ -71,6 +71,10 @@ class ExpertRouter:
     """True if a learned bias is added to the scores to choose experts, but not to weigh them (DeepSeek-V3)."""
     bias: bool = False
     """True if the router's product has a bias (gpt-oss)."""
+
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""The constants of the activation `clamped_swiglu`."""
 
 
 @dataclass(frozen=True, slots=True)

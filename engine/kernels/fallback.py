@@ -4,12 +4,24 @@ import importlib
 import logging
 from collections.abc import Callable
 
+import torch
+
 from engine.memory import ran_out_of_memory
 
 log = logging.getLogger(__name__)
 
+_FLASH_CAPABILITY = (9, 0)
 _SHOWN = 300
 """Maximum characters of an error in a message."""
+
+
+def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
+    """Returns "" if flash-attn-4 computes in this dtype and on this device, else the reason why it does not."""
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return "flash-attn-4 computes bfloat16 and float16 only"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
+        return "flash-attn-4 needs a GPU of compute capability 9.0"
+    return ""
 
 
 def why_not_imported(module: str, package: str) -> str:

@@ -9,11 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config.attention import AttentionShape, LatentShape
-from engine.config.model import ExpertRouter, MixtureOfExperts
+from engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
-
-_ALPHA, _LIMIT = 1.702, 7.0
-"""The constants of `clamped_swiglu`."""
 
 
 class ReferenceKernels(Kernels):
@@ -157,8 +154,8 @@ def activate(gate_up: Tensor, activation: str) -> Tensor:
     """Returns activation(gate) · up for [gate | up] [T, 2·I] → [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
-        return (up + 1) * (gate * torch.sigmoid(gate * _ALPHA))
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
     return (F.gelu(gate, approximate="tanh") if activation == "gelu_tanh" else F.silu(gate)) * up
 
 

@@ -81,7 +81,7 @@ class LayerParameters:
     input_norm: Tensor
     attention: AttentionParameters | LatentParameters
     attention_output_norm: Tensor | None
-    """Of attention's output, see `LayerSpec.output_norms`."""
+    """The norm of attention's output, see `LayerSpec.output_norms`."""
     feed_forward_norm: Tensor
     feed_forward: DenseParameters | Experts
     feed_forward_output_norm: Tensor | None

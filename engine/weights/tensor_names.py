@@ -10,7 +10,7 @@ from engine.models.load_spec import text_part
 
 _T = TypeVar("_T")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
-"""How multimodal checkpoints begin the names of the text model's tensors, and how text models do."""
+"""Pairs of prefixes of the text model's tensors: in multimodal checkpoints, and in those of text models."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

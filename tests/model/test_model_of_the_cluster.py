@@ -40,7 +40,7 @@ MOVES = 20_000
 WINDOW_RUNS = 20
 """The number of additional runs with windows."""
 WINDOWS = (None, 5, 3)
-"""Of the groups of layers in these: with the first one, a page is unseen as soon as the next one begins."""
+"""The windows of the groups of layers in these runs: by the first, a page is unseen as soon as the next one begins."""
 FLIPPING_RUNS = 12
 """The number of additional runs with changing roles."""
 SEED = 2

@@ -14,13 +14,12 @@ from costs.step_grid import TILE_TOKENS
 from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_tails import clear_value_tails
 from engine.kernels.base import StepLayout
-from engine.kernels.fallback import failure_of, why_not_imported
+from engine.kernels.fallback import failure_of, why_no_flash, why_not_imported
 from engine.kernels.reference import attend, first_read, gather_row, visible
 from wire.ending import pages_for
 
 log = logging.getLogger(__name__)
 
-_FLASH_CAPABILITY = (9, 0)
 _FLASH_DIMS = (64, 96, 128, 256)
 _SDPA_SCORES = 1 << 26
 """Scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
@@ -107,10 +106,8 @@ def compiled(
 
 
 def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind], page_tokens: int) -> str:
-    if dtype not in {torch.bfloat16, torch.float16}:
-        return "flash-attn-4 computes bfloat16 and float16 only"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
-        return "flash-attn-4 needs a GPU of compute capability 9.0"
+    if reason := why_no_flash(device, dtype):
+        return reason
     if any(kind.shape.head_dim not in _FLASH_DIMS for kind in kinds):
         return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}"
     if page_tokens % _FLASH_PAGE and any(kind.shape.window is not None for kind in kinds):

@@ -52,7 +52,7 @@ class Choice:
         self.pairs = tokens * shape.top_k
         self.weights = torch.empty(self.pairs, dtype=torch.float32, device=device)
         self.experts = torch.empty(self.pairs, dtype=torch.int32, device=device)
-        """Of each pair, -1 for padding tokens."""
+        """Each pair's expert, -1 for padding tokens."""
 
 
 class TiledChoice(Choice):

@@ -14,6 +14,7 @@ Numbers of experts and pairs are bounded where they are read, as a trial's memor
 import triton
 import triton.language as tl
 
+from engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.kernels.experts.triton_router import PAIRS_BASE
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
@@ -22,9 +23,8 @@ CLAMPED_SWIGLU = tl.constexpr(1)
 ACTIVATIONS = {"silu": SILU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
 """`MixtureOfExperts.activation`."""
 
-_ALPHA = tl.constexpr(1.702)
-_LIMIT = tl.constexpr(7.0)
-"""The constants of `clamped_swiglu`."""
+_ALPHA = tl.constexpr(SWIGLU_ALPHA)
+_LIMIT = tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ SCORES = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "softmax_of_top_k"
 CHOOSE = tl.constexpr(0)
 COUNT = tl.constexpr(1)
 SORT = tl.constexpr(2)
-"""What the kernel of the choice does besides: nothing, count the experts' tokens, or sort them."""
+"""The tasks of the choice kernel: the choice alone, also the count of each expert's tokens, or also their sort."""
 
 PAIRS_BASE = tl.constexpr(256)
 """The base in which an entry of `tiles` holds its expert, then the number of its pairs."""

@@ -12,11 +12,11 @@ from engine.kernels.latent.triton_products import dot
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 RANGE_FIELDS = tl.constexpr(4)
-"""Of a program's range: its first group, the group after its last one, the first tile in the first group, its tiles."""
+"""The fields of a program's range: first group, group after the last one, first tile in the first group, tiles."""
 PART_FIELDS = tl.constexpr(2)
-"""Of a group: its first partial result, and their number."""
+"""The fields of a group: its first partial result, and their number."""
 GROUP_FIELDS = tl.constexpr(3)
-"""Of a group of several tokens: its row, its first token, its tokens."""
+"""The fields of a group of several tokens: its row, its first token, its tokens."""
 
 
 @triton.jit(do_not_specialize=["groups", "units"], do_not_specialize_on_alignment=["contexts", "parts"])

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.config.attention import LatentShape
-from engine.kernels.fallback import failure_of, why_not_imported
+from engine.kernels.fallback import failure_of, why_no_flash, why_not_imported
 
 log = logging.getLogger(__name__)
 
-_FLASH_CAPABILITY = (9, 0)
 _FLASH_MOST = 256
 """The largest head dim of flash-attn-4 on this capability."""
 _FLASH_ALIGNED = 8
@@ -76,10 +75,8 @@ def compiled(
 
 
 def _why_no_flash(device: torch.device, dtype: torch.dtype, shapes: Iterable[LatentShape]) -> str:
-    if dtype not in {torch.bfloat16, torch.float16}:
-        return "flash-attn-4 computes bfloat16 and float16 only"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
-        return "flash-attn-4 needs a GPU of compute capability 9.0"
+    if reason := why_no_flash(device, dtype):
+        return reason
     for dim in (dim for shape in shapes for dim in (shape.query, shape.v_dim)):
         if dim > _FLASH_MOST or dim % _FLASH_ALIGNED:
             return f"flash-attn-4 has no head dim {dim}"

@@ -18,9 +18,9 @@ from engine.models.parameters import LatentParameters, Parameters, Place, standa
 from wire.errors import ModelError
 
 _QUERY_RANK = 1536
-"""Of a config.json that names none, as in transformers; null means that there is none."""
+"""transformers' rank of queries where config.json names none; null means that there is none."""
 _NORM_EPS = 1e-6
-"""Of the norms of the latents, whatever config.json says of the others."""
+"""The epsilon of the norms of the latents, whatever config.json says of the others."""
 
 
 def _parse(config: Json) -> ModelSpec:

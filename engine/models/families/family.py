@@ -1,12 +1,13 @@
 """The interface of a model family, and what most of them read from config.json in the same way."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.attention import AttentionShape
 from engine.config.model import (
     DenseFeedForward,
+    ExpertRouter,
     FeedForward,
     GroupedQueryAttention,
     LayerSpec,
@@ -47,9 +48,33 @@ def parse_activation(config: Json, default: str = "silu") -> str:
     return ACTIVATIONS[named]
 
 
-def parse_dense(config: Json, *, bias: bool = False) -> DenseFeedForward:
-    """Returns the feed-forward network that every layer of a dense model has."""
-    return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config), bias)
+def parse_dense(config: Json, *, bias: bool = False, activation: str = "silu") -> DenseFeedForward:
+    """Returns the feed-forward network of a layer without experts; `activation` is the default of the family."""
+    return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config, activation), bias)
+
+
+def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int]) -> list[LayerSpec]:
+    """Returns the layers of a mixture of experts, of which those with these numbers have no experts."""
+    dense = [number for number in range(len(layers)) if number in numbers]
+    if not dense:
+        return list(layers)
+    feed_forward = parse_dense(config)
+    return [
+        replace(layer, feed_forward=feed_forward) if number in dense else layer for number, layer in enumerate(layers)
+    ]
+
+
+def parse_sigmoid_router(config: Json) -> ExpertRouter:
+    """Returns the router of DeepSeek-V3, which GLM-4.5 has as well: sigmoid scores, and a bias to choose by."""
+    return ExpertRouter(
+        score="sigmoid",
+        renormalize=bool(config.get("norm_topk_prob", True)),
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+        groups=int(config.get("n_group") or 1),
+        top_groups=int(config.get("topk_group") or 1),
+        group_score="top_2_sum",
+        choice_bias=True,
+    )
 
 
 def parse_expert_count(config: Json) -> int:

@@ -11,7 +11,6 @@ from engine.models.families.family import (
     Json,
     grouped_layers,
     make_model,
-    parse_activation,
     parse_dense,
     parse_shape,
     parse_softcap,
@@ -61,7 +60,7 @@ def _parse(config: Json) -> ModelSpec:
         config, parse_window(config), lambda number: "full_attention" if number % 2 else "sliding_attention"
     )
     biased = bool(config.get("attention_bias"))
-    dense = replace(parse_dense(config), activation=parse_activation(config, "gelu_pytorch_tanh"))
+    dense = parse_dense(config, activation="gelu_pytorch_tanh")
     layers = grouped_layers(config, shape, windows, dense, qkv_bias=biased, output_bias=biased)
     return gemma_model({"final_logit_softcapping": 30.0} | dict(config), "Gemma2ForCausalLM", layers)
 

@@ -8,7 +8,6 @@ from engine.models.families.family import (
     Family,
     Json,
     grouped_layers,
-    parse_activation,
     parse_dense,
     parse_shape,
     parse_softcap,
@@ -25,9 +24,9 @@ _DEFAULTS = {
     "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
-"""Of fields that published files leave out, as in transformers."""
+"""transformers' values of the fields that published files leave out."""
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
-"""Of layers without and with a window, where config.json names none."""
+"""The thetas of layers without and with a window, where config.json names none."""
 
 
 def _parse(given: Json) -> ModelSpec:
@@ -42,7 +41,7 @@ def _parse(given: Json) -> ModelSpec:
     )
     full, local = _ropes(config)
     biased = bool(config.get("attention_bias"))
-    dense = replace(parse_dense(config), activation=parse_activation(config, "gelu_pytorch_tanh"))
+    dense = parse_dense(config, activation="gelu_pytorch_tanh")
     layers = grouped_layers(
         config, shape, windows, dense, rope=full, qkv_bias=biased, output_bias=biased, qk_norm=shape.head_dim
     )

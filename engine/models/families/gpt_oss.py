@@ -5,7 +5,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.config.model import ExpertRouter, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
+from engine.config.model import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    ExpertRouter,
+    GroupedQueryAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+)
 from engine.kernels.base import Experts
 from engine.models.families.family import (
     Family,
@@ -20,13 +28,13 @@ from engine.models.families.family import (
 from engine.models.parameters import Parameters, Place, standard_places
 from wire.errors import ModelError
 
-_ALPHA, _LIMIT = 1.702, 7.0
-"""The constants of the activation that the kernels compute."""
-
 
 def _parse(config: Json) -> ModelSpec:
-    if (float(config.get("swiglu_alpha", _ALPHA)), float(config.get("swiglu_limit", _LIMIT))) != (_ALPHA, _LIMIT):
-        raise ModelError(f"swiglu_alpha and swiglu_limit other than {_ALPHA} and {_LIMIT} are not supported.")
+    computed = (SWIGLU_ALPHA, SWIGLU_LIMIT)
+    if (float(config.get("swiglu_alpha", SWIGLU_ALPHA)), float(config.get("swiglu_limit", SWIGLU_LIMIT))) != computed:
+        raise ModelError(
+            f"swiglu_alpha and swiglu_limit other than {SWIGLU_ALPHA} and {SWIGLU_LIMIT} are not supported."
+        )
     experts = MixtureOfExperts(
         experts=parse_expert_count(config),
         top_k=int(config.get("num_experts_per_tok") or config["experts_per_token"]),

@@ -1,16 +1,14 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B: a shared expert with a gate of its own."""
 
-from dataclasses import replace
-
 from engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from engine.models.families.family import (
     Family,
     Json,
     grouped_layers,
     make_model,
-    parse_dense,
     parse_expert_count,
     parse_shape,
+    with_dense,
 )
 from engine.models.families.qwen2 import qwen_windows
 from engine.models.families.qwen3_moe import dense_layers
@@ -28,9 +26,7 @@ def _parse(config: Json) -> ModelSpec:
     )
     biased = bool(config.get("qkv_bias", True))
     layers = grouped_layers(config, parse_shape(config), qwen_windows(config), experts, qkv_bias=biased)
-    for number in dense_layers(config):
-        layers[number] = replace(layers[number], feed_forward=parse_dense(config))
-    return make_model(config, "Qwen2MoeForCausalLM", layers)
+    return make_model(config, "Qwen2MoeForCausalLM", with_dense(config, layers, dense_layers(config)))
 
 
 def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:

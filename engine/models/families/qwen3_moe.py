@@ -1,16 +1,14 @@
 """Qwen3-30B-A3B and Qwen3-235B-A22B."""
 
-from dataclasses import replace
-
 from engine.config.model import ExpertRouter, MixtureOfExperts, ModelSpec
 from engine.models.families.family import (
     Family,
     Json,
     grouped_layers,
     make_model,
-    parse_dense,
     parse_expert_count,
     parse_shape,
+    with_dense,
 )
 from engine.models.families.qwen2 import qwen_windows
 from engine.models.families.qwen3 import HEAD_DIM
@@ -39,9 +37,7 @@ def _parse(config: Json) -> ModelSpec:
         output_bias=biased,
         qk_norm=shape.head_dim,
     )
-    for number in dense_layers(config):
-        layers[number] = replace(layers[number], feed_forward=parse_dense(config))
-    return make_model(config, "Qwen3MoeForCausalLM", layers)
+    return make_model(config, "Qwen3MoeForCausalLM", with_dense(config, layers, dense_layers(config)))
 
 
 FAMILY = Family(("Qwen3MoeForCausalLM",), ("qwen3_moe",), _parse)

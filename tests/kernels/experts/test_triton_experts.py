@@ -91,7 +91,7 @@ def test_experts_of_several_tiles(
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_the_same_bits_alone_and_in_company(dtype: torch.dtype) -> None:
-    """In float32 in any step; in the 16-bit types in those that one program of the choice computes alike."""
+    """float32 has them in any step, the 16-bit types in those that one program of the choice computes alike."""
     case = make_case(SPECS["groups by two"], 14)
     together = run(case, dtype)
     parts = ((0, 1), (1, 3), (4, 14)) if dtype == torch.float32 else ((0, 9), (3, 14))

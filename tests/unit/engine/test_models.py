@@ -22,7 +22,7 @@ from wire.kv_pages import FREED
 
 TOLERANCE = 2e-5
 MARGIN = 1e-4
-"""Of the scores between the last expert that a token chooses and the next one."""
+"""The least distance of the scores of the last expert that a token chooses and of the next one."""
 PROMPT = 150
 SEEDS = {"qwen3_moe": 9, "gpt_oss": 9, "olmoe": 8}
 """Seeds of weights whose routers choose clearly, where the usual one's do not."""
