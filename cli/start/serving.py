@@ -107,8 +107,8 @@ def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: Fir
 
 
 def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
-    console.print("Ctrl-C stops it.")
     try:
+        console.print("Ctrl-C stops it.")  # a Ctrl-C may come before this returns
         cluster.wait()
     except KeyboardInterrupt as interrupt:
         return _leaves_workers(interrupt)

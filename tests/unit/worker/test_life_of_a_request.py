@@ -449,14 +449,21 @@ async def test_a_full_pool_says_so_and_takes_the_next_when_it_is_free() -> None:
 async def test_prompts_wait_for_pages_the_short_ones_first_and_none_starves() -> None:
     async with WorkerPair(pages=300, prefill_pages=8) as pair:
         asked = {f"q{n}": [n + 3] * (30 if n % 2 else 5) for n in range(12)}
-        pair.prefill.engine.hold()  # else the first prompt may be over before the others are queued
+        # All twelve are queued when a step is planned next: the one of another prompt is held until then.
+        pair.prefill.engine.hold()
+        before = pair.send("before", [200] * 5, TEN)
+        await until(pair.prefill.engine.waiting.is_set)
         heard = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
         pair.prefill.engine.let_go()
+        await until(lambda: before.finish)
         await until(lambda: all(each.finish for each in heard.values()))
         for name, prompt in asked.items():
             assert heard[name].tokens == answer_to(prompt, TEN)
         started = [
-            row.token_ids[0] - 3 for batch in pair.prefill.engine.batches for row in batch.rows if row.start == 0
+            row.token_ids[0] - 3
+            for batch in pair.prefill.engine.batches
+            for row in batch.rows
+            if row.start == 0 and row.token_ids[0] != 200
         ]
         assert sorted(started) == list(range(12))
         short, long = ([number for number in started if number % 2 == odd] for odd in (0, 1))
