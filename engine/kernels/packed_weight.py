@@ -1,0 +1,107 @@
+"""A weight of 8-bit or 4-bit codes with scales: the one form into which every quantized format is repacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TILE = 128
+"""Columns whose 4-bit codes are packed together."""
+CENTRE = 8
+"""The 4-bit code of a weight of zero where there are no offsets."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [..., N, K]: weight[n, k] = codes[n, k] · scales[n, k // group] + offsets[n, k // group].
+
+    codes   [..., N, K] int8 or float8_e4m3fn; or [..., N, K / 2] uint8 with two 4-bit codes of 0 to 15 a byte. Those
+            are planar: columns come in tiles of `TILE`, the last one may be shorter, and byte j of a tile of c columns
+            has column j in its lower half and column c / 2 + j in its upper half.
+    scales  [..., N, K / group], of any floating-point dtype
+    offsets likewise; None = zero for 8-bit codes, and -`CENTRE` · scales for 4-bit codes
+    group   columns that share a scale: it divides K; K itself = one scale a row
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    group: int
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code: 8 or 4."""
+        return 4 if self.codes.dtype == torch.uint8 else 8
+
+    @property
+    def shape(self) -> torch.Size:
+        """The weight's shape [..., N, K]."""
+        *outer, columns = self.codes.shape
+        return torch.Size([*outer, columns * 8 // self.bits])
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all parts."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts())
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, index: int | slice) -> PackedWeight:
+        """Returns a view of some rows, or of one of several stacked weights."""
+        offsets = None if self.offsets is None else self.offsets[index]
+        return PackedWeight(self.codes[index], self.scales[index], offsets, self.group)
+
+    def split_with_sizes(self, sizes: Sequence[int]) -> tuple[PackedWeight, ...]:
+        """Returns views of `sizes` rows each, one behind the other, as `Tensor.split_with_sizes` does."""
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        return tuple(self[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+    def chunk(self, chunks: int) -> tuple[PackedWeight, ...]:
+        """Returns views of as many equal parts of the rows, which `chunks` divides."""
+        return self.split_with_sizes([len(self) // chunks] * chunks)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors: codes, scales and offsets if there are any."""
+        return (self.codes, self.scales) if self.offsets is None else (self.codes, self.scales, self.offsets)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Returns the weight [..., N, K], computed in float32 and rounded to `dtype` once."""
+        codes = unpack_nibbles(self.codes) if self.bits == 4 else self.codes
+        *outer, columns = codes.shape
+        grouped = codes.to(torch.float32).view(*outer, columns // self.group, self.group)
+        scales = self.scales.to(torch.float32)[..., None]
+        if self.offsets is not None:
+            weight = grouped * scales + self.offsets.to(torch.float32)[..., None]
+        else:
+            weight = (grouped - CENTRE if self.bits == 4 else grouped) * scales
+        return weight.reshape(*outer, columns).to(dtype)
+
+
+Weight = Tensor | PackedWeight
+"""A weight as it is, or packed."""
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Packs codes [..., K] of 0 to 15, K even, as `PackedWeight.codes` says → [..., K / 2] uint8."""
+    tiles = codes.to(torch.uint8).split_with_sizes(_widths(codes.shape[-1], TILE), dim=-1)
+    halves = [tile.tensor_split(2, dim=-1) for tile in tiles]
+    return torch.cat([lower | upper << 4 for lower, upper in halves], dim=-1)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Inverts `pack_nibbles` → codes [..., K] uint8."""
+    tiles = packed.split_with_sizes(_widths(packed.shape[-1], TILE // 2), dim=-1)
+    return torch.cat([half for tile in tiles for half in (tile & 15, tile >> 4)], dim=-1)
+
+
+def _widths(columns: int, tile: int) -> list[int]:
+    return [min(tile, columns - first) for first in range(0, columns, tile)]
