@@ -18,7 +18,9 @@ from pathlib import Path
 from router.config import RouterConfig
 from router.server import RouterServer
 from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
+from wire.heap import settle_heap
 from wire.messages import Role
+from wire.turns import take_short_turns
 
 KEYS = ("sesame", "other")
 MAX_CONTEXT = 256
@@ -100,6 +102,7 @@ async def _serve(model: Path, front_processes: int, lines: asyncio.StreamReader)
     endpoints = await router.start()
     await controller.set(*workers)
     await until(lambda: router.ready, "the router is ready")
+    settle_heap()  # as a router's process does
     pulse = _Pulse()
     print(json.dumps([endpoints.http_address, endpoints.grpc_address]), flush=True)
     while await lines.readline():
@@ -123,4 +126,5 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
+    take_short_turns()
     asyncio.run(_main())

@@ -24,7 +24,7 @@ LIMIT_S = float(os.environ.get("TANDEM_FUZZ_TURN_S", "0.1"))
 
 The measured maximum is a quarter of it.
 """
-TOGETHER_LIMIT_S = 3 * LIMIT_S
+TOGETHER_LIMIT_S = 2 * LIMIT_S
 """The limit under all of them at once, whose calls may fall into one turn; the measured value is printed."""
 _NEARLY_4_MIB = 4_000_000
 _KEY = (("authorization", HOSTILE_AUTHORIZATION),)
