@@ -123,7 +123,7 @@ class Engine:
 
     def kv_bytes(self, tokens: int) -> int:
         """Returns the bytes of the KV of `tokens` tokens."""
-        return tokens * self._runner.cache.tensor[0].nbytes // self._runner.page_tokens
+        return tokens * self._runner.cache.page_bytes // self._runner.page_tokens
 
     def _step(self, pieces: Prompts, starts: list[int]) -> list[int]:
         share = self._runner.cache.pages // len(pieces)

@@ -28,6 +28,7 @@ GPU_MEMORY_FRACTION = 0.9
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _MOST_FRONTS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class ClusterConfig:
     """`cpu`; `cuda`, which spreads workers over all GPUs; or `cuda:N`, which places all workers on that GPU."""
     dtype: str = "auto"
     """Data type of weights and KV: `auto`, `float32`, `bfloat16` or `float16`."""
+    kv_cache_dtype: str = "auto"
+    """Data type of KV: `auto`, which is that of the weights, `int8` or `fp8`."""
     page_tokens: int | None = None
     """Tokens per KV page; None = 16 on CPU, 128 on GPUs."""
     kv_cache_bytes: int | None = None
@@ -262,6 +265,7 @@ class ClusterConfig:
             ("--mode", self.mode, Mode),
             ("--step-policy", self.step_policy, PolicyName),
             ("--dtype", self.dtype, DTYPES),
+            ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
             ("--log-format", self.log_format, LogFormat),
         ):
             if name not in list(known):

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
-from engine.device import choose_kernels, parse_device, parse_dtype, parse_page_tokens
+from engine.device import choose_kernels, parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
 from engine.expert_tokens import ExpertTokens
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
@@ -54,6 +54,8 @@ class LoadedParts:
 
     spec: ModelSpec
     cache: PagedCache
+    dtype: torch.dtype
+    """The dtype of the activations, and of weights that are not quantized."""
     facts: ModelFacts
     revision: str
     """The name of the weights."""
@@ -68,7 +70,7 @@ def load_parts(
     device = parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
     spec = load_spec(config.model) if config.random_weights else check_model(config.model)
-    dtype = parse_dtype(config, device, spec)
+    dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
     if device.type == "cpu":
         check_host_memory(weight_bytes(spec, dtype))
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
@@ -81,11 +83,11 @@ def load_parts(
     if device.type == "cuda" and kernels is None:
         from engine.cuda.cuda_start import start_on_gpu
 
-        cache, stepper = start_on_gpu(config, model, page_tokens, dtype, device, progress=progress)
+        cache, stepper = start_on_gpu(config, model, page_tokens, kv_dtype, device, progress=progress)
     else:
         # Outside of inference mode: the transfer and tests write into the cache as well.
         capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-        cache = PagedCache(spec, page_tokens, capacity, dtype, device, step_tokens=config.max_step_tokens)
+        cache = PagedCache(spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
         packer = StepPacker(step_limits(spec, cache))
         stepper = HostStepper(packer, forward_over(model, cache), device, spec.eos_token_ids)
     facts = ModelFacts(
@@ -93,12 +95,12 @@ def load_parts(
         vocab_size=spec.vocab_size,
         max_context=step_limits(spec, cache).max_context,
         eos_token_ids=spec.eos_token_ids,
-        dtype=cache.dtype,
-        summary=model_summary(spec, cache.item_bytes),
+        dtype=str(dtype).removeprefix("torch."),
+        summary=model_summary(spec, cache.element_bytes),
         kv_windows=cache.kv_pages.windows,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
-    return LoadedParts(spec, cache, facts, revision, stepper, model.expert_tokens)
+    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens)
 
 
 def _load_model(

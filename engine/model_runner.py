@@ -7,20 +7,17 @@ from torch import Tensor
 
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
-from engine.cache.paged_cache import PagedCache
 from engine.ceilings import measure_ceilings
 from engine.config import EngineConfig
-from engine.config.model import ModelSpec
 from engine.device import device_name
-from engine.expert_tokens import ExpertTokens
 from engine.graph_use import GraphUse
 from engine.kernels.base import Kernels
-from engine.load_engine import Stepper, load_parts
+from engine.load_engine import LoadedParts, load_parts
 from engine.memory import naming_the_setting
 from engine.model_sizes import cost_guess, roofline
 from engine.steps.batch import Draw, PendingStep, StepBatch, StepResult, StepRow
 from engine.weights.checkpoint import Progress
-from wire.messages import ModelFacts, SamplingParams
+from wire.messages import SamplingParams
 
 _WARM_UP_TOKENS = 64
 
@@ -28,30 +25,22 @@ _WARM_UP_TOKENS = 64
 class ModelRunner:
     """Computes steps. Not thread-safe but for `pool`: one thread runs it. Owns weights and cache for its lifetime."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        cache: PagedCache,
-        facts: ModelFacts,
-        revision: str,
-        stepper: Stepper,
-        *,
-        expert_tokens: ExpertTokens,
-    ) -> None:
-        """Use `load`. `revision` names the weights, for `compatibility_facts`."""
-        self.spec = spec
-        self.facts = facts
-        self.cache = cache
+    def __init__(self, loaded: LoadedParts) -> None:
+        """Use `load`."""
+        self.spec = spec = loaded.spec
+        self.facts = loaded.facts
+        self.dtype = loaded.dtype
+        self.cache = cache = loaded.cache
         self.pool = PagePool(cache.pages)
         self.page_tokens = cache.page_tokens
         self.kv_pages = cache.kv_pages
         self.page_sums = page_checksums(cache.tensor)
-        self.cost_guess = cost_guess(spec, cache)
-        self.roofline = roofline(spec, cache)
-        self.device_name = device_name(cache.tensor.device)
-        self._revision = revision
-        self.stepper = stepper
-        self.expert_tokens = expert_tokens
+        self.cost_guess = cost_guess(spec, cache, self.dtype.itemsize)
+        self.roofline = roofline(spec, cache, self.dtype.itemsize)
+        self.device_name = device_name(cache.device)
+        self._revision = loaded.revision
+        self.stepper = loaded.stepper
+        self.expert_tokens = loaded.expert_tokens
 
     @classmethod
     def load(
@@ -69,10 +58,8 @@ class ModelRunner:
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
         """
         loaded = load_parts(config, progress, name=name, kernels=kernels)
-        runner = cls(
-            loaded.spec, loaded.cache, loaded.facts, loaded.revision, loaded.stepper, expert_tokens=loaded.expert_tokens
-        )
-        with naming_the_setting(loaded.cache.tensor.device):
+        runner = cls(loaded)
+        with naming_the_setting(loaded.cache.device):
             runner._warm_up(progress)
         runner.expert_tokens.reset()
         return runner
@@ -116,15 +103,15 @@ class ModelRunner:
 
         It takes some tenths of a second, in which nobody else of this process may compute.
         """
-        cache = self.cache.tensor
-        self.roofline = replace(self.roofline, ceilings=measure_ceilings(cache.device, cache.dtype, threads))
+        self.roofline = replace(self.roofline, ceilings=measure_ceilings(self.cache.device, self.dtype, threads))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """Return what two workers must share, as (name, value), before KV may move between them."""
         cache = self.cache
         return (
             ("model", self._revision),
-            ("dtype", cache.dtype),
+            ("dtype", self.facts.dtype),
+            ("kv_cache_dtype", cache.dtype),
             (
                 "layout",
                 f"pages,{cache.kv_heads} heads,{cache.layers} layers,{cache.parts} parts,tokens,{cache.head_dim} dims",
@@ -145,6 +132,6 @@ class ModelRunner:
         pages = [0] * len(self.cache.groups)
         for row in (StepRow([0] * tokens, 0, pages, None), StepRow([0], 0, pages, Draw(sampling, 0))):
             self.run(StepBatch([row]))
-        self.cache.tensor[0].zero_()
+        self.cache.storage[0].zero_()
         if progress is not None:
             progress("compiling kernels", 1.0)

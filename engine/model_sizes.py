@@ -13,8 +13,12 @@ _ATTENTION_FLOP = 2
 """Operations per query, key and dimension of keys or values: a product and a sum."""
 
 
-def model_sizes(spec: ModelSpec, item_bytes: int) -> ModelSizes:
-    """Returns the sizes of the matrices alone: norms, biases and the embedding of a few tokens are negligible."""
+def model_sizes(spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None) -> ModelSizes:
+    """Returns the sizes of the matrices alone: norms, biases and the embedding of a few tokens are negligible.
+
+    `item_bytes` are those of a weight, `kv_element_bytes` those of an element of KV; None = the same.
+    """
+    kv_bytes = item_bytes if kv_element_bytes is None else kv_element_bytes
     output = spec.vocab_size * spec.hidden_size
     experts = sum(expert_weights(layer, spec.hidden_size) for layer in spec.layers)
     every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
@@ -22,25 +26,25 @@ def model_sizes(spec: ModelSpec, item_bytes: int) -> ModelSizes:
     return ModelSizes(
         weights=active_weights(spec),
         weight_bytes=every_step * item_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(spec, item_bytes),
+        kv_bytes_per_token=kv_bytes_per_token(spec, kv_bytes),
         attention_flop_per_pair=sum(_pair_flop(layer.attention) for layer in spec.layers),
         output_weights=output,
         expert_bytes=experts * item_bytes,
         expert_share=max(map(_expert_share, spec.layers)),
-        windowed=tuple(_layers_of(spec, window, item_bytes) for window in windows),
+        windowed=tuple(_layers_of(spec, window, kv_bytes) for window in windows),
     )
 
 
-def _layers_of(spec: ModelSpec, window: int, item_bytes: int) -> WindowedLayers:
+def _layers_of(spec: ModelSpec, window: int, element_bytes: float) -> WindowedLayers:
     """Returns the amounts of the layers with this window."""
     layers = [layer for layer in spec.layers if window_of(layer) == window]
     pair_flop = sum(_pair_flop(layer.attention) for layer in layers)
-    return WindowedLayers(window, kv_elements(layers) * item_bytes, pair_flop)
+    return WindowedLayers(window, round(kv_elements(layers) * element_bytes), pair_flop)
 
 
-def kv_bytes_per_token(spec: ModelSpec, item_bytes: int) -> int:
-    """Returns the bytes of one token's KV in all layers."""
-    return kv_elements(spec.layers) * item_bytes
+def kv_bytes_per_token(spec: ModelSpec, element_bytes: float) -> int:
+    """Returns the bytes of one token's KV in all layers, from those of an element, scales included."""
+    return round(kv_elements(spec.layers) * element_bytes)
 
 
 def active_weights(spec: ModelSpec) -> int:
@@ -67,14 +71,15 @@ def expert_weights(layer: LayerSpec, hidden: int) -> int:
     return 3 * hidden * moe.width * moe.experts if isinstance(moe, MixtureOfExperts) else 0
 
 
-def roofline(spec: ModelSpec, cache: PagedCache) -> Roofline:
-    """Returns the roofline of the model on this kind of device."""
-    return Roofline(model_sizes(spec, cache.item_bytes), GPU if cache.tensor.is_cuda else CPU)
+def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
+    """Returns the roofline of the model on this kind of device; `item_bytes` are those of a weight."""
+    sizes = model_sizes(spec, item_bytes, cache.element_bytes)
+    return Roofline(sizes, CPU if cache.device.type == "cpu" else GPU)
 
 
-def cost_guess(spec: ModelSpec, cache: PagedCache) -> CostParameters:
+def cost_guess(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> CostParameters:
     """Returns the predicted cost of steps on this device, before one was measured."""
-    limits, grid = roofline(spec, cache), step_grid(spec, cache.tensor.device)
+    limits, grid = roofline(spec, cache, item_bytes), step_grid(spec, cache.device)
     return guess(limits.sizes, limits.ceilings, grid)
 
 

@@ -8,12 +8,12 @@ from engine.config.model import GroupedQueryAttention, LatentAttention, MixtureO
 from engine.model_sizes import active_weights, kv_bytes_per_token, total_weights
 
 
-def model_summary(spec: ModelSpec, item_bytes: int) -> tuple[str, ...]:
-    """Returns parameters, KV cache, attention and experts, a line each; `item_bytes` is an element's, of the cache."""
+def model_summary(spec: ModelSpec, element_bytes: float) -> tuple[str, ...]:
+    """Returns parameters, KV cache, attention and experts, a line each; `element_bytes`: of an element of KV."""
     total, active = total_weights(spec), active_weights(spec)
     experts = _experts(spec)
     parameters = f"{_count(total)} parameters" + (f", {_count(active)} active per token" if experts else "")
-    cache, groups = f"{kv_bytes_per_token(spec, item_bytes):,} bytes of KV per token", kv_groups(spec)
+    cache, groups = f"{kv_bytes_per_token(spec, element_bytes):,} bytes of KV per token", kv_groups(spec)
     if len(groups) > 1:
         cache += f", pages of {len(groups)} groups of {groups[0].depth} layers"
     return (parameters, cache, f"attention: {', '.join(_attention(spec))}", *experts)

@@ -12,7 +12,7 @@ from kv_transfer.layout import KVLayout
 from wire.errors import FailedPrecondition
 from wire.messages import Handshake, PeerDescription
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """The protocol version, incremented with each change in the meaning of messages or bytes that two workers exchange."""
 
 Facts = tuple[tuple[str, str], ...]
@@ -24,6 +24,7 @@ def layout_facts(layout: KVLayout) -> Facts:
         ("layout", "pages, kv_heads, layers, parts, page_tokens, head_dim"),
         ("kv_dtype", layout.dtype),
         ("item_bytes", str(layout.item_bytes)),
+        ("scale_bytes", str(layout.scale_bytes)),
         ("kv_groups", str(len(layout.windows))),
         ("windows", ", ".join("none" if window is None else str(window) for window in layout.windows)),
         ("layers", str(layout.layers)),

@@ -19,9 +19,9 @@ class KVLayout:
     page_tokens: int
     head_dim: int
     item_bytes: int
-    """Bytes of one element."""
+    """Bytes of one element, or of one 8-bit code."""
     dtype: str
-    """Element type, e.g. `bfloat16`."""
+    """Type of elements or codes, e.g. `bfloat16`."""
     memory: str = "DRAM"
     """`DRAM` or `VRAM`."""
     device_id: int = 0
@@ -30,12 +30,14 @@ class KVLayout:
     """2 for keys and values, 1 for latents."""
     windows: tuple[int | None, ...] = (None,)
     """The window of each group, None = all positions."""
+    scale_bytes: int = 0
+    """Bytes of the scale of one token's codes of a head and part; the scales of a page follow its codes, by head."""
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over its layers."""
-        elements = self.layers * self.parts * self.kv_heads * self.page_tokens * self.head_dim
-        return elements * self.item_bytes
+        rows = self.layers * self.parts * self.kv_heads * self.page_tokens
+        return rows * (self.head_dim * self.item_bytes + self.scale_bytes)
 
     @property
     def total_bytes(self) -> int:

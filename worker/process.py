@@ -277,4 +277,5 @@ def layout_of(cache: PagedCache) -> KVLayout:
         device_id=cache.device_id,
         parts=cache.parts,
         windows=cache.kv_pages.windows,
+        scale_bytes=cache.scale_bytes,
     )

@@ -66,7 +66,7 @@ class PoolSide:
             torch.cuda.set_device(here)
         config = load_spec(plan.model)
         self._cache = PagedCache(config, plan.page_tokens, _POOL_BYTES[here.type], plan.dtype, here)
-        self._cache.tensor.normal_()
+        self._cache.storage.normal_()
         if here.type == "cuda":
             torch.cuda.synchronize()
         me, layout = PeerRef(name, 1), layout_of(self._cache)

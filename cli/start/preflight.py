@@ -95,7 +95,7 @@ def check_page(config: ClusterConfig) -> None:
     import torch
 
     from engine.cache.paged_cache import cache_bytes
-    from engine.device import parse_dtype, parse_page_tokens
+    from engine.device import parse_kv_dtype, parse_page_tokens
     from engine.models.load_spec import load_spec
 
     if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
@@ -103,7 +103,7 @@ def check_page(config: ClusterConfig) -> None:
     engine = _engine(config)
     device, shape = torch.device(config.device), load_spec(config.model)
     page_tokens = parse_page_tokens(engine, device)
-    needed = cache_bytes(shape, 1, page_tokens, parse_dtype(engine, device, shape))
+    needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
     if config.worker_kv_cache_bytes < needed:
         raise InvalidArgument(
             "--kv-cache-gib",
@@ -140,7 +140,11 @@ def check_weights(config: ClusterConfig) -> None:
 def _engine(config: ClusterConfig) -> EngineConfig:
     """Returns the settings that determine the sizes of weights and pages."""
     return EngineConfig(
-        config.model, dtype=config.dtype, page_tokens=config.page_tokens, random_weights=config.random_weights
+        config.model,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        page_tokens=config.page_tokens,
+        random_weights=config.random_weights,
     )
 
 

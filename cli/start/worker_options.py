@@ -133,6 +133,10 @@ class EngineOptions:
         str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto: cuda where PyTorch finds a usable GPU.")
     ] = AUTO
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(help="Of the KV cache: auto (as --dtype), int8 or fp8; 8 bits hold up to twice the tokens."),
+    ] = "auto"
     page_tokens: Annotated[int | None, typer.Option(help="Tokens per KV page; default: 16 on CPU, 128 on GPUs.")] = None
     kv_cache_gib: Annotated[
         float | None,
@@ -171,6 +175,7 @@ class EngineOptions:
             config,
             device=self.device,
             dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             page_tokens=self.page_tokens,
             kv_cache_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
             memory_fraction=self.memory_fraction,

@@ -114,6 +114,7 @@ class WorkerActors:
             model=cluster.model,
             device=slot.device,
             dtype=cluster.dtype,
+            kv_cache_dtype=cluster.kv_cache_dtype,
             page_tokens=cluster.page_tokens,
             kv_cache_bytes=cluster.worker_kv_cache_bytes,
             memory_fraction=slot.memory_fraction,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.config.kv import KvGroup, kv_groups
 from engine.config.model import ModelSpec
+from engine.kernels.kv_cache import SCALE_BYTES, KvCache, QuantizedKv, is_quantized
 from engine.memory import GIB, free_bytes
 from wire.errors import InvalidArgument
 from wire.kv_pages import KvPages
@@ -20,7 +21,8 @@ class PagedCache:
 
     `tensor` [pages + 1, layers, parts, kv_heads, page_tokens, head_dim] is the view for kernels: `layers` are those of
     a group, whichever owns the page. Index 0 of the third dimension is keys, 1 values; latent attention has one part.
-    Its strides may have any order (`_kernel_view`).
+    Its strides may have any order (`_kernel_view`). With an 8-bit dtype it is a `QuantizedKv`. `storage` [pages + 1,
+    elements] is the memory of all pages.
 
     Page number `pages`, the last one, belongs to no request: other workers write to it to test a connection. This
     object owns the memory: addresses handed to a transfer are valid as long as it lives.
@@ -38,7 +40,8 @@ class PagedCache:
     ) -> None:
         """Allocates as many whole pages as fit into `capacity_bytes`, one of them the page of no request.
 
-        `step_tokens` is the most prompt tokens of a step, which the forecast of a request's pages depends on.
+        `dtype` is the elements', or int8 or float8_e4m3fn for codes with scales. `step_tokens` is the most prompt
+        tokens of a step, which the forecast of a request's pages depends on.
 
         InvalidArgument if that leaves none, or `device` has less memory.
         """
@@ -48,42 +51,56 @@ class PagedCache:
         self.page_tokens = page_tokens
         self.kv_pages = KvPages(page_tokens, tuple(each.window for each in self.groups), step_tokens)
         self.item_bytes = dtype.itemsize
+        self.scale_bytes = SCALE_BYTES if is_quantized(dtype) else 0
         self.pages = capacity_bytes // page_bytes(spec, page_tokens, dtype) - _SCRATCH_PAGES
         if self.pages < 1:
             least = cache_bytes(spec, 1, page_tokens, dtype)
             raise InvalidArgument("kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {least} bytes.")
-        memory = _zeros((self.pages + _SCRATCH_PAGES, group.elements * page_tokens), dtype, device)
-        self.tensor = _kernel_view(memory, group, page_tokens)
+        page_items = page_bytes(spec, page_tokens, dtype) // dtype.itemsize
+        self.storage = _zeros((self.pages + _SCRATCH_PAGES, page_items), dtype, device)
+        self.tensor = _kernel_view(self.storage, group, page_tokens)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over its layers."""
-        return self.tensor[0].numel() * self.item_bytes
+        return self.storage[0].nbytes
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of one element, with its part of a scale."""
+        return self.item_bytes + self.scale_bytes / self.head_dim
 
     @property
     def base_address(self) -> int:
         """The address of page 0 in this process; on a GPU, a device address."""
-        return self.tensor.data_ptr()
+        return self.storage.data_ptr()
 
     @property
     def dtype(self) -> str:
-        """Element type in torch's spelling, e.g. `bfloat16`."""
-        return str(self.tensor.dtype).removeprefix("torch.")
+        """Type of elements or codes in torch's spelling, e.g. `bfloat16`."""
+        return str(self.storage.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the memory."""
+        return self.storage.device
 
     @property
     def memory(self) -> str:
         """`DRAM` or `VRAM`."""
-        return "VRAM" if self.tensor.is_cuda else "DRAM"
+        return "VRAM" if self.storage.is_cuda else "DRAM"
 
     @property
     def device_id(self) -> int:
         """GPU ordinal; 0 for host memory."""
-        return self.tensor.device.index or 0
+        return self.device.index or 0
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of one page over its layers."""
-    return kv_groups(spec)[0].elements * page_tokens * dtype.itemsize
+    """Returns the bytes of one page over its layers, scales included."""
+    group = kv_groups(spec)[0]
+    scales = SCALE_BYTES * group.elements // group.dim if is_quantized(dtype) else 0
+    return page_tokens * (group.elements * dtype.itemsize + scales)
 
 
 def cache_bytes(spec: ModelSpec, pages: int, page_tokens: int, dtype: torch.dtype) -> int:
@@ -91,14 +108,18 @@ def cache_bytes(spec: ModelSpec, pages: int, page_tokens: int, dtype: torch.dtyp
     return (pages + _SCRATCH_PAGES) * page_bytes(spec, page_tokens, dtype)
 
 
-def _kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> Tensor:
+def _kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
     """Returns `memory` [pages, elements] as [pages, layers, parts, heads, page_tokens, dim].
 
     In memory a page is head-major, so that any range of heads is one contiguous slice. This is the one place that
     knows it: kernels take the strides from the tensor.
     """
-    ordered = memory.view(len(memory), group.heads, group.depth, group.parts, page_tokens, group.dim)
-    return ordered.permute(0, 2, 3, 1, 4, 5)
+    outer = (len(memory), group.heads, group.depth, group.parts)
+    if not is_quantized(memory.dtype):
+        return memory.view(*outer, page_tokens, group.dim).permute(0, 2, 3, 1, 4, 5)
+    planes = memory.view(*outer, -1).permute(0, 2, 3, 1, 4)
+    codes, scales = planes.tensor_split([page_tokens * group.dim], dim=-1)
+    return QuantizedKv(codes.view(*codes.shape[:-1], page_tokens, group.dim), scales.view(torch.float32))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

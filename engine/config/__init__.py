@@ -17,6 +17,8 @@ class EngineConfig:
     """`cpu`, `cuda` or `cuda:N`."""
     dtype: str = "auto"
     """`auto`, `float32`, `bfloat16` or `float16`, of weights and KV; auto = float32 on CPU, the checkpoint's on GPU."""
+    kv_cache_dtype: str = "auto"
+    """`auto`, `int8` or `fp8`, of KV; auto = that of the weights."""
     page_tokens: int | None = None
     """Tokens of a KV page; None = the default of the device."""
     kv_cache_bytes: int | None = None

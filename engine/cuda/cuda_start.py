@@ -59,7 +59,7 @@ def start_on_gpu(
     config: EngineConfig,
     model: DecoderModel,
     page_tokens: int,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     *,
     progress: Progress | None,
@@ -70,7 +70,7 @@ def start_on_gpu(
     model's kernels.
     """
     with naming_the_setting(device), _refusing_small_gpus(device):
-        probe = _one_row(config, model, page_tokens, dtype, device)
+        probe = _one_row(config, model, page_tokens, kv_dtype, device)
         _compile(config, model, probe)
         steps = _measure_steps(config, model, probe) if config.kv_cache_bytes is None else 0
         del probe
@@ -78,7 +78,7 @@ def start_on_gpu(
         if capacity is None:
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
-        cache = PagedCache(model.spec, page_tokens, capacity, dtype, device, step_tokens=config.max_step_tokens)
+        cache = PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
         stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
     log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
@@ -98,13 +98,13 @@ def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
 
 
 def _one_row(
-    config: EngineConfig, model: DecoderModel, page_tokens: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: DecoderModel, page_tokens: int, kv_dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
     """Returns a cache for the longest row of a step, for trial steps."""
     row_tokens = min(config.max_step_tokens, model.spec.max_context)
     pages = len(kv_groups(model.spec)) * pages_for(row_tokens, page_tokens)
-    capacity = cache_bytes(model.spec, pages, page_tokens, dtype)
-    return PagedCache(model.spec, page_tokens, capacity, dtype, device, step_tokens=config.max_step_tokens)
+    capacity = cache_bytes(model.spec, pages, page_tokens, kv_dtype)
+    return PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
 
 
 def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> int:
@@ -112,7 +112,7 @@ def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache)
 
     The memory of the largest graphs holds the smaller ones.
     """
-    row_tokens, device = min(config.max_step_tokens, model.spec.max_context), probe.tensor.device
+    row_tokens, device = min(config.max_step_tokens, model.spec.max_context), probe.device
 
     def run() -> CudaStepper:
         stepper = _make_stepper(config, model, probe, _every_size(config, model).largest, None)
@@ -125,10 +125,10 @@ def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache)
 
 def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> None:
     """Compiles most kernels of all steps, while there is memory to run many at a time."""
-    device = probe.tensor.device
+    device = probe.device
     stepper = _make_stepper(config, model, probe, _Sizes([], []), None)
     # Draws first: steps of many rows wait for a library that compiles, and occupy the compiler threads.
-    trials: dict[str, Trial] = {**stepper.draws.trials(probe.tensor.dtype)}
+    trials: dict[str, Trial] = {**stepper.draws.trials(model.dtype)}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.spec, probe).max_context)
@@ -170,7 +170,7 @@ def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
 def _make_stepper(
     config: EngineConfig, model: DecoderModel, cache: PagedCache, sizes: _Sizes, progress: Progress | None
 ) -> CudaStepper:
-    device = cache.tensor.device
+    device = cache.device
     packer = StepPacker(step_limits(model.spec, cache))
     forward = forward_over(model, cache)
     # Every row of a step may draw, and a step of prompts may have as many rows as tokens.

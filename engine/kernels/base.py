@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.config.attention import AttentionShape, LatentShape
 from engine.config.model import MixtureOfExperts
+from engine.kernels.kv_cache import KvCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Kernels(ABC):
         Called once they are over. The default does nothing.
         """
 
-    def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
+    def begin_step(self, cache: KvCache, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
         """Called once for each KV group before a step's first layer, for work that all layers of the group share.
 
         The first group comes last, so that what is launched for all groups is followed by `embed`.
@@ -181,7 +182,7 @@ class Kernels(ABC):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
@@ -191,7 +192,7 @@ class Kernels(ABC):
         qkv    [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
         rope   [max_context, shape.rotated] float32: cos of the first half of the dimensions, then sin, with scaling
         q_norm [head_dim] norms each head by itself, [heads·head_dim] the whole row; k_norm likewise
-        cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`
+        cache  [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`; see `QuantizedKv`
         → q [T, heads, head_dim], which may be a view into qkv
         """
 
@@ -199,7 +200,7 @@ class Kernels(ABC):
     def attention(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,

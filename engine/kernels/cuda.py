@@ -14,6 +14,7 @@ from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAtte
 from engine.kernels.attention.triton_attention import DecodeAttention
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
 from engine.kernels.experts.triton_experts import ExpertKernels
+from engine.kernels.kv_cache import KvCache, unquantized
 from engine.kernels.latent.latent_kernels import LatentKernels
 from engine.kernels.libraries import Libraries, Wanted
 from engine.kernels.linear import triton_linear
@@ -95,8 +96,9 @@ class CudaKernels(Kernels):
         for attention in self._decode.values():
             attention.reset()
 
-    def begin_step(self, cache: Tensor, layout: StepLayout) -> None:
+    def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Prepares prefill attention of the long rows and decode attention of the others."""
+        cache = unquantized(cache)
         single = self._single_rows(layout)
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):
@@ -201,12 +203,13 @@ class CudaKernels(Kernels):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
     ) -> Tensor:
         """Computes norms, rotation and the KV store in one launch."""
+        cache = unquantized(cache)
         return triton_rope.rope_and_store(
             qkv, rope, q_norm, k_norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
         )
@@ -214,13 +217,14 @@ class CudaKernels(Kernels):
     def attention(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes decode attention of the rows of one token and prefill attention of the others."""
+        cache = unquantized(cache)
         single = self._single_rows(layout)
         if single == len(layout.context_lens):
             return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens, sinks=sinks)

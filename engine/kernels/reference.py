@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.config.attention import AttentionShape, LatentShape
 from engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
 
 
 class ReferenceKernels(Kernels):
@@ -74,7 +75,7 @@ class ReferenceKernels(Kernels):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
@@ -90,14 +91,19 @@ class ReferenceKernels(Kernels):
         cos, sin = rope[layout.positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
         page_tokens = cache.shape[4]
         page, offset = layout.slots // page_tokens, layout.slots % page_tokens
-        cache[page, layer, 0, :, offset] = rotate(k, cos, sin)
-        cache[page, layer, 1, :, offset] = v
+        for part, values in enumerate((rotate(k, cos, sin), v)):
+            if isinstance(cache, QuantizedKv):
+                codes, scales = quantize_kv(values, cache.codes.dtype)
+                cache.codes[page, layer, part, :, offset] = codes
+                cache.scales[page, layer, part, :, offset] = scales
+            else:
+                cache[page, layer, part, :, offset] = values
         return rotate(q, cos, sin)
 
     def attention(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
@@ -110,7 +116,7 @@ class ReferenceKernels(Kernels):
         for row, context in enumerate(contexts):
             tokens = slice(starts[row], starts[row + 1])
             first = first_read(context, starts[row + 1] - starts[row], shape.window, cache.shape[4])
-            keys, values = gather_row(cache, layer, layout.page_table[row], context, first)
+            keys, values = gather_row(cache, layer, layout.page_table[row], context, first, q.dtype)
             out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens] - first, shape, sinks)
         return out.flatten(1)
 
@@ -237,14 +243,21 @@ def first_read(context: int, tokens: int, window: int | None, page_tokens: int) 
     return 0 if window is None else max(context - tokens - window + 1, 0) // page_tokens * page_tokens
 
 
-def gather_row(cache: Tensor, layer: int, page_ids: Tensor, context: int, first: int = 0) -> tuple[Tensor, Tensor]:
+def gather_row(
+    cache: KvCache, layer: int, page_ids: Tensor, context: int, first: int = 0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns copies of a row's keys and values at positions `first`, which begins a page, to `context`.
 
-    Each is [kv_heads, context - first, head_dim].
+    Each is [kv_heads, context - first, head_dim]; of a quantized cache in `dtype`.
     """
     page_tokens = cache.shape[4]
     used = page_ids[first // page_tokens : -(-context // page_tokens)].long()
-    pages = cache[used, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    if isinstance(cache, QuantizedKv):
+        assert dtype is not None
+        stored = dequantize_kv(cache.codes[used, layer], cache.scales[used, layer], dtype)
+    else:
+        stored = cache[used, layer]
+    pages = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return pages[0, :, : context - first], pages[1, :, : context - first]
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.config.model import DenseFeedForward, GroupedQueryAttention, LatentAttention, MixtureOfExperts
 from engine.kernels.base import Experts, Kernels, Linear, StepLayout
+from engine.kernels.kv_cache import KvCache, unquantized
 from engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters
 
 
@@ -36,14 +37,14 @@ class AttentionBlock:
         self._q_norm, self._k_norm, self._sinks = weights.q_norm, weights.k_norm, weights.sinks
         self._rope, self._kernels = rope, kernels
 
-    def store(self, hidden: Tensor, layout: StepLayout, cache: Tensor) -> Tensor:
+    def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Stores the keys and values of the step's tokens → their queries."""
         qkv = self._kernels.norm_linear(hidden, self._norm, self._eps, self._qkv)
         return self._kernels.rope_and_store(
             qkv, self._rope, self._q_norm, self._k_norm, self._eps, cache, self._layer, layout, self._shape
         )
 
-    def attend(self, q: Tensor, layout: StepLayout, cache: Tensor) -> Tensor:
+    def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Returns attention's heads [T, heads·head_dim], before the output product."""
         return self._kernels.attention(q, cache, self._layer, layout, self._shape, self._sinks)
 
@@ -69,20 +70,19 @@ class LatentBlock:
         self._query_norm, self._latent_norm, self._kv_up = weights.query_norm, weights.latent_norm, weights.kv_up
         self._rope, self._kernels = rope, kernels
 
-    def store(self, hidden: Tensor, layout: StepLayout, cache: Tensor) -> Tensor:
+    def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Stores the latents of the step's tokens → their queries [T, heads, nope + rope], rotated."""
         kernels, shape = self._kernels, self._spec.shape
         down = kernels.norm_linear(hidden, self._norm, self._eps, self._down)
         q, latents = down[:, : -shape.cached], down[:, -shape.cached :]
         if self._query_up is not None and self._query_norm is not None:
             q = kernels.norm_linear(q.contiguous(), self._query_norm, self._spec.norm_eps, self._query_up)
-        return kernels.latent_store(
-            q, latents, self._rope, self._latent_norm, self._spec.norm_eps, cache, self._layer, layout, shape
-        )
+        plain, eps = unquantized(cache), self._spec.norm_eps
+        return kernels.latent_store(q, latents, self._rope, self._latent_norm, eps, plain, self._layer, layout, shape)
 
-    def attend(self, q: Tensor, layout: StepLayout, cache: Tensor) -> Tensor:
+    def attend(self, q: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
         """Returns attention's heads [T, heads·v_dim], before the output product."""
-        return self._kernels.latent_attention(q, self._kv_up, cache, self._layer, layout, self._spec.shape)
+        return self._kernels.latent_attention(q, self._kv_up, unquantized(cache), self._layer, layout, self._spec.shape)
 
 
 class DenseBlock:

@@ -12,6 +12,7 @@ from engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSp
 from engine.config.rope import RopeConfig
 from engine.expert_tokens import ExpertTokens
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from engine.kernels.kv_cache import KvCache
 from engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, Norm
 from engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters, LayerParameters, Parameters
 from engine.models.rope import rope_table
@@ -42,6 +43,8 @@ class DecoderModel:
 
     def __init__(self, spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int) -> None:
         self.spec = spec
+        self.dtype = parameters.embedding.dtype
+        """The dtype of the activations."""
         self._kernels = kernels
         self._embedding = parameters.embedding
         self._final_norm = parameters.final_norm
@@ -88,7 +91,7 @@ class DecoderModel:
         self,
         token_ids: Tensor,
         layouts: Sequence[StepLayout],
-        cache: Tensor,
+        cache: KvCache,
         drawn: Tensor | None,
         feed: Feed | None = None,
     ) -> Tensor | None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from engine.model_runner import ModelRunner
+from engine.steps.batch import StepBatch, StepRow
 from tests.e2e.reference import TIE, Reference
-from tests.factories import write_tiny_model
+from tests.factories import draw, tiny_engine_config, write_tiny_model
 
 from .conftest import VOCAB
 from .moments import busy, kill, restarted
@@ -41,26 +43,37 @@ async def with_a_death(cluster: Any, questions: list[Question]) -> tuple[list[St
         return streams, dead
 
 
+def copy_of_tiny_model(family: str, model_folder: Path, folder: Path) -> Path:
+    """Writes a tiny model with the tokenizer of the small one; returns its folder."""
+    written = write_tiny_model(folder / family, family, vocab_size=VOCAB)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder / name, written)
+    return written
+
+
+SETTINGS = {
+    "prefill": 1,
+    "decode": 2,
+    "dtype": "float32",
+    "page_tokens": 16,
+    "max_step_tokens": 32,
+    "kv_cache_bytes": 1 << 24,
+}
+
+
+def questions() -> list[Question]:
+    rng = random.Random(9)
+    return [Question(tuple(rng.randrange(3, VOCAB) for _ in range(length)), ANSWER) for length in PROMPTS]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_of_transformers_though_a_worker_dies(
     family: str, running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path
 ) -> None:
-    folder = write_tiny_model(tmp_path / family, family, vocab_size=VOCAB)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_folder / name, folder)
-    cluster = running_cluster(
-        model=folder,
-        prefill=1,
-        decode=2,
-        dtype="float32",
-        page_tokens=16,
-        max_step_tokens=32,
-        kv_cache_bytes=1 << 24,
-    )
-    rng = random.Random(9)
-    questions = [Question(tuple(rng.randrange(3, VOCAB) for _ in range(length)), ANSWER) for length in PROMPTS]
-    streams, dead = asyncio.run(with_a_death(cluster, questions))
+    folder = copy_of_tiny_model(family, model_folder, tmp_path)
+    cluster = running_cluster(model=folder, **SETTINGS)
+    streams, dead = asyncio.run(with_a_death(cluster, questions()))
     reference = Reference(folder)
     for stream in streams:
         assert stream.code is grpc.StatusCode.OK, (stream.name, stream.words)
@@ -70,3 +83,32 @@ def test_the_tokens_of_transformers_though_a_worker_dies(
             assert token == best or (gap < TIE and token == second), stream.name
     restarted(cluster, dead)
     cluster.assert_idle_and_sound()
+
+
+@pytest.mark.timeout(300)
+def test_8_bit_kv_gives_the_tokens_of_one_engine_though_a_worker_dies(
+    running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path
+) -> None:
+    """Codes and scales are handed over: the answers are those of one engine that computes each alone."""
+    folder = copy_of_tiny_model("llama3", model_folder, tmp_path)
+    cluster = running_cluster(model=folder, kv_cache_dtype="int8", **SETTINGS)
+    streams, dead = asyncio.run(with_a_death(cluster, questions()))
+    runner = ModelRunner.load(tiny_engine_config(folder, kv_cache_dtype="int8", max_step_tokens=32, threads=1))
+    for stream in streams:
+        assert stream.code is grpc.StatusCode.OK, (stream.name, stream.words)
+        assert stream.tokens == greedy(runner, stream.question.prompt), stream.name
+    restarted(cluster, dead)
+    cluster.assert_idle_and_sound()
+
+
+def greedy(runner: ModelRunner, prompt: Sequence[int]) -> list[int]:
+    """Returns the tokens of an answer that one engine computes, the prompt in chunks of a step."""
+    pages, found, start = list(range(-(-(len(prompt) + ANSWER) // 16))), list(prompt), 0
+    while len(found) < len(prompt) + ANSWER:
+        chunk = found[start : start + 32]
+        last = start + len(chunk) == len(found)
+        step = StepRow(chunk, start, pages, draw(index=len(found) - len(prompt)) if last else None)
+        (token,) = runner.run(StepBatch([step])).token_ids
+        start += len(chunk)
+        found += [] if token is None else [token]
+    return found[len(prompt) :]

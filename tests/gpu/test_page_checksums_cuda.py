@@ -19,7 +19,8 @@ def test_the_same_on_both_devices() -> None:
     pages, filled = [5, 0, 3], [PAGE_TOKENS, 1, PAGE_TOKENS - 1]
     sums = page_checksums(cache)
     assert list(sums(pages, filled)) == list(page_checksums(cache.cpu())(pages, filled))
-    assert list(sums(pages, filled)) == reference_sums(as_words(cache), pages, filled)
+    words = as_words(cache)
+    assert list(sums(pages, filled)) == reference_sums(words.words, words.tokens(), pages, filled)
 
 
 def test_no_wait_for_what_the_engine_does_and_no_page_outside() -> None:

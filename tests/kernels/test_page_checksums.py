@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.cache.page_checksums import as_words, page_checksums
+from engine.cache.paged_cache import PagedCache, page_bytes
+from engine.config.attention import AttentionShape
+from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
+from engine.kernels.kv_cache import KvCache, QuantizedKv, quantize_kv
 from engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums, reference_sums
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -21,21 +25,38 @@ def make_cache(shape: tuple[int, ...] = SHAPES[0], dtype: torch.dtype = torch.fl
     return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
-def naive(cache: Tensor, page: int, filled: int) -> int:
+def naive(cache: KvCache, page: int, filled: int) -> int:
     """Computes the definition in Python integers."""
     total, place = 0, 0
-    for row in as_words(cache)[page].tolist():
-        for token, words in enumerate(row):
-            for word in words:
-                total += word * (2 * place + 1) * (token < filled)
-                place += 1
+    found = as_words(cache)
+    for row in found.words[page].tolist():
+        for word, token in zip(row, found.tokens().tolist(), strict=True):
+            total += word * (2 * place + 1) * (token < filled)
+            place += 1
     return total % 2**64
 
 
-def triton_sums(cache: Tensor, pages: list[int], filled: list[int]) -> list[int]:
+def make_quantized(shape: tuple[int, ...] = SHAPES[0]) -> QuantizedKv:
+    """Returns random codes with scales, in the memory of a `PagedCache`."""
+    pages, layers, _, heads, page_tokens, head_dim = shape
+    attention = GroupedQueryAttention(AttentionShape(heads, heads, head_dim, 1.0), None)
+    layer = LayerSpec(attention, DenseFeedForward(8))
+    spec = ModelSpec("LlamaForCausalLM", 10, 8, (layer,) * layers, 1e-6, 4096, False, (0,), None)
+    memory = pages * page_bytes(spec, page_tokens, torch.int8)
+    cache = PagedCache(spec, page_tokens, memory, torch.int8, torch.device("cpu"))
+    assert isinstance(cache.tensor, QuantizedKv)
+    codes, scales = quantize_kv(make_cache(shape), torch.int8)
+    cache.tensor.codes.copy_(codes)
+    cache.tensor.scales.copy_(scales)
+    return cache.tensor
+
+
+def triton_sums(cache: KvCache, pages: list[int], filled: list[int]) -> list[int]:
     chosen = torch.tensor(list(zip(pages, filled, strict=True)), device=DEVICE)
     parts = torch.full((len(pages), SPLITS), -1, device=DEVICE)
-    partial_sums(as_words(cache.to(DEVICE)), chosen, parts)
+    found = as_words(cache)
+    codes = found.page_tokens * found.token_words
+    partial_sums(found.words.to(DEVICE), codes, found.token_words, chosen, parts)
     return [total % 2**64 for total in parts.sum(dim=1).tolist()]
 
 
@@ -45,7 +66,8 @@ def test_one_value_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     cache = make_cache(shape, dtype)
     page_tokens = shape[4]
     pages, filled = [2, 0, 1], [page_tokens, 1, page_tokens - 1]
-    expected = reference_sums(as_words(cache), pages, filled)
+    words = as_words(cache)
+    expected = reference_sums(words.words, words.tokens(), pages, filled)
     assert expected == [naive(cache, page, tokens) for page, tokens in zip(pages, filled, strict=True)]
     assert len(set(expected)) == len(pages)
     assert list(page_checksums(cache)(pages, filled)) == expected
@@ -54,8 +76,8 @@ def test_one_value_everywhere(shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 def test_sums_that_overflow_are_still_equal() -> None:
     cache = make_cache()
-    as_words(cache)[1] = torch.iinfo(torch.int32).min
-    as_words(cache)[2] = torch.iinfo(torch.int32).max
+    as_words(cache).words[1] = torch.iinfo(torch.int32).min
+    as_words(cache).words[2] = torch.iinfo(torch.int32).max
     pages, filled = [1, 2], [PAGE_TOKENS] * 2
     assert list(page_checksums(cache)(pages, filled)) == [naive(cache, page, PAGE_TOKENS) for page in pages]
     assert triton_sums(cache, pages, filled) == [naive(cache, page, PAGE_TOKENS) for page in pages]
@@ -67,7 +89,7 @@ def test_one_changed_bit_and_two_swapped_words_are_seen(seed: int) -> None:
     cache = make_cache()
     sums = page_checksums(cache)
     before = sums([1], [PAGE_TOKENS])
-    words = as_words(cache)[1].view(-1).numpy()
+    words = as_words(cache).words[1].view(-1).numpy()
     rng = random.Random(seed)
     place, other = rng.randrange(len(words)), rng.randrange(len(words))
     words[place] ^= np.int32(1 << rng.randrange(31))
@@ -85,8 +107,8 @@ def test_swapped_pages_and_lost_ends_are_seen() -> None:
     sums = page_checksums(cache)
     first, second = sums([1, 2], [PAGE_TOKENS] * 2)
     assert first != second
-    words = as_words(cache)[1].view(-1)
-    words[len(words) // 2 :] = as_words(make_cache())[3].view(-1)[len(words) // 2 :]
+    words = as_words(cache).words[1].view(-1)
+    words[len(words) // 2 :] = as_words(make_cache()).words[3].view(-1)[len(words) // 2 :]
     assert list(sums([1], [PAGE_TOKENS])) != [first]
 
 
@@ -110,3 +132,24 @@ def test_nothing_outside_the_pool_is_read() -> None:
 def test_half_words_are_refused() -> None:
     with pytest.raises(ValueError, match="not whole words"):
         page_checksums(make_cache((2, 1, 2, 1, 4, 3), torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 2, 3, 16, 64), (3, 1, 2, 2, 6, 16)], ids=str)
+def test_quantized_pages_have_the_scales_in_their_sum(shape: tuple[int, ...]) -> None:
+    cache = make_quantized(shape)
+    pages, filled = [2, 0, 1], [shape[4], 1, shape[4] - 1]
+    words = as_words(cache)
+    expected = reference_sums(words.words, words.tokens(), pages, filled)
+    assert expected == [naive(cache, page, tokens) for page, tokens in zip(pages, filled, strict=True)]
+    sums = page_checksums(cache)
+    assert list(sums(pages, filled)) == expected
+    assert triton_sums(cache, pages, filled) == expected
+    cache.scales[1, :, :, :, shape[4] - 1] = float("nan")
+    cache.codes[1, :, :, :, shape[4] - 1] = 0
+    assert list(sums(pages, filled)) == expected
+    for part in (cache.scales[2, -1, 1, -1, -1:], cache.codes[2, -1, 1, -1, -1, -1:]):
+        before = part.clone()
+        part.add_(1)
+        assert list(sums(pages, filled)) != expected
+        part.copy_(before)
+    assert list(sums(pages, filled)) == expected

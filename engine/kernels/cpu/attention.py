@@ -24,32 +24,37 @@ from engine.kernels.cpu.vector import (
     load,
     load_int,
     max_of,
+    multiply_row,
     scale_row,
     soften_row,
     store,
     sum_of,
+    widen_row,
 )
 
 QUERIES = 16
 """Maximum queries of an item."""
 KEYS = 256
 """Keys of a block."""
+WIDENED_KEYS = 32
+"""Most int8 keys or values that are widened before they are used: those of 256 dimensions stay in the first cache."""
 ITEM_FIELDS = 5
 """The fields of an item: row, key head, first query, block or -1 for all, slot of the partial result or -1."""
 LOWEST = np.float32(-1e30)
 """A number below every score and yet finite, so that a block without a visible key adds exactly nothing."""
 
 (Q, Q_ITEMS, OUT, CACHE, PAGE_ITEMS, PART_ITEMS, HEAD_ITEMS, PAGE_TOKENS, POSITIONS, ROW_STARTS, CONTEXT_LENS,
- PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SINKS, ITEMS, PARTIALS, SCALE,
- SOFTCAP) = range(2, 25)  # fmt: skip
+ PAGE_TABLE, COLUMNS, TABLE_ROWS, HEADS, KV_HEADS, HEAD_DIM, WINDOW, SINKS, ITEMS, PARTIALS, QUANTIZED, SCALE,
+ SOFTCAP) = range(2, 26)  # fmt: skip
 """Indices of arguments.
 
 `q_items` is the distance of the tokens of q, in elements; `cache` is the layer's part of page 0; `page_items`,
 `part_items` and `head_items` are the distances of pages, of keys and values, and of heads; `page_table` has
 `table_rows` rows of `columns`; `sinks` (float32) and `softcap` are 0 where there is none; `items` and `partials` are
 memory for the list of items and for partial results (head_dim sums, the largest score, the total weight; float32).
+With `quantized` 1 the cache holds codes and scales as `rope.ROPE` says.
 """
-ATTENTION = struct.Struct("=23q2d")
+ATTENTION = struct.Struct("=24q2d")
 
 
 @inlined
@@ -95,6 +100,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
     qs, sums = scores + QUERIES * KEYS * F32_BYTES, scores + QUERIES * (KEYS * F32_BYTES + q_stride)
     fresh = sums + QUERIES * q_stride
     largest, weights = fresh + QUERIES * q_stride, fresh + QUERIES * (q_stride + F32_BYTES)
+    wide = weights + QUERIES * F32_BYTES
 
     # A sink counts once, in the first block of a row that is split.
     first_block = max(load_int(argument(shared, CONTEXT_LENS), row, INT32) - window, 0) // KEYS
@@ -117,7 +123,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
         stop = min(begin + KEYS, end)
         # No query sees keys before the first query's window, and other requests may own the pages there by now.
         begin = max(begin, first_position - window + 1)  # noqa: PLW2901
-        _score(shared, row, head, begin, stop, qs, queries, scores, tag)
+        _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag)
         for i in range(queries):
             position = load_int(positions, row_start + (first_query + i) // group, INT32)
             target, scale, softcap = scores + i * KEYS * F32_BYTES, real(shared, SCALE), real(shared, SOFTCAP)
@@ -126,7 +132,7 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
             for d in range(head_dim):
                 store(fresh + i * q_stride, d, np.float32(0), F32)
         # A block is summed by itself first: long contexts would round away what each key adds.
-        _mix(shared, row, head, begin, stop, scores, queries, fresh, q_stride, tag)
+        _mix(shared, row, head, begin, stop, scores, queries, fresh, q_stride, wide, tag)
         add_row(sums, fresh, queries * head_dim, F32)
 
     for i in range(queries):
@@ -143,24 +149,41 @@ def attention_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def
 
 
 @inlined
-def _page(shared, row, head, key, values):  # type: ignore[no-untyped-def]
-    """Returns the element of the layer's cache at which key (or value) `key` of a row begins."""
+def _plane(shared, row, head, key, values):  # type: ignore[no-untyped-def]
+    """Returns the element of the layer's cache at which the keys (or values) of the page of `key` begin."""
     page_tokens = argument(shared, PAGE_TOKENS)
     page = load_int(argument(shared, PAGE_TABLE), row * argument(shared, COLUMNS) + key // page_tokens, INT32)
     plane = head * argument(shared, HEAD_ITEMS) + (argument(shared, PART_ITEMS) if values else 0)
-    return page * argument(shared, PAGE_ITEMS) + plane + key % page_tokens * argument(shared, HEAD_DIM)
+    return page * argument(shared, PAGE_ITEMS) + plane
 
 
 @inlined
-def _score(shared, row, head, begin, stop, qs, queries, scores, tag):  # type: ignore[no-untyped-def]
+def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
+    """Returns how many keys from `key` on are used together: those of its page, fewer if they have to be widened."""
+    page_tokens = argument(shared, PAGE_TOKENS)
+    n = min(page_tokens - key % page_tokens, stop - key)
+    return min(n, WIDENED_KEYS) if argument(shared, QUANTIZED) != 0 else n
+
+
+@inlined
+def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # type: ignore[no-untyped-def]
     """Computes scores[q][key - begin] = q · key, page by page."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
-        n = min(page_tokens - key % page_tokens, stop - key)
-        keys = argument(shared, CACHE) + _page(shared, row, head, key, False) * size
+        n = _keys_at_once(shared, key, stop)
+        plane, token = _plane(shared, row, head, key, False), key % page_tokens
+        keys = argument(shared, CACHE) + (plane + token * head_dim) * size
         target = scores + (key - begin) * F32_BYTES
+        if argument(shared, QUANTIZED) != 0:
+            codes = argument(shared, CACHE) + plane
+            widen_row(codes + token * head_dim, wide, n * head_dim, tag)
+            keys = wide
         dot_rows(keys, head_dim * size, n, qs, head_dim * size, queries, head_dim, target, KEYS * F32_BYTES, tag)
+        if argument(shared, QUANTIZED) != 0:
+            scales = argument(shared, CACHE) + plane + page_tokens * head_dim + token * F32_BYTES
+            for i in range(queries):
+                multiply_row(target + i * KEYS * F32_BYTES, scales, n, F32)
         key += n
 
 
@@ -185,14 +208,21 @@ def _soften(scores, begin, stop, position, window, scale, softcap, largest, weig
 
 
 @inlined
-def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, tag):  # type: ignore[no-untyped-def]
-    """Adds Σ weight · value to sums[q], page by page."""
+def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, tag):  # type: ignore[no-untyped-def]
+    """Adds Σ weight · value to sums[q], page by page; the scales of values are multiplied into the weights."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
     key = begin
     while key < stop:
-        n = min(page_tokens - key % page_tokens, stop - key)
-        values = argument(shared, CACHE) + _page(shared, row, head, key, True) * size
+        n = _keys_at_once(shared, key, stop)
+        plane, token = _plane(shared, row, head, key, True), key % page_tokens
+        values = argument(shared, CACHE) + (plane + token * head_dim) * size
         weights = scores + (key - begin) * F32_BYTES
+        if argument(shared, QUANTIZED) != 0:
+            codes = argument(shared, CACHE) + plane
+            widen_row(codes + token * head_dim, wide, n * head_dim, tag)
+            values, scales = wide, codes + page_tokens * head_dim + token * F32_BYTES
+            for i in range(queries):
+                multiply_row(weights + i * KEYS * F32_BYTES, scales, n, F32)
         mix_rows(values, head_dim * size, n, weights, KEYS * F32_BYTES, queries, sums, q_stride, head_dim, tag)
         key += n
 

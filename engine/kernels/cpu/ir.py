@@ -6,7 +6,7 @@ context. LLVM lowers the 16 lanes to the host's vectors (AVX-512, AVX2, NEON); n
 set.
 
 Addresses are int64. A `tag` is the numba type that names the element type in memory: float32, or uint16 for the bits of
-bfloat16. All arithmetic is float32.
+bfloat16, or int8. All arithmetic is float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from numba import types
 
 LANES = 16
 F32 = ir.FloatType()
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 VEC = ir.VectorType(F32, LANES)
 
 Builder = Any
@@ -34,6 +34,8 @@ def pointer(builder: Builder, address: Value, kind: Any) -> Value:
 
 def tag_bytes(tag: Any) -> int:
     """Returns the bytes of one `tag` element."""
+    if tag == types.int8:
+        return 1
     return 4 if tag == types.float32 else 2
 
 
@@ -47,6 +49,8 @@ def load_element(builder: Builder, address: Value, tag: Any) -> Value:
     """Loads one `tag` element as float32."""
     if tag == types.float32:
         return builder.load(pointer(builder, address, F32), align=4)
+    if tag == types.int8:
+        return builder.sitofp(builder.load(pointer(builder, address, I8), align=1), F32)
     return widen(builder, builder.load(pointer(builder, address, I16), align=2), F32, I32)
 
 
@@ -54,13 +58,19 @@ def load_vector(builder: Builder, address: Value, tag: Any) -> Value:
     """Loads sixteen `tag` elements as float32."""
     if tag == types.float32:
         return builder.load(pointer(builder, address, VEC), align=4)
+    if tag == types.int8:
+        return builder.sitofp(builder.load(pointer(builder, address, ir.VectorType(I8, LANES)), align=1), VEC)
     bits = builder.load(pointer(builder, address, ir.VectorType(I16, LANES)), align=2)
     return widen(builder, bits, VEC, ir.VectorType(I32, LANES))
 
 
 def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> None:
-    """Stores one float32 or sixteen as `tag` elements, rounded to nearest, ties to even."""
+    """Stores one float32 or sixteen as `tag` elements, rounded to nearest, ties to even; int8 must not overflow."""
     item = tag_bytes(tag)
+    if tag == types.int8:
+        narrow = like(value, I8)
+        builder.store(builder.fptosi(nearest(builder, value), narrow), pointer(builder, address, narrow), align=1)
+        return
     if tag == types.float32:
         builder.store(value, pointer(builder, address, value.type), align=item)
         return
@@ -72,6 +82,13 @@ def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> N
     is_nan = builder.fcmp_unordered("uno", value, value)
     kept = builder.select(is_nan, constant(wide, 0x7FC0), rounded)
     builder.store(builder.trunc(kept, narrow), pointer(builder, address, narrow), align=item)
+
+
+def nearest(builder: Builder, value: Value) -> Value:
+    """Rounds one float32 or sixteen to integers, ties to even."""
+    name = "llvm.rint.v16f32" if value.type == VEC else "llvm.rint.f32"
+    rint = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(value.type, [value.type]))
+    return builder.call(rint, [value])
 
 
 def like(value: Value, element: Any) -> Any:
@@ -236,11 +253,9 @@ def exponential(builder: Builder, x: Value) -> Value:
     def number(value: float) -> Value:
         return constant(kind, value)
 
-    name = "llvm.rint.v16f32" if kind == VEC else "llvm.rint.f32"
-    rint = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(kind, [kind]))
     capped = builder.select(builder.fcmp_ordered(">", x, number(88.0)), number(88.0), x)
     floored = builder.select(builder.fcmp_ordered("<", capped, number(-87.0)), number(-87.0), capped)
-    n = builder.call(rint, [builder.fmul(floored, number(1.4426950408889634))])
+    n = nearest(builder, builder.fmul(floored, number(1.4426950408889634)))
     r = multiply_add(builder, n, number(-0.693359375), floored)
     r = multiply_add(builder, n, number(2.12194440e-4), r)
     value = number(1.9875691500e-4)

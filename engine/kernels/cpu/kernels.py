@@ -27,6 +27,7 @@ from engine.kernels.cpu.experts import add_experts, with_wide_router
 from engine.kernels.cpu.panels import PANEL_ROWS
 from engine.kernels.cpu.pool import Pool, usable_cores
 from engine.kernels.cpu.products import MAX_CHUNK_ROWS
+from engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
 from engine.kernels.reference import ReferenceKernels, activate, rms_norm
 from wire.errors import Internal
 
@@ -128,7 +129,7 @@ class CpuKernels(Kernels):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
@@ -136,12 +137,12 @@ class CpuKernels(Kernels):
         """Rotates q and k in place and stores k and v in the cache."""
         if q_norm is not None and q_norm.numel() != shape.head_dim:
             return self._plain.rope_and_store(qkv, rope, q_norm, k_norm, eps, cache, layer, layout, shape)
-        tokens, width = len(qkv), shape.heads * shape.head_dim
+        codes, tokens, width = _int8_or_plain(cache), len(qkv), shape.heads * shape.head_dim
         self._pool.write(
             cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
-            _is_wide(q_norm), _layer_address(cache, layer), cache.stride(0), cache.stride(2), cache.stride(3),
+            _is_wide(q_norm), _layer_address(codes, layer), codes.stride(0), codes.stride(2), codes.stride(3),
             layout.positions.data_ptr(), layout.slots.data_ptr(), tokens, shape.heads, shape.kv_heads, shape.head_dim,
-            shape.rotated, cache.shape[4], eps,
+            shape.rotated, codes.shape[4], isinstance(cache, QuantizedKv), eps,
         )  # fmt: skip
         self._perform(cpu_jobs.ROPE)
         return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
@@ -149,23 +150,23 @@ class CpuKernels(Kernels):
     def attention(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes attention of all rows as one job."""
-        tokens, rows = q.shape[0], len(layout.context_lens)
+        codes, tokens, rows = _int8_or_plain(cache), q.shape[0], len(layout.context_lens)
         out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
         self._reserve_items(tokens, rows, layout.max_context, shape)
         self._pool.write(
             cpu_attention.ATTENTION, cpu_jobs.ATTENTION, 0, q.data_ptr(), q.stride(0), out.data_ptr(),
-            _layer_address(cache, layer), cache.stride(0), cache.stride(2), cache.stride(3), cache.shape[4],
+            _layer_address(codes, layer), codes.stride(0), codes.stride(2), codes.stride(3), codes.shape[4],
             layout.positions.data_ptr(), layout.row_starts.data_ptr(), layout.context_lens.data_ptr(),
             layout.page_table.data_ptr(), layout.page_table.stride(0), rows, shape.heads, shape.kv_heads,
             shape.head_dim, shape.window or _ALL_POSITIONS, _address(sinks), self._items.data_ptr(),
-            self._partials.data_ptr(), shape.scale, shape.softcap or 0.0,
+            self._partials.data_ptr(), isinstance(cache, QuantizedKv), shape.scale, shape.softcap or 0.0,
         )  # fmt: skip
         self._perform(cpu_jobs.ATTENTION)
         return out
@@ -249,6 +250,13 @@ class CpuKernels(Kernels):
 
 def _layer_address(cache: Tensor, layer: int) -> int:
     return cache.data_ptr() + layer * cache.stride(1) * cache.element_size()
+
+
+def _int8_or_plain(cache: KvCache) -> Tensor:
+    """Returns the codes or elements of a cache; raises Internal for codes that the machine code would misread."""
+    if isinstance(cache, QuantizedKv) and cache.codes.dtype != torch.int8:
+        raise Internal(f"CPU kernels compute with int8 keys and values, not with {cache.codes.dtype}.")
+    return codes_of(cache)
 
 
 def _is_wide(norm: Tensor | None) -> bool:

@@ -1,8 +1,8 @@
 """Memory access and float32 arithmetic of the CPU kernels, by element and by row.
 
-Addresses are int64. `tag` is a dummy argument whose type names the element type in memory: float32, or uint16 for the
-bits of bfloat16. Rows may have any length; the result of an element depends on that element alone, and a sum runs in
-the one order that `ir.py` defines.
+Addresses are int64. `tag` is a dummy argument whose type names the element type in memory: float32, uint16 for the bits
+of bfloat16, or int8. Rows may have any length; the result of an element depends on that element alone, and a sum runs
+in the one order that `ir.py` defines.
 """
 
 from collections.abc import Callable
@@ -75,6 +75,16 @@ def _emit_scale(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, s
     put(target, tag, builder.fmul(fetch(y, types.float32), spread(factor)))
 
 
+def _emit_widen(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
+    source, target = args
+    put(target, tag, fetch(source, types.int8))
+
+
+def _emit_multiply(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
+    y, source = args
+    put(y, types.float32, builder.fmul(fetch(y, types.float32), fetch(source, types.float32)))
+
+
 def _emit_norm(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put, spread: Spread) -> None:
     source, factor, norm, target = args
     put(target, tag, builder.fmul(builder.fmul(fetch(source, tag), spread(factor)), fetch(norm, tag)))
@@ -122,6 +132,7 @@ def _emit_combine(builder: Builder, tag: Any, args: Any, fetch: Fetch, put: Put,
 
 
 _ADD, _SCALE = _rowwise("add", _emit_add), _rowwise("scale", _emit_scale)
+_WIDEN, _MULTIPLY = _rowwise("widen", _emit_widen), _rowwise("multiply", _emit_multiply)
 _NORM, _WIDE_NORM = _rowwise("norm", _emit_norm), _rowwise("wide_norm", _emit_wide_norm)
 _GATE, _GELU_GATE, _CAP = _rowwise("gate", _emit_gate), _rowwise("gelu", _emit_gelu), _rowwise("cap", _emit_cap)
 _SOFTEN, _COMBINE = _rowwise("soften", _emit_soften), _rowwise("combine", _emit_combine)
@@ -147,6 +158,18 @@ def add_row(typingctx, y, source, n, tag):  # type: ignore[no-untyped-def]
 def scale_row(typingctx, y, factor, target, n, tag):  # type: ignore[no-untyped-def]
     """Emits target = y · factor; y float32, target `tag` elements; in place where both are the same float32."""
     return types.void(types.int64, types.float32, types.int64, types.int64, tag), _calls(_SCALE)
+
+
+@intrinsic
+def widen_row(typingctx, source, target, n, tag):  # type: ignore[no-untyped-def]
+    """Emits target = source; source int8, target `tag` elements, which represent every int8."""
+    return types.void(*[types.int64] * 3, tag), _calls(_WIDEN)
+
+
+@intrinsic
+def multiply_row(typingctx, y, source, n, tag):  # type: ignore[no-untyped-def]
+    """Emits y *= source, float32; the tag is float32's."""
+    return types.void(*[types.int64] * 3, tag), _calls(_MULTIPLY)
 
 
 @intrinsic

@@ -39,8 +39,8 @@ def test_checksums_of_partly_filled_pages() -> None:
     cache = PagedCache(spec, 16, cache_bytes(spec, 4, 16, torch.bfloat16), torch.bfloat16, torch.device("cpu"))
     cache.tensor.normal_()
     sums = page_checksums(cache.tensor)
-    before = list(sums([0, 2], [16, 5]))
-    assert before == reference_sums(as_words(cache.tensor), [0, 2], [16, 5])
+    before, words = list(sums([0, 2], [16, 5])), as_words(cache.tensor)
+    assert before == reference_sums(words.words, words.tokens(), [0, 2], [16, 5])
     cache.tensor[2, :, :, :, 5:] += 1
     assert list(sums([0, 2], [16, 5])) == before
     cache.tensor[2, 1, 0, 0, 4, 575] += 1

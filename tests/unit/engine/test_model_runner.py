@@ -98,11 +98,12 @@ def test_compatibility_facts_differ_where_kv_does(folder: Path, runner: ModelRun
     other = write_tiny_model(tmp_path / "other", "llama3", vocab_size=161)
     for name, config in {
         "page_tokens": tiny_engine_config(folder, page_tokens=32),
-        "dtype": tiny_engine_config(folder, dtype="bfloat16"),
+        "dtype kv_cache_dtype": tiny_engine_config(folder, dtype="bfloat16"),
+        "kv_cache_dtype": tiny_engine_config(folder, kv_cache_dtype="int8"),
         "model": tiny_engine_config(other),
     }.items():
         theirs = ModelRunner.load(config).compatibility_facts()
-        assert [mine[0] for mine, their in zip(facts, theirs, strict=True) if mine != their] == [name]
+        assert [mine[0] for mine, their in zip(facts, theirs, strict=True) if mine != their] == name.split()
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,8 @@ def test_compatibility_facts_differ_where_kv_does(folder: Path, runner: ModelRun
         ({"device": "cuda:99"}, "device: 'cuda:99' is not there"),
         ({"dtype": "int8"}, "dtype: 'int8' is not supported; use auto, float32, bfloat16, float16"),
         ({"page_tokens": 0}, "page_tokens: 0"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: 'int4' is not supported; use auto, int8 or fp8"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: the kernels of CPUs have int8 and not fp8; use int8 or auto"),
     ],
 )
 def test_bad_settings_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
@@ -184,3 +187,45 @@ def test_half_precision_is_close(folder: Path, runner: ModelRunner, dtype: str) 
     wanted, found = runner.logits(batch), half.logits(batch)
     assert found.dtype == getattr(torch, dtype)
     assert (found.float() - wanted).abs().max() < 0.1 * wanted.std()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_8_bit_kv_is_close_and_holds_more_tokens(folder: Path, dtype: str) -> None:
+    plain, int8 = (
+        ModelRunner.load(tiny_engine_config(folder, dtype=dtype, kv_cache_dtype=kind)) for kind in ("auto", "int8")
+    )
+    assert (int8.cache.dtype, int8.facts.dtype, int8.dtype) == ("int8", dtype, getattr(torch, dtype))
+    # Heads of 16 dimensions: a scale of 4 bytes beside 16 codes.
+    assert int8.cache.page_bytes * 16 * plain.dtype.itemsize == plain.cache.page_bytes * 20
+    assert int8.pool.counts().total > plain.pool.counts().total
+    assert int8.roofline.sizes.weight_bytes == plain.roofline.sizes.weight_bytes
+    assert int8.roofline.sizes.kv_bytes_per_token * int8.page_tokens == int8.cache.page_bytes
+    batch = StepBatch([row(IDS, 0, [0, 1])])
+    wanted, found = plain.logits(batch).float().clone(), int8.logits(batch).float()
+    assert 0 < (found - wanted).abs().max() < 0.05 * wanted.std()
+
+
+def test_8_bit_kv_continues_elsewhere_and_in_company(folder: Path) -> None:
+    """Pages are copied as bytes, as a transfer does; checksums agree, and the tokens are those of one runner."""
+    config = tiny_engine_config(folder, kv_cache_dtype="int8")
+    first, second = (ModelRunner.load(config) for _ in range(2))
+
+    def generate(runner: ModelRunner, pages: list[int], company: int, token: int | None) -> list[int | None]:
+        found = [token]
+        for index in range(1, 12):
+            others = [StepRow([7], 0, [20 + other], draw(temperature=1.0, seed=other)) for other in range(company)]
+            mine = StepRow([found[-1] or 0], len(IDS) + index - 1, pages, draw(index=index))
+            found.append(runner.run(StepBatch([*others, mine])).token_ids[-1])
+        return found
+
+    (token,) = first.run(StepBatch([StepRow(IDS, 0, [3, 1], draw())])).token_ids
+    second.cache.storage[[9, 4]] = first.cache.storage[[3, 1]]
+    filled = [16, len(IDS) - 16]
+    assert second.page_sums([9, 4], filled) == first.page_sums([3, 1], filled)
+    assert generate(second, [9, 4], 5, token) == generate(first, [3, 1], 0, token)
+
+
+def test_latents_are_not_cached_in_8_bits(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "latent", "deepseek_v3")
+    with pytest.raises(InvalidArgument, match="kv_cache_dtype: latents are not cached as int8; use auto"):
+        ModelRunner.load(tiny_engine_config(folder, kv_cache_dtype="int8"))

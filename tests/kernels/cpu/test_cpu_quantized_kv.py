@@ -1,0 +1,123 @@
+"""Attention over 8-bit keys and values, and their store, against the reference over the same codes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config.attention import AttentionShape
+from engine.kernels.base import Kernels
+from engine.kernels.cpu.kernels import CpuKernels
+from engine.kernels.kv_cache import QuantizedKv, dequantize_kv, quantize_kv
+from engine.kernels.reference import ReferenceKernels
+from tests.kernels.quantized_kv import quantized
+from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, with_sinks
+from tests.pairwise import pairwise
+from wire.errors import Internal
+
+REFERENCE = ReferenceKernels()
+SHAPES = {
+    "gqa": heads(9, 3, 64),
+    "mqa": heads(20, 1, 64),
+    "wide": heads(2, 2, 256),
+    "odd": heads(4, 2, 80),
+    "tail": heads(4, 2, 24),
+    "window": heads(6, 2, 64, window=100),
+    "capped": replace(heads(6, 2, 64), softcap=1.5),
+}
+STEPS = {
+    "decode": [(1, 1), (1, 15), (1, 16), (1, 17), (1, 127), (1, 1025)],
+    "prompts": [(1, 1), (15, 15), (17, 17), (129, 129)],
+    "chunks": [(17, 127), (1, 1025), (7, 513), (2, 3)],
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def attend(kernels: Kernels, step: Step, cache: QuantizedKv, dtype: torch.dtype) -> Tensor:
+    return kernels.attention(step.q.to(dtype), cache, LAYER, step.layout, step.shape, step.sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_codes_times_scales_are_the_values(dtype: torch.dtype) -> None:
+    values = torch.randn(5, 3, 64) * torch.tensor([0.0, 1e-6, 1.0, 40.0, 3e4])[:, None, None]
+    codes, scales = quantize_kv(values, dtype)
+    assert (codes.dtype, scales.dtype, scales.shape) == (dtype, torch.float32, (5, 3))
+    error = (dequantize_kv(codes, scales, torch.float32) - values).abs().amax(-1)
+    # Half a code of int8; half of the last of three bits of the mantissa of float8.
+    relative = 0.5 / 127 if dtype == torch.int8 else 1 / 16
+    assert (error <= values.abs().amax(-1) * relative * 1.001).all()
+    assert not codes[0].to(torch.float32).any()
+
+
+@pairwise(rows=STEPS, shape=SHAPES, page_tokens=[16, 128], dtype=DTYPES)
+def test_attention_is_as_exact_as_torch(
+    rows: list[tuple[int, int]], shape: AttentionShape, page_tokens: int, kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    step = make_step(rows, shape, page_tokens)
+    step = with_sinks(step) if shape is SHAPES["mqa"] else step
+    cache = quantized(step.cache)
+    ours, torchs = attend(kernels, step, cache, dtype), attend(REFERENCE, step, cache, dtype)
+    assert_as_good(ours, torchs, attend(REFERENCE, step, cache, torch.float64))
+
+
+def test_a_row_is_the_same_alone_and_in_any_step(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    rows = [(1, 300), (1, 1025), (40, 90), (1, 17)]
+    step = make_step(rows, SHAPES["gqa"])
+    cache, layout = quantized(step.cache), step.layout
+    together = attend(kernels, step, cache, dtype)
+    for number, (tokens, context) in enumerate(rows):
+        mine = slice(int(layout.row_starts[number]), int(layout.row_starts[number + 1]))
+        alone = replace(
+            layout,
+            positions=layout.positions[mine].clone(),
+            slots=layout.slots[mine].clone(),
+            row_starts=torch.tensor([0, tokens], dtype=torch.int32),
+            context_lens=layout.context_lens[number : number + 1].clone(),
+            page_table=layout.page_table[number : number + 1].clone(),
+            max_row_tokens=tokens,
+            max_context=context,
+        )
+        out = kernels.attention(step.q[mine].to(dtype), cache, LAYER, alone, step.shape)
+        assert torch.equal(out, together[mine])
+
+
+@pairwise(
+    shape=SHAPES | {"partial": replace(heads(4, 2, 80), rotary_dims=20)},
+    normed={"plain": False, "qk_norm": True},
+    page_tokens=[16, 7],
+    dtype=DTYPES,
+)
+def test_rope_and_store(
+    shape: AttentionShape, normed: bool, page_tokens: int, kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    step = make_step([(1, 1), (17, 33), (1, 500), (60, 60)], shape, page_tokens, filled=False)
+    norm = torch.linspace(0.5, 1.5, shape.head_dim).bfloat16().to(dtype) if normed else None
+
+    def store(kernels: Kernels) -> tuple[Tensor, QuantizedKv]:
+        cache = quantized(step.cache)
+        qkv = step.qkv.to(dtype, copy=True)
+        return kernels.rope_and_store(qkv, step.rope, norm, norm, 1e-6, cache, LAYER, step.layout, shape), cache
+
+    (our_q, ours), (torch_q, torchs) = store(kernels), store(REFERENCE)
+    torch.testing.assert_close(our_q, torch_q, rtol=0.02, atol=0.02)
+    written = torch.zeros(ours.scales.shape, dtype=torch.bool)
+    written[step.layout.slots // page_tokens, LAYER, :, :, step.layout.slots % page_tokens] = True
+    before = quantized(step.cache)
+    assert torch.equal(ours.codes[~written], before.codes[~written]), "memory outside of the step's slots was written"
+    assert torch.equal(ours.scales[~written].nan_to_num(-1), before.scales[~written].nan_to_num(-1))
+    assert torch.equal(ours.codes[:, :, 1], torchs.codes[:, :, 1]), "values are quantized as they are"
+    assert torch.equal(ours.scales[:, :, 1].nan_to_num(-1), torchs.scales[:, :, 1].nan_to_num(-1))
+    values, expected = (
+        dequantize_kv(each.codes, each.scales, torch.float32)[:, LAYER, 0][written[:, LAYER, 0]]
+        for each in (ours, torchs)
+    )
+    # Two codes apart at most: a rotated key that is rounded otherwise may be at the edge between two of them.
+    most = expected.abs().amax(-1, keepdim=True)
+    assert ((values - expected).abs() <= most * (2 / 127 + (0.02 if dtype == torch.bfloat16 else 0))).all()
+
+
+def test_float8_is_refused(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    step = make_step([(1, 17)], SHAPES["gqa"])
+    with pytest.raises(Internal, match="int8 keys and values"):
+        attend(kernels, step, quantized(step.cache, torch.float8_e4m3fn), dtype)
