@@ -26,9 +26,10 @@ from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.results import run_facts, save_result
 from engine.config.model import ModelSpec
 from engine.device import parse_device
+from engine.models.allocation import allocate_parameters
 from engine.models.families import places_of
 from engine.models.load_spec import load_spec
-from engine.models.parameters import allocate_parameters, tensors_of
+from engine.models.parameters import tensors_of
 from engine.models.shapes import shape_names, write_shape
 from engine.weights.checkpoint import load_weights
 

@@ -17,9 +17,9 @@ from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
+from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import load_spec
-from engine.models.parameters import allocate_parameters, weight_bytes
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash

@@ -120,8 +120,8 @@ def check_weights(config: ClusterConfig) -> None:
     import torch
 
     from engine.device import parse_dtype
+    from engine.models.allocation import weight_bytes
     from engine.models.load_spec import load_spec
-    from engine.models.parameters import weight_bytes
 
     if not config.on_cpu or config.ray_address:
         return

@@ -43,12 +43,12 @@ class DecoderModel:
     def __init__(self, spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int) -> None:
         self.spec = spec
         self._kernels = kernels
-        self._embedding = parameters.embedding
+        self._embedding, self._dtype = parameters.embedding, parameters.dtype
         self._final_norm = parameters.final_norm
         self._lm_head = kernels.prepare(Linear(parameters.lm_head))
         device = parameters.embedding.device
         # Rounded once to the model's dtype, as transformers does.
-        scale = torch.tensor(spec.embedding_scale, dtype=parameters.embedding.dtype).item()
+        scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()
         self._embedding_scale = None if scale == 1.0 else scale
         self.expert_tokens = ExpertTokens(spec, device)
         tables: dict[tuple[RopeConfig | None, int], Tensor] = {}
@@ -100,7 +100,7 @@ class DecoderModel:
         """
         for layout in reversed(layouts):
             self._kernels.begin_step(cache, layout)
-        hidden = self._kernels.embed(token_ids, self._embedding, feed)
+        hidden = self._embed(token_ids, feed)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
         slots = layouts[0].slots
@@ -118,6 +118,15 @@ class DecoderModel:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden)
+
+    def _embed(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+        table = self._embedding
+        if isinstance(table, Tensor):
+            return self._kernels.embed(token_ids, table, feed)
+        # The rows of a step are few: kernels need not know packed tables.
+        if feed is not None:
+            token_ids = feed.tokens(token_ids)
+        return table.rows(token_ids).dequantized(self._dtype)
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Adds attention's output and the feed-forward network to the residual stream, in place."""
