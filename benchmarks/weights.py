@@ -129,7 +129,7 @@ def _run(chosen: argparse.Namespace, device: torch.device) -> None:
 
 def _places(config: ModelSpec, device: torch.device) -> dict[str, Tensor]:
     places = places_of(config, allocate_parameters(config, _STORED, device))
-    return {name: place.tensor for name, place in places.items()}
+    return {name: place.tensor for name, place in places.items() if isinstance(place.tensor, Tensor)}
 
 
 def _layers_of(config: ModelSpec, size: float) -> int:

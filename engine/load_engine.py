@@ -19,7 +19,7 @@ from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.decoder import DecoderModel
-from engine.models.load_spec import load_spec
+from engine.models.load_spec import load_spec, quantized_at_load
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
@@ -67,7 +67,8 @@ def load_parts(
     """Loads the parts of a runner; see `ModelRunner.load`."""
     device = parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
-    spec = load_spec(config.model) if config.random_weights else check_model(config.model)
+    stored = load_spec(config.model) if config.random_weights else check_model(config.model)
+    spec = quantized_at_load(stored, config.quantization)
     dtype = parse_dtype(config, device, spec)
     if device.type == "cpu":
         check_host_memory(weight_bytes(spec, dtype))

@@ -133,6 +133,18 @@ class EngineOptions:
         str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto: cuda where PyTorch finds a usable GPU.")
     ] = AUTO
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantize the layers' weights while they are loaded: int8, fp8 or int4; default: as they are stored."
+        ),
+    ] = None
+    prefill_quantization: Annotated[
+        str | None, typer.Option(help="The same for prefill workers alone; default: --quantization.")
+    ] = None
+    decode_quantization: Annotated[
+        str | None, typer.Option(help="The same for decode workers alone; default: --quantization.")
+    ] = None
     page_tokens: Annotated[int | None, typer.Option(help="Tokens per KV page; default: 16 on CPU, 128 on GPUs.")] = None
     kv_cache_gib: Annotated[
         float | None,
@@ -171,6 +183,9 @@ class EngineOptions:
             config,
             device=self.device,
             dtype=self.dtype,
+            quantization=self.quantization,
+            prefill_quantization=self.prefill_quantization,
+            decode_quantization=self.decode_quantization,
             page_tokens=self.page_tokens,
             kv_cache_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
             memory_fraction=self.memory_fraction,

@@ -114,6 +114,7 @@ class WorkerActors:
             model=cluster.model,
             device=slot.device,
             dtype=cluster.dtype,
+            quantization=cluster.quantization_of(assignment.role),
             page_tokens=cluster.page_tokens,
             kv_cache_bytes=cluster.worker_kv_cache_bytes,
             memory_fraction=slot.memory_fraction,

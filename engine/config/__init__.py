@@ -17,6 +17,8 @@ class EngineConfig:
     """`cpu`, `cuda` or `cuda:N`."""
     dtype: str = "auto"
     """`auto`, `float32`, `bfloat16` or `float16`, of weights and KV; auto = float32 on CPU, the checkpoint's on GPU."""
+    quantization: str | None = None
+    """`int8`, `fp8` or `int4`: the codes to which the layers' 16-bit weights are rounded at load; None = as stored."""
     page_tokens: int | None = None
     """Tokens of a KV page; None = the default of the device."""
     kv_cache_bytes: int | None = None

@@ -76,6 +76,33 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return sum(tensor.nbytes for _, tensor in tensors_of(allocate_parameters(spec, dtype, _META)))
 
 
+class SavedBytes(NamedTuple):
+    """What packed weights take less than plain ones."""
+
+    every_step: int
+    """Of the matrices that every step reads."""
+    experts: int
+    table: int
+    """Of an embedding that is not the output layer as well."""
+
+
+def saved_bytes(spec: ModelSpec, item_bytes: int) -> SavedBytes:
+    """Returns the bytes that quantization saves; `item_bytes` is an element's of a plain weight."""
+    if spec.quantization is None:
+        return SavedBytes(0, 0, 0)
+    every_step = experts = table = 0
+    for path, weight in named_weights(allocate_parameters(spec, torch.float32, _META)):
+        if isinstance(weight, PackedWeight):
+            saved = weight.shape.numel() * item_bytes - weight.nbytes
+            if path == "embedding" and not spec.tied_embeddings:
+                table += saved
+            elif len(weight.shape) > 2:
+                experts += saved
+            else:
+                every_step += saved
+    return SavedBytes(every_step, experts, table)
+
+
 @cache
 def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
     """Returns the schemes of a checkpoint's tensors, and the parameters that are packed.

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.model import ModelSpec
+from engine.config.quantization import Codes, at_load
 from engine.models.families import family_of, is_supported
 from engine.models.families.family import Json, parse_eos
 from engine.models.quantization_config import parse_quantization
-from wire.errors import ModelError
+from wire.errors import InvalidArgument, ModelError
 
 _QUANTIZED = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files in which quantized checkpoints may name their method, in place of config.json."""
@@ -52,6 +53,24 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
     # Chat models may end a turn with another token than a text, and the generation configuration names it.
     ends = parse_eos(generation or {})
     return replace(spec, eos_token_ids=ends) if ends else spec
+
+
+def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
+    """Returns the specification with the layers' weights quantized at load; `name` is one of `Codes`, None = as stored.
+
+    InvalidArgument for another name, and for a checkpoint that is quantized already.
+    """
+    if name is None:
+        return spec
+    if name not in set(Codes):
+        raise InvalidArgument("quantization", f"{name!r} is not known; use {', '.join(Codes)}.")
+    if spec.quantization is not None:
+        raise InvalidArgument(
+            "quantization",
+            f"{name} is for weights of 16 bits, and the checkpoint is quantized already ({spec.quantization.method});"
+            " leave it out.",
+        )
+    return replace(spec, quantization=at_load(name))
 
 
 def text_part(config: Json) -> Json:
