@@ -26,9 +26,10 @@ from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.results import run_facts, save_result
 from engine.config.model import ModelSpec
 from engine.device import parse_device
+from engine.models.allocation import allocate_parameters
 from engine.models.families import places_of
 from engine.models.load_spec import load_spec
-from engine.models.parameters import allocate_parameters, tensors_of
+from engine.models.parameters import tensors_of
 from engine.models.shapes import shape_names, write_shape
 from engine.weights.checkpoint import load_weights
 
@@ -128,7 +129,7 @@ def _run(chosen: argparse.Namespace, device: torch.device) -> None:
 
 def _places(config: ModelSpec, device: torch.device) -> dict[str, Tensor]:
     places = places_of(config, allocate_parameters(config, _STORED, device))
-    return {name: place.tensor for name, place in places.items()}
+    return {name: place.tensor for name, place in places.items() if isinstance(place.tensor, Tensor)}
 
 
 def _layers_of(config: ModelSpec, size: float) -> int:

@@ -21,6 +21,7 @@ SETTINGS = {
     "model": "--model",
     "device": "--device",
     "dtype": "--dtype",
+    "quantization": "--quantization",
     "page_tokens": "--page-tokens",
     "kv_cache_bytes": "--kv-cache-gib",
     "memory_fraction": "--memory-fraction",

@@ -15,6 +15,7 @@ from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.errors import InvalidArgument
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import MAX_MIB, LogConfig, LogFormat
+from wire.messages import Role
 from wire.mode import Mode
 from wire.policy_name import PolicyName
 from wire.security.credentials import check_key
@@ -29,6 +30,7 @@ CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _MOST_FRONTS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "int8", "fp8")
+QUANTIZATIONS = ("int8", "fp8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,12 @@ class ClusterConfig:
     """Data type of weights and KV: `auto`, `float32`, `bfloat16` or `float16`."""
     kv_cache_dtype: str = "auto"
     """Data type of KV: `auto`, which is that of the weights, `int8` or `fp8`."""
+    quantization: str | None = None
+    """Quantization of the layers' weights while workers load them: `int8`, `fp8`, `int4`; None = as they are stored."""
+    prefill_quantization: str | None = None
+    """The same for the prefill workers of a disaggregated cluster; None = `quantization`."""
+    decode_quantization: str | None = None
+    """The same for its decode workers."""
     page_tokens: int | None = None
     """Tokens per KV page; None = 16 on CPU, 128 on GPUs."""
     kv_cache_bytes: int | None = None
@@ -221,6 +229,7 @@ class ClusterConfig:
         check_ports(self.grpc_port, self.http_port, self.metrics_port, self.controller_port)
         if not 0 <= self.front_processes <= _MOST_FRONTS:
             raise InvalidArgument("--front-processes", f"{self.front_processes} is not 0 to {_MOST_FRONTS}")
+        self._check_quantization()
         self._check_ray_address()
         self._check_timeouts()
         check_endpoint(self.otlp_endpoint)
@@ -229,6 +238,20 @@ class ClusterConfig:
             raise InvalidArgument(
                 "--planner", f"has nothing to change in mode {self.mode}; give --planner-workers, too"
             )
+
+    def _check_quantization(self) -> None:
+        by_role = {
+            "--prefill-quantization": self.prefill_quantization,
+            "--decode-quantization": self.decode_quantization,
+        }
+        for option, name in ({"--quantization": self.quantization} | by_role).items():
+            if name is not None and name not in QUANTIZATIONS:
+                raise InvalidArgument(option, f"{name!r} is none of {', '.join(QUANTIZATIONS)}")
+        for option, name in by_role.items():
+            if name is not None and not self._disaggregated:
+                raise InvalidArgument(option, f"is for --mode {Mode.DISAGGREGATED}; give --quantization")
+            if name is not None and self.planner.mode is PlannerMode.ON:
+                raise InvalidArgument(option, "excludes --planner on: workers change roles, and keep their weights")
 
     def _check_transfers(self) -> None:
         for option, value, least, most in (
@@ -309,6 +332,11 @@ class ClusterConfig:
     def worker_count(self) -> int:
         """The number of workers of all roles."""
         return self.prefill + self.decode if self.mode == Mode.DISAGGREGATED else self.workers
+
+    def quantization_of(self, role: Role) -> str | None:
+        """The effective quantization of workers of this role."""
+        by_role = {Role.PREFILL: self.prefill_quantization, Role.DECODE: self.decode_quantization}
+        return by_role.get(role) or self.quantization
 
     @property
     def _disaggregated(self) -> bool:

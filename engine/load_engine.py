@@ -17,9 +17,9 @@ from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
+from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.decoder import DecoderModel
-from engine.models.load_spec import load_spec
-from engine.models.parameters import allocate_parameters, weight_bytes
+from engine.models.load_spec import load_spec, quantized_at_load
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
@@ -69,7 +69,8 @@ def load_parts(
     """Loads the parts of a runner; see `ModelRunner.load`."""
     device = parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
-    spec = load_spec(config.model) if config.random_weights else check_model(config.model)
+    stored = load_spec(config.model) if config.random_weights else check_model(config.model)
+    spec = quantized_at_load(stored, config.quantization)
     dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
     if device.type == "cpu":
         check_host_memory(weight_bytes(spec, dtype))
@@ -96,7 +97,7 @@ def load_parts(
         max_context=step_limits(spec, cache).max_context,
         eos_token_ids=spec.eos_token_ids,
         dtype=str(dtype).removeprefix("torch."),
-        summary=model_summary(spec, cache.element_bytes),
+        summary=model_summary(spec, dtype.itemsize, cache.element_bytes),
         kv_windows=cache.kv_pages.windows,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)

@@ -8,6 +8,7 @@ from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
 from engine.config.kv import kv_elements, window_of
 from engine.config.model import Attention, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
+from engine.models.allocation import saved_bytes
 
 _ATTENTION_FLOP = 2
 """Operations per query, key and dimension of keys or values: a product and a sum."""
@@ -22,14 +23,15 @@ def model_sizes(spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None
     output = spec.vocab_size * spec.hidden_size
     experts = sum(expert_weights(layer, spec.hidden_size) for layer in spec.layers)
     every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
+    saved = saved_bytes(spec, item_bytes)
     windows = sorted({window for layer in spec.layers if (window := window_of(layer)) is not None})
     return ModelSizes(
         weights=active_weights(spec),
-        weight_bytes=every_step * item_bytes,
+        weight_bytes=every_step * item_bytes - saved.every_step,
         kv_bytes_per_token=kv_bytes_per_token(spec, kv_bytes),
         attention_flop_per_pair=sum(_pair_flop(layer.attention) for layer in spec.layers),
         output_weights=output,
-        expert_bytes=experts * item_bytes,
+        expert_bytes=experts * item_bytes - saved.experts,
         expert_share=max(map(_expert_share, spec.layers)),
         windowed=tuple(_layers_of(spec, window, kv_bytes) for window in windows),
     )
@@ -58,6 +60,11 @@ def total_weights(spec: ModelSpec) -> int:
     matrices = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
     each = (_dense_weights(layer, spec.hidden_size) + expert_weights(layer, spec.hidden_size) for layer in spec.layers)
     return matrices + sum(each)
+
+
+def matrix_bytes(spec: ModelSpec, item_bytes: int) -> int:
+    """Returns the bytes of all matrices, packed ones as they are; `item_bytes` is an element's of a plain weight."""
+    return total_weights(spec) * item_bytes - sum(saved_bytes(spec, item_bytes))
 
 
 def layer_weights(layer: LayerSpec, hidden: int) -> int:

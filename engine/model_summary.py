@@ -5,18 +5,25 @@ from collections.abc import Iterator, Sequence
 
 from engine.config.kv import kv_groups, window_of
 from engine.config.model import GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelSpec
-from engine.model_sizes import active_weights, kv_bytes_per_token, total_weights
+from engine.model_sizes import active_weights, kv_bytes_per_token, matrix_bytes, total_weights
 
 
-def model_summary(spec: ModelSpec, element_bytes: float) -> tuple[str, ...]:
-    """Returns parameters, KV cache, attention and experts, a line each; `element_bytes`: of an element of KV."""
+def model_summary(spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None) -> tuple[str, ...]:
+    """Returns parameters, quantization, KV cache, attention and experts, a line each.
+
+    `item_bytes` is an element's of weights that are not quantized, `kv_element_bytes` one's of KV; None = the same.
+    """
+    kv_bytes = item_bytes if kv_element_bytes is None else kv_element_bytes
     total, active = total_weights(spec), active_weights(spec)
     experts = _experts(spec)
     parameters = f"{_count(total)} parameters" + (f", {_count(active)} active per token" if experts else "")
-    cache, groups = f"{kv_bytes_per_token(spec, element_bytes):,} bytes of KV per token", kv_groups(spec)
+    cache, groups = f"{kv_bytes_per_token(spec, kv_bytes):,} bytes of KV per token", kv_groups(spec)
     if len(groups) > 1:
         cache += f", pages of {len(groups)} groups of {groups[0].depth} layers"
-    return (parameters, cache, f"attention: {', '.join(_attention(spec))}", *experts)
+    weights = (
+        [] if spec.quantization is None else [f"weights: {spec.quantization.method}, {_gib(spec, item_bytes):.3g} GiB"]
+    )
+    return (parameters, *weights, cache, f"attention: {', '.join(_attention(spec))}", *experts)
 
 
 def _attention(spec: ModelSpec) -> Iterator[str]:
@@ -42,6 +49,10 @@ def _experts(spec: ModelSpec) -> Sequence[str]:
             where = "" if layers == len(spec.layers) else f" in {layers} of {len(spec.layers)} layers"
             lines.append(f"{moe.experts} experts, {moe.top_k} per token{shared}{where}")
     return lines
+
+
+def _gib(spec: ModelSpec, item_bytes: int) -> float:
+    return matrix_bytes(spec, item_bytes) / (1 << 30)
 
 
 def _count(elements: int) -> str:

@@ -105,7 +105,7 @@ class Contests:
             return self._kernels.norm_linear(x, self._norm, self._shape.norm_eps, linear)
 
         def cut(linear: Linear) -> Tensor:
-            return F.linear(self._normed(x), linear.weight, linear.bias)
+            return F.linear(self._normed(x), linear.matrix, linear.bias)
 
         return Contest("norm + product", tokens, self._qkv_weights, fused, cut)
 
@@ -118,7 +118,7 @@ class Contests:
             )
 
         def cut(linear: Linear) -> Tensor:
-            return silu_mul(F.linear(self._normed(x), linear.weight, linear.bias), pdl=self._pdl)
+            return silu_mul(F.linear(self._normed(x), linear.matrix, linear.bias), pdl=self._pdl)
 
         return Contest("norm + gate/up + silu", tokens, self._gate_up_weights, fused, cut)
 
@@ -132,7 +132,7 @@ class Contests:
         x = self._random(tokens, shape.hidden_size)
 
         def in_one(linear: Linear) -> Tensor:
-            return inside(x, linear.weight)
+            return inside(x, linear.matrix)
 
         def cut(linear: Linear) -> Tensor:
             return plain(x, linear)
@@ -146,7 +146,7 @@ class Contests:
             self._kernels.linear_add(x, linear, hidden)
 
         def cut(linear: Linear) -> None:
-            hidden.add_(F.linear(x, linear.weight, linear.bias))
+            hidden.add_(F.linear(x, linear.matrix, linear.bias))
 
         return Contest("product + residual", tokens, self._down_weights, fused, cut)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from costs.devices import DeviceKind
 from costs.step_cost import StepCost
 from engine.config.model import ModelSpec
-from engine.model_sizes import total_weights
+from engine.model_sizes import matrix_bytes
 from planner.decision import Limits, Range, Split
 from planner.demand import Demand, Promise
 from planner.load_ratio import WorkerFacts
@@ -23,7 +23,7 @@ MEMORY_FRACTION = 0.9
 MAX_STEP_TOKENS = 2048
 WORKERS_MAX = 1024
 ITEM_BYTES = 2
-"""Bytes of an element of weights and KV."""
+"""Bytes of an element of KV, and of weights that are not quantized."""
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
 
@@ -49,7 +49,7 @@ class Question:
     @property
     def memory(self) -> Memory:
         """The memory of one worker."""
-        weights = total_weights(self.model) * ITEM_BYTES
+        weights = matrix_bytes(self.model, ITEM_BYTES)
         a_token = kv_bytes_per_held_token(self.model, self.demand.kv_tokens)
         return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights, a_token)
 

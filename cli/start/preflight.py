@@ -11,6 +11,8 @@ from cluster.config import GIB, ClusterConfig
 from engine.config import GPU_PAGE_TOKENS, EngineConfig
 from wire.address import address_of, is_loopback
 from wire.errors import InvalidArgument
+from wire.messages import Role
+from wire.mode import Mode
 from wire.security.credentials import check_guarded
 
 LOOPBACK = "127.0.0.1"
@@ -120,20 +122,27 @@ def check_weights(config: ClusterConfig) -> None:
     import torch
 
     from engine.device import parse_dtype
-    from engine.models.load_spec import load_spec
-    from engine.models.parameters import weight_bytes
+    from engine.models.allocation import weight_bytes
+    from engine.models.load_spec import load_spec, quantized_at_load
 
+    # Also where another host or a GPU has the weights: a checkpoint that is quantized already is refused here.
+    stored = load_spec(config.model)
+    shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
     if not config.on_cpu or config.ray_address:
         return
-    shape = load_spec(config.model)
-    each = weight_bytes(shape, parse_dtype(_engine(config), torch.device("cpu"), shape)) / GIB
-    free, pages = psutil.virtual_memory().available / GIB, (config.worker_kv_cache_bytes or 0) / GIB
-    if config.worker_count * (each + pages) > free:
+    dtype = parse_dtype(_engine(config), torch.device("cpu"), stored)
+    counts = {Role.BOTH: config.workers}
+    if config.mode == Mode.DISAGGREGATED:
+        counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+    sizes = {role: weight_bytes(shapes[role], dtype) for role in counts}
+    each, pages = max(sizes.values()) / GIB, config.worker_kv_cache_bytes or 0
+    free = psutil.virtual_memory().available
+    if sum(counts[role] * (size + pages) for role, size in sizes.items()) > free:
         raise InvalidArgument(
             "--device",
-            f"{config.worker_count} workers with {each:.2f} GiB of weights and {pages:.3g} GiB of KV cache each do not "
-            f"fit into the {free:.2f} GiB of memory that are free; use --device cuda, another --dtype, less "
-            "--kv-cache-gib or a smaller model",
+            f"{config.worker_count} workers with {each:.2f} GiB of weights and {pages / GIB:.3g} GiB of KV cache each "
+            f"do not fit into the {free / GIB:.2f} GiB of memory that are free; use --device cuda, another --dtype, "
+            "less --kv-cache-gib or a smaller model",
         )
 
 

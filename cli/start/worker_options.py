@@ -137,6 +137,18 @@ class EngineOptions:
         str,
         typer.Option(help="Of the KV cache: auto (as --dtype), int8 or fp8; 8 bits hold up to twice the tokens."),
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantize the layers' weights while they are loaded: int8, fp8 or int4; default: as they are stored."
+        ),
+    ] = None
+    prefill_quantization: Annotated[
+        str | None, typer.Option(help="The same for prefill workers alone; default: --quantization.")
+    ] = None
+    decode_quantization: Annotated[
+        str | None, typer.Option(help="The same for decode workers alone; default: --quantization.")
+    ] = None
     page_tokens: Annotated[int | None, typer.Option(help="Tokens per KV page; default: 16 on CPU, 128 on GPUs.")] = None
     kv_cache_gib: Annotated[
         float | None,
@@ -176,6 +188,9 @@ class EngineOptions:
             device=self.device,
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
+            quantization=self.quantization,
+            prefill_quantization=self.prefill_quantization,
+            decode_quantization=self.decode_quantization,
             page_tokens=self.page_tokens,
             kv_cache_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
             memory_fraction=self.memory_fraction,

@@ -115,6 +115,7 @@ class WorkerActors:
             device=slot.device,
             dtype=cluster.dtype,
             kv_cache_dtype=cluster.kv_cache_dtype,
+            quantization=cluster.quantization_of(assignment.role),
             page_tokens=cluster.page_tokens,
             kv_cache_bytes=cluster.worker_kv_cache_bytes,
             memory_fraction=slot.memory_fraction,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.cache.page_checksums import PageWords
+from engine.cache.page_words import PageWords
 from engine.device_wait import wait_for
 from engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums
 
@@ -20,7 +20,7 @@ class DeviceChecksums:
     """
 
     def __init__(self, words: PageWords) -> None:
-        """Takes `words` as `engine.cache.page_checksums.as_words` returns them, on a GPU."""
+        """Takes `words` as `engine.cache.page_words.as_words` returns them, on a GPU."""
         self._words, device = words, words.words.device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ roofline, the planner and the simulation read it and know no family.
 from dataclasses import dataclass
 
 from engine.config.attention import AttentionShape, LatentShape
+from engine.config.quantization import Quantization
 from engine.config.rope import RopeConfig
 
 
@@ -133,6 +134,8 @@ class ModelSpec:
     """Multiplies the logits."""
     logits_softcap: float | None = None
     """Logits are softcap · tanh(logit / softcap), after the scale; None = unchanged."""
+    quantization: Quantization | None = None
+    """The schemes of quantized weights; None = all are in the model's dtype."""
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:

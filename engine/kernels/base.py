@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.config.attention import AttentionShape, LatentShape
 from engine.config.model import MixtureOfExperts
 from engine.kernels.kv_cache import KvCache
+from engine.kernels.packed_weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,14 @@ class StepLayout:
 class Linear:
     """A weight [out, in], row-major, and its bias [out] or None."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight, for kernels whose `prepare` keeps none packed."""
+        assert isinstance(self.weight, Tensor)
+        return self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +79,11 @@ class Experts:
     """[E]."""
     choice_bias: Tensor | None
     """[E] float32, see `ExpertRouter.choice_bias`."""
-    gate_up: Tensor
+    gate_up: Weight
     """[E, 2·I, H]."""
     gate_up_bias: Tensor | None
     """[E, 2·I]."""
-    down: Tensor
+    down: Weight
     """[E, H, I]."""
     down_bias: Tensor | None
     """[E, H]."""
@@ -87,6 +94,13 @@ class Experts:
     """[1, H]: the sigmoid of its product with the normed hidden state multiplies the shared expert's output."""
     tokens: Tensor | None = None
     """[E] int64, to which `Kernels.experts` adds the number of tokens that chose each expert; None = not counted."""
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """`gate_up` and `down`, for kernels whose `prepare_experts` keeps none packed."""
+        assert isinstance(self.gate_up, Tensor)
+        assert isinstance(self.down, Tensor)
+        return self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +113,17 @@ class Feed:
     sources: Tensor
     drawn: Tensor
 
+    def tokens(self, token_ids: Tensor) -> Tensor:
+        """Returns the step's tokens [T] int64, of which `token_ids` has those that the host knows."""
+        sources = self.sources.long()
+        return torch.where(sources >= 0, self.drawn[sources.clamp(min=0)], token_ids)
+
 
 class Kernels(ABC):
     """One implementation of a layer's arithmetic. Holds no request state and may cache scratch memory."""
 
     def prepare(self, linear: Linear) -> Linear:
-        """Called once for each weight after loading; may repack it. The default keeps it."""
+        """Called once for each weight after loading; may repack or dequantize it. The default keeps it."""
         return linear
 
     def prepare_experts(self, experts: Experts) -> Experts:

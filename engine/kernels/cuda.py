@@ -26,6 +26,7 @@ from engine.kernels.rowwise.triton_embed import embed
 from engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from engine.kernels.second_stream import SecondStream
 from engine.kernels.triton_launch import overlaps_launches
+from engine.kernels.unpacked import unpacked, unpacked_experts
 from wire.errors import InvalidArgument
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -55,6 +56,7 @@ class CudaKernels(Kernels):
             raise InvalidArgument(
                 "model", f"has head dim {min(wrong)}; on GPUs {', '.join(map(str, _HEAD_DIMS))} are served."
             )
+        self._dtype = dtype
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
         self._experts = ExpertKernels(self._pdl)
@@ -91,6 +93,14 @@ class CudaKernels(Kernels):
         """See `LatentKernels.capturable_tokens`."""
         return self._latent.capturable_tokens
 
+    def prepare(self, linear: Linear) -> Linear:
+        """Dequantizes a packed weight."""
+        return unpacked(linear, self._dtype)
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """Dequantizes packed weights."""
+        return unpacked_experts(experts, self._dtype)
+
     def end_trials(self) -> None:
         """Resets decode attention's counters."""
         for attention in self._decode.values():
@@ -117,7 +127,7 @@ class CudaKernels(Kernels):
         if not _streams(hidden, linear):
             return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
         x, scale = self._normed(hidden, norm, eps)
-        return triton_linear.norm_linear(x, scale, eps, linear.weight, linear.bias, pdl=self._pdl)
+        return triton_linear.norm_linear(x, scale, eps, linear.matrix, linear.bias, pdl=self._pdl)
 
     def norm_gate_up(
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
@@ -130,7 +140,7 @@ class CudaKernels(Kernels):
         """Computes activation(g) · u of x, which only a streaming kernel norms."""
         if _streams(x, gate_up):
             return triton_linear.norm_gate_up(
-                x, norm, eps, gate_up.weight, gate_up.bias, pdl=self._pdl, activation=activation
+                x, norm, eps, gate_up.matrix, gate_up.bias, pdl=self._pdl, activation=activation
             )
         if activation == "gelu_tanh":
             return gelu_mul(_product(x, gate_up), pdl=self._pdl)
@@ -139,15 +149,15 @@ class CudaKernels(Kernels):
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
         if _streams(x, linear):
-            return triton_linear.norm_linear(x, None, 0.0, linear.weight, linear.bias, pdl=self._pdl)
+            return triton_linear.norm_linear(x, None, 0.0, linear.matrix, linear.bias, pdl=self._pdl)
         return _product(x, linear)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`, as a streaming kernel for few tokens, else with cuBLAS."""
         if _streams(x, linear):
-            triton_linear.linear_add(x, linear.weight, linear.bias, hidden, pdl=self._pdl)
+            triton_linear.linear_add(x, linear.matrix, linear.bias, hidden, pdl=self._pdl)
             return
-        hidden.addmm_(x, linear.weight.t())
+        hidden.addmm_(x, linear.matrix.t())
         if linear.bias is not None:
             hidden += linear.bias
 
@@ -274,7 +284,7 @@ class CudaKernels(Kernels):
 
 
 def _product(x: Tensor, linear: Linear) -> Tensor:
-    return torch.nn.functional.linear(x, linear.weight, linear.bias)
+    return torch.nn.functional.linear(x, linear.matrix, linear.bias)
 
 
 def _streams(x: Tensor, linear: Linear) -> bool:

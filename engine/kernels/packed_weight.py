@@ -60,6 +60,11 @@ class PackedWeight:
         offsets = None if self.offsets is None else self.offsets[index]
         return PackedWeight(self.codes[index], self.scales[index], offsets, self.group)
 
+    def rows(self, index: Tensor) -> PackedWeight:
+        """Returns a copy of the rows that `index` [T] int64 names."""
+        offsets = None if self.offsets is None else self.offsets[index]
+        return PackedWeight(self.codes[index], self.scales[index], offsets, self.group)
+
     def split_with_sizes(self, sizes: Sequence[int]) -> tuple[PackedWeight, ...]:
         """Returns views of `sizes` rows each, one behind the other, as `Tensor.split_with_sizes` does."""
         ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]

@@ -12,21 +12,21 @@ from engine.config.attention import AttentionShape, LatentShape
 from engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
 from engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
+from engine.kernels.unpacked import as_matrix
 
 
 class ReferenceKernels(Kernels):
-    """Every operation in plain PyTorch; holds no state."""
+    """Every operation in plain PyTorch; holds no state. Packed weights are dequantized in each product."""
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
         """Looks up the rows of `table`, with drawn tokens from the feed."""
         if feed is not None:
-            sources = feed.sources.long()
-            token_ids = torch.where(sources >= 0, feed.drawn[sources.clamp(min=0)], token_ids)
+            token_ids = feed.tokens(token_ids)
         return F.embedding(token_ids, table)
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         """Applies RMSNorm, then the product."""
-        return F.linear(rms_norm(hidden, norm, eps), linear.weight, linear.bias)
+        return self.linear(rms_norm(hidden, norm, eps), linear)
 
     def norm_gate_up(
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
@@ -36,11 +36,11 @@ class ReferenceKernels(Kernels):
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product."""
-        return F.linear(x, linear.weight, linear.bias)
+        return F.linear(x, as_matrix(linear.weight, x.dtype), linear.bias)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`."""
-        hidden += F.linear(x, linear.weight, linear.bias)
+        hidden += self.linear(x, linear)
 
     def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
         """Applies RMSNorm and adds the result to `hidden`."""
@@ -58,8 +58,9 @@ class ReferenceKernels(Kernels):
         count_experts(chosen[valid.squeeze(1)], experts)
         for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist())):
             tokens, ranks = torch.where((chosen == expert) & valid)
-            inner = F.linear(x[tokens], experts.gate_up[expert], _row(experts.gate_up_bias, expert))
-            out = F.linear(activate(inner, spec.activation), experts.down[expert], _row(experts.down_bias, expert))
+            inner = self.linear(x[tokens], Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert)))
+            down = Linear(experts.down[expert], _row(experts.down_bias, expert))
+            out = self.linear(activate(inner, spec.activation), down)
             mixed.index_add_(0, tokens, out * weights[tokens, ranks, None].to(out.dtype))
         if experts.shared_gate_up is not None and experts.shared_down is not None:
             shared = self.linear(activate(self.linear(x, experts.shared_gate_up), "silu"), experts.shared_down)

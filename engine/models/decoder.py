@@ -43,7 +43,7 @@ class DecoderModel:
 
     def __init__(self, spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int) -> None:
         self.spec = spec
-        self.dtype = parameters.embedding.dtype
+        self.dtype = parameters.dtype
         """The dtype of the activations."""
         self._kernels = kernels
         self._embedding = parameters.embedding
@@ -51,7 +51,7 @@ class DecoderModel:
         self._lm_head = kernels.prepare(Linear(parameters.lm_head))
         device = parameters.embedding.device
         # Rounded once to the model's dtype, as transformers does.
-        scale = torch.tensor(spec.embedding_scale, dtype=parameters.embedding.dtype).item()
+        scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()
         self._embedding_scale = None if scale == 1.0 else scale
         self.expert_tokens = ExpertTokens(spec, device)
         tables: dict[tuple[RopeConfig | None, int], Tensor] = {}
@@ -103,7 +103,7 @@ class DecoderModel:
         """
         for layout in reversed(layouts):
             self._kernels.begin_step(cache, layout)
-        hidden = self._kernels.embed(token_ids, self._embedding, feed)
+        hidden = self._embed(token_ids, feed)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
         slots = layouts[0].slots
@@ -121,6 +121,15 @@ class DecoderModel:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden)
+
+    def _embed(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+        table = self._embedding
+        if isinstance(table, Tensor):
+            return self._kernels.embed(token_ids, table, feed)
+        # The rows of a step are few: kernels need not know packed tables.
+        if feed is not None:
+            token_ids = feed.tokens(token_ids)
+        return table.rows(token_ids).dequantized(self.dtype)
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Adds attention's output and the feed-forward network to the residual stream, in place."""

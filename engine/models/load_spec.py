@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.model import ModelSpec
+from engine.config.quantization import Codes, at_load
 from engine.models.families import family_of, is_supported
 from engine.models.families.family import Json, parse_eos
-from wire.errors import ModelError
+from engine.models.quantization_config import parse_quantization
+from wire.errors import InvalidArgument, ModelError
 
 _QUANTIZED = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files in which quantized checkpoints may name their method, in place of config.json."""
@@ -25,11 +27,11 @@ def load_spec(folder: Path) -> ModelSpec:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; a model folder needs config.json, safetensors and a tokenizer.")
     config = read_json(folder / "config.json")
-    if method := next((method for name, method in _QUANTIZED.items() if (folder / name).is_file()), None):
-        raise ModelError(f"{folder}: {_quantized(method)}")
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     try:
+        if not _quantization(text_part(config)):
+            config |= _separate_quantization(folder)
         return parse_spec(config, generation)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error.message}") from error
@@ -45,12 +47,30 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
     Raises ModelError for what is not supported, KeyError, TypeError or ValueError for a malformed configuration.
     """
     config = text_part(config)
-    if quantization := config.get("quantization_config") or config.get("compression_config"):
-        raise ModelError(_quantized(dict(quantization).get("quant_method")))
     spec = family_of(config).parse(config)
+    if quantization := _quantization(config):
+        spec = replace(spec, quantization=parse_quantization(dict(quantization)))
     # Chat models may end a turn with another token than a text, and the generation configuration names it.
     ends = parse_eos(generation or {})
     return replace(spec, eos_token_ids=ends) if ends else spec
+
+
+def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
+    """Returns the specification with the layers' weights quantized at load; `name` is one of `Codes`, None = as stored.
+
+    InvalidArgument for another name, and for a checkpoint that is quantized already.
+    """
+    if name is None:
+        return spec
+    if name not in set(Codes):
+        raise InvalidArgument("quantization", f"{name!r} is not known; use {', '.join(Codes)}.")
+    if spec.quantization is not None:
+        raise InvalidArgument(
+            "quantization",
+            f"{name} is for weights of 16 bits, and the checkpoint is quantized already ({spec.quantization.method});"
+            " leave it out.",
+        )
+    return replace(spec, quantization=at_load(name))
 
 
 def text_part(config: Json) -> Json:
@@ -89,8 +109,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def _quantized(method: object) -> str:
-    return f"the checkpoint is quantized ({method}), which is not supported; use one in bfloat16, float16 or float32."
+def _quantization(config: Json) -> Any:
+    return config.get("quantization_config") or config.get("compression_config")
+
+
+def _separate_quantization(folder: Path) -> dict[str, Any]:
+    """Returns the `quantization_config` of a folder that has it in a file of its own."""
+    for name, method in _QUANTIZED.items():
+        if (folder / name).is_file():
+            return {"quantization_config": {"quant_method": method} | read_json(folder / name)}
+    return {}
 
 
 def _reason(error: Exception) -> str:

@@ -3,35 +3,25 @@
 H is the hidden size, E the number of experts, I the inner size of a feed-forward network.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine.config.model import (
-    Attention,
-    DenseFeedForward,
-    GroupedQueryAttention,
-    LatentAttention,
-    LayerSpec,
-    MixtureOfExperts,
-    ModelSpec,
-)
-from engine.kernels.base import Experts, Linear
-
-Empty = Callable[..., Tensor]
+from engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from engine.kernels.base import Experts
+from engine.kernels.packed_weight import PackedWeight, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParameters:
     """Grouped-query attention; rows of q, k and v follow one another."""
 
-    qkv: Tensor
+    qkv: Weight
     """[(heads + 2·kv_heads)·head_dim, H]."""
     qkv_bias: Tensor | None
-    output: Tensor
+    output: Weight
     """[H, heads·head_dim]."""
     output_bias: Tensor | None
     q_norm: Tensor | None
@@ -46,18 +36,18 @@ class AttentionParameters:
 class LatentParameters:
     """Latent attention. The rotated rows have pairs half a width apart, as for grouped-query attention."""
 
-    down: Tensor
+    down: Weight
     """[query_rank + latent + rope, H]: the latents; without a query_rank [heads·(nope + rope) + latent + rope, H]."""
     down_bias: Tensor | None
     query_norm: Tensor | None
     """[query_rank]."""
-    query_up: Tensor | None
+    query_up: Weight | None
     """[heads·(nope + rope), query_rank]."""
     latent_norm: Tensor
     """[latent]."""
     kv_up: Tensor
     """[heads, nope + v_dim, latent]: each head's keys, then its values."""
-    output: Tensor
+    output: Weight
     """[H, heads·v_dim]."""
     output_bias: Tensor | None
 
@@ -66,10 +56,10 @@ class LatentParameters:
 class DenseParameters:
     """A feed-forward network; gate rows come first."""
 
-    gate_up: Tensor
+    gate_up: Weight
     """[2·I, H]."""
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     """[H, I]."""
     down_bias: Tensor | None
 
@@ -91,10 +81,12 @@ class LayerParameters:
 class Parameters:
     """All weights of a model. Allocated once and written in place; this object owns the memory."""
 
-    embedding: Tensor
+    dtype: torch.dtype
+    """The model's dtype, of activations and of weights that are not packed."""
+    embedding: Weight
     """[vocab, H]."""
-    lm_head: Tensor
-    """[vocab, H]; the very same tensor as `embedding` where the model ties them."""
+    lm_head: Weight
+    """[vocab, H]; the very same weight as `embedding` where the model ties them."""
     final_norm: Tensor
     """[H]."""
     layers: tuple[LayerParameters, ...]
@@ -104,10 +96,13 @@ class Parameters:
 class Place:
     """The destination of one tensor of a checkpoint."""
 
-    tensor: Tensor
+    tensor: Weight
     """A view into the parameters."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Computes the destination's values from the checkpoint's, which have `shape`; None = they are the same."""
+    """Computes the destination's values from the checkpoint's, which have `shape`; None = they are the same.
+
+    Where the destination is a matrix of the same shape, it reorders rows, so that it applies to codes and scales, too.
+    """
     shape: tuple[int, ...] | None = None
     """The checkpoint's shape; None = the destination's."""
 
@@ -117,32 +112,20 @@ class Place:
         return tuple(self.tensor.shape) if self.shape is None else self.shape
 
 
-def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
-    """Allocates uninitialised weights on `device`; the `meta` device gives the shapes alone."""
-    empty = partial(_empty, dtype, device)
-    norm = partial(_empty, torch.float32 if spec.wide_norms else dtype, device)
-    hidden = spec.hidden_size
-    embedding = empty(spec.vocab_size, hidden)
-    return Parameters(
-        embedding=embedding,
-        lm_head=embedding if spec.tied_embeddings else empty(spec.vocab_size, hidden),
-        final_norm=norm(hidden),
-        layers=tuple(_layer(layer, hidden, empty, norm) for layer in spec.layers),
-    )
+def tensors_of(parameters: object) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor once with the name of its field; tied embeddings are one tensor, a packed weight several."""
+    for path, weight in named_weights(parameters):
+        for tensor in weight.parts() if isinstance(weight, PackedWeight) else (weight,):
+            yield path.rpartition(".")[2], tensor
 
 
-def tensors_of(parameters: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor once with the name of its field; tied embeddings are one tensor."""
+def named_weights(parameters: object) -> Iterator[tuple[str, Weight]]:
+    """Yields every weight once with the path of its field (`layers.0.attention.qkv`)."""
     seen: set[int] = set()
-    for found, tensor in _walk(parameters, name):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield found, tensor
-
-
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Returns the bytes that `allocate_parameters` takes."""
-    return sum(tensor.nbytes for _, tensor in tensors_of(allocate_parameters(spec, dtype, torch.device("meta"))))
+    for path, weight in _walk(parameters, ""):
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            yield path, weight
 
 
 def standard_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
@@ -193,7 +176,7 @@ def dense_places(prefix: str, weights: DenseParameters) -> dict[str, Place]:
 
 def expert_places(weights: Experts) -> dict[str, Place]:
     """Returns the places of a mixture of experts whose experts are stored one by one."""
-    named = {
+    named: dict[str, Weight | None] = {
         "mlp.gate.weight": weights.router,
         "mlp.gate.bias": weights.router_bias,
         "mlp.gate.e_score_correction_bias": weights.choice_bias,
@@ -203,10 +186,11 @@ def expert_places(weights: Experts) -> dict[str, Place]:
         gate, up = weights.shared_gate_up.weight.chunk(2)
         named |= {"mlp.shared_experts.gate_proj.weight": gate, "mlp.shared_experts.up_proj.weight": up}
         named |= {"mlp.shared_experts.down_proj.weight": weights.shared_down.weight}
-    for number, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
-        gate, up = gate_up.chunk(2)
+    for number in range(len(weights.gate_up)):
+        gate, up = weights.gate_up[number].chunk(2)
         prefix = f"mlp.experts.{number}."
-        named |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up, f"{prefix}down_proj.weight": down}
+        named |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        named |= {f"{prefix}down_proj.weight": weights.down[number]}
     return {name: Place(tensor) for name, tensor in named.items() if tensor is not None}
 
 
@@ -226,13 +210,12 @@ def _attention_places(spec: GroupedQueryAttention, weights: AttentionParameters)
     shape = spec.shape
     rows = [shape.heads * shape.head_dim] + [shape.kv_heads * shape.head_dim] * 2
     names = [f"self_attn.{name}_proj" for name in "qkv"]
-    found = {
-        f"{name}.weight": Place(part) for name, part in zip(names, weights.qkv.split_with_sizes(rows), strict=True)
-    }
+    stacked: Sequence[Weight] = weights.qkv.split_with_sizes(rows)
+    found = {f"{name}.weight": Place(part) for name, part in zip(names, stacked, strict=True)}
     if weights.qkv_bias is not None:
         parts = weights.qkv_bias.split_with_sizes(rows)
         found |= {f"{name}.bias": Place(part) for name, part in zip(names, parts, strict=True)}
-    single = {
+    single: dict[str, Weight | None] = {
         "o_proj.weight": weights.output,
         "o_proj.bias": weights.output_bias,
         "q_norm.weight": weights.q_norm,
@@ -242,89 +225,13 @@ def _attention_places(spec: GroupedQueryAttention, weights: AttentionParameters)
     return found | {f"self_attn.{name}": Place(tensor) for name, tensor in single.items() if tensor is not None}
 
 
-def _empty(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _layer(spec: LayerSpec, hidden: int, empty: Empty, norm: Empty) -> LayerParameters:
-    return LayerParameters(
-        input_norm=norm(hidden),
-        attention=_attention(spec.attention, hidden, empty, norm),
-        attention_output_norm=norm(hidden) if spec.output_norms else None,
-        feed_forward_norm=norm(hidden),
-        feed_forward=(
-            _experts(spec.feed_forward, hidden, empty)
-            if isinstance(spec.feed_forward, MixtureOfExperts)
-            else _dense(spec.feed_forward, hidden, empty)
-        ),
-        feed_forward_output_norm=norm(hidden) if spec.output_norms else None,
-    )
-
-
-def _attention(spec: Attention, hidden: int, empty: Empty, norm: Empty) -> AttentionParameters | LatentParameters:
-    if isinstance(spec, LatentAttention):
-        return _latent(spec, hidden, empty, norm)
-    shape = spec.shape
-    heads = spec.qk_norm // shape.head_dim  # 1, or all: the norm's elements over those of a head
-    kv_elements = shape.head_dim if heads == 1 else shape.kv_heads * shape.head_dim
-    return AttentionParameters(
-        qkv=empty(shape.qkv_size, hidden),
-        qkv_bias=empty(shape.qkv_size) if spec.qkv_bias else None,
-        output=empty(hidden, shape.heads * shape.head_dim),
-        output_bias=empty(hidden) if spec.output_bias else None,
-        q_norm=norm(spec.qk_norm) if spec.qk_norm else None,
-        k_norm=norm(kv_elements) if spec.qk_norm else None,
-        sinks=empty(shape.heads).float() if spec.sinks else None,
-    )
-
-
-def _latent(spec: LatentAttention, hidden: int, empty: Empty, norm: Empty) -> LatentParameters:
-    shape, rank = spec.shape, spec.query_rank
-    queries = shape.heads * shape.query
-    down = (queries if rank is None else rank) + shape.cached
-    return LatentParameters(
-        down=empty(down, hidden),
-        down_bias=empty(down) if spec.bias else None,
-        query_norm=None if rank is None else norm(rank),
-        query_up=None if rank is None else empty(queries, rank),
-        latent_norm=norm(shape.latent),
-        kv_up=empty(shape.heads, shape.nope + shape.v_dim, shape.latent),
-        output=empty(hidden, shape.heads * shape.v_dim),
-        output_bias=empty(hidden) if spec.bias else None,
-    )
-
-
-def _dense(spec: DenseFeedForward, hidden: int, empty: Empty) -> DenseParameters:
-    return DenseParameters(
-        gate_up=empty(2 * spec.width, hidden),
-        gate_up_bias=empty(2 * spec.width) if spec.bias else None,
-        down=empty(hidden, spec.width),
-        down_bias=empty(hidden) if spec.bias else None,
-    )
-
-
-def _experts(spec: MixtureOfExperts, hidden: int, empty: Empty) -> Experts:
-    experts, width, router = spec.experts, spec.width, spec.router
-    return Experts(
-        router=empty(experts, hidden),
-        router_bias=empty(experts) if router.bias else None,
-        choice_bias=empty(experts).float() if router.choice_bias else None,
-        gate_up=empty(experts, 2 * width, hidden),
-        gate_up_bias=empty(experts, 2 * width) if spec.bias else None,
-        down=empty(experts, hidden, width),
-        down_bias=empty(experts, hidden) if spec.bias else None,
-        shared_gate_up=Linear(empty(2 * spec.shared_width, hidden)) if spec.shared_width else None,
-        shared_down=Linear(empty(hidden, spec.shared_width)) if spec.shared_width else None,
-        shared_gate=empty(1, hidden) if spec.shared_gate else None,
-    )
-
-
-def _walk(found: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(found, Tensor):
-        yield name, found
+def _walk(found: object, path: str) -> Iterator[tuple[str, Weight]]:
+    start = f"{path}." if path else ""
+    if isinstance(found, Tensor | PackedWeight):
+        yield path, found
     elif isinstance(found, tuple):
-        for each in found:
-            yield from _walk(each, name)
+        for number, each in enumerate(found):
+            yield from _walk(each, f"{start}{number}")
     elif is_dataclass(found):
         for field in fields(found):
-            yield from _walk(getattr(found, field.name), field.name)
+            yield from _walk(getattr(found, field.name), start + field.name)

@@ -4,17 +4,23 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.config.model import ModelSpec
+from engine.config.quantization import Quantization, WeightScheme
+from engine.models.allocation import QuantizedWeights, allocate_parameters, quantized_weights
 from engine.models.families import places_of
 from engine.models.load_spec import load_spec, read_json, text_part, towers_of
-from engine.models.parameters import Parameters, Place, allocate_parameters
+from engine.models.parameters import Parameters, Place
+from engine.weights.quantized.format import StoredTensor
+from engine.weights.quantized_loader import load_quantized, stored_tensors
 from engine.weights.safetensors_file import TensorEntry, read_header
 from engine.weights.tensor_names import TensorNames
-from engine.weights.tensor_reader import DTYPES, read_tensors
+from engine.weights.tensor_reader import DTYPES, FLOATS, read_tensors
 from wire.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -32,12 +38,17 @@ _REVISION_BYTES = 4096
 def check_model(folder: Path) -> ModelSpec:
     """Returns the specification of a model that can be served; no weights are read.
 
-    Raises ModelError, in one sentence: no folder or configuration, an unsupported architecture, a truncated or corrupt
-    file, tensors missing, extra or of the wrong shape.
+    Modules that a quantized checkpoint stores in 16 bits are not quantized, whatever config.json says. Raises
+    ModelError, in one sentence: no folder or configuration, an unsupported architecture, a truncated or corrupt file,
+    tensors missing, extra or of the wrong shape.
     """
     spec = load_spec(folder)
-    shapes = allocate_parameters(spec, torch.float32, torch.device("meta"))
-    _match(folder, places_of(spec, shapes), spec)
+    places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+    names = TensorNames.of(spec, read_json(folder / "config.json"))
+    entries = names.text_model(_read_entries(folder))
+    if spec.quantization is not None:
+        spec = replace(spec, quantization=_as_stored(spec.quantization, places, quantized_weights(spec), entries))
+    _match(folder, places, spec, names, entries)
     return spec
 
 
@@ -48,11 +59,20 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
     time among those whose values are transformed.
     """
     places = places_of(spec, parameters)
-    entries = _match(folder, places, spec)
     config = read_json(folder / "config.json")
+    names = TensorNames.of(spec, config)
+    entries = _match(folder, places, spec, names, names.text_model(_read_entries(folder)))
+    quantized = quantized_weights(spec)
+    if quantized.dequantized:
+        log.info(
+            "%s: %s of %s quantized tensors are dequantized, as their columns or layers are in no order of the kernels",
+            folder,
+            len(quantized.dequantized),
+            len(quantized.schemes),
+        )
     if text_part(config) is not config:
         log.info("%s: the text part is served, images and the like are not (%s)", folder, towers_of(config))
-    total = sum(place.tensor.numel() for place in places.values())
+    total = sum(_elements(entry.shape) for entry in entries.values())
     done = 0
 
     def count(elements: int) -> None:
@@ -61,12 +81,17 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
         if progress is not None:
             progress("loading weights", done / total)
 
-    plain = {
-        name: place.tensor for name, place in places.items() if place.transform is None and place.tensor.is_contiguous()
-    }
+    plain: dict[str, Tensor] = {}
+    for name, place in places.items():
+        if name in quantized.schemes:
+            continue
+        assert isinstance(place.tensor, Tensor)
+        if place.transform is None and place.tensor.is_contiguous():
+            plain[name] = place.tensor
+        else:
+            _read_transformed(name, entries[name], place, count)
     read_tensors({name: entries[name] for name in plain}, plain, count)
-    for name in places.keys() - plain.keys():
-        _read_transformed(name, entries[name], places[name], count)
+    load_quantized(places, quantized.schemes, entries, count)
 
 
 def revision_hash(folder: Path) -> str:
@@ -85,10 +110,11 @@ def revision_hash(folder: Path) -> str:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Returns the dtype of the folder's largest tensor, in torch's spelling."""
-    largest = max(_read_entries(folder).values(), key=lambda entry: _elements(entry.shape))
-    known = DTYPES.get(largest.dtype)
-    return largest.dtype if known is None else str(known).removeprefix("torch.")
+    """Returns the dtype of the folder's largest tensor that is not one of codes, in torch's spelling."""
+    entries = _read_entries(folder).values()
+    floats = [entry for entry in entries if entry.dtype in FLOATS]
+    largest = max(floats or entries, key=lambda entry: _elements(entry.shape))
+    return str(DTYPES.get(largest.dtype, largest.dtype)).removeprefix("torch.")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -117,31 +143,71 @@ def _read_entries(folder: Path) -> dict[str, TensorEntry]:
     return found
 
 
-def _match(folder: Path, wanted: Mapping[str, Place], spec: ModelSpec) -> dict[str, TensorEntry]:
+def _as_stored(
+    quantization: Quantization,
+    places: Mapping[str, Place],
+    quantized: QuantizedWeights,
+    entries: Mapping[str, TensorEntry],
+) -> Quantization:
+    """Returns the quantization without the modules that are stored in 16 bits, or in more."""
+    found = set()
+    for name, scheme in quantized.schemes.items():
+        codes = next(iter(stored_tensors(name, places[name], scheme)))
+        stored_plainly = name in entries and entries[name].dtype in FLOATS
+        if stored_plainly and not quantization.at_load and (codes == name or codes not in entries):
+            found.add(name.removesuffix(".weight"))
+    return replace(quantization, plain=quantization.plain | found) if found else quantization
+
+
+def _match(
+    folder: Path,
+    places: Mapping[str, Place],
+    spec: ModelSpec,
+    names: TensorNames,
+    found: Mapping[str, TensorEntry],
+) -> dict[str, TensorEntry]:
     """Returns the entries to load, all of them wanted, none missing, each of its shape."""
-    names = TensorNames.of(spec, read_json(folder / "config.json"))
-    found = names.text_model(_read_entries(folder))
-    missing = [name for name in wanted if name not in found]
+    schemes = quantized_weights(spec).schemes
+    wanted: dict[str, StoredTensor] = {}
+    of: dict[str, WeightScheme | None] = {}
+    for name, place in places.items():
+        stored = stored_tensors(name, place, schemes.get(name))
+        # A bias that the model has stands before one that its format allows.
+        wanted |= {each: tensor for each, tensor in stored.items() if tensor.read or each not in places}
+        of |= dict.fromkeys(stored, schemes.get(name))
+    missing = [name for name, tensor in wanted.items() if tensor.required and name not in found]
     if missing:
-        raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json calls for.")
+        raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json calls for{_named(of[missing[0]])}.")
     extra = [name for name in found if name not in wanted and not names.is_harmless(name)]
     if extra:
         raise ModelError(f"{folder} has {_some(extra)}, which a model of its config.json lacks.")
-    for name, place in wanted.items():
+    read = {name: tensor for name, tensor in wanted.items() if tensor.read and name in found}
+    for name, tensor in read.items():
         entry = found[name]
-        if entry.shape != place.stored_shape:
+        if entry.shape not in tensor.shapes:
+            shape = list(tensor.shapes[-1])
             raise ModelError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json calls for {list(place.stored_shape)}."
+                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json calls for {shape}{_named(of[name])}."
             )
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in tensor.dtypes:
             raise ModelError(
-                f"{entry.file}: {name} is stored as {entry.dtype}; only {', '.join(sorted(DTYPES))} can be loaded."
+                f"{entry.file}: {name} is stored as {entry.dtype}; only {', '.join(sorted(tensor.dtypes))} can be"
+                f" loaded{_named(of[name])}."
             )
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in read}
+
+
+def _named(scheme: WeightScheme | None) -> str:
+    """Returns the scheme of a weight for a message, "" for none."""
+    if scheme is None:
+        return ""
+    group = "a scale a row" if scheme.group is None else f"groups of {scheme.group}"
+    return f" ({scheme.format}, {scheme.codes}, {group})"
 
 
 def _read_transformed(name: str, entry: TensorEntry, place: Place, count: Callable[[int], None]) -> None:
     """Reads one tensor into the host's memory, and writes the values that are computed from it to their place."""
+    assert isinstance(place.tensor, Tensor)
     stored = torch.empty(entry.shape, dtype=place.tensor.dtype)
     read_tensors({name: entry}, {name: stored}, count)
     place.tensor.copy_(stored if place.transform is None else place.transform(stored))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from wire.errors import ModelError
 
 _LARGEST_HEADER = 100_000_000  # the limit of the reference implementation
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,16 @@ from torch import Tensor
 from engine.weights.safetensors_file import TensorEntry
 from wire.errors import ModelError
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes that can be read, by the format's spelling."""
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes of weights that are not quantized, by the format's spelling."""
+DTYPES = FLOATS | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""The dtypes that can be read, by the format's spelling; those of codes are never cast."""
 PIECE_BYTES = 8 << 20
 """Bytes per read."""
 MAX_THREADS = 8

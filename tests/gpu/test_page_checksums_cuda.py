@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.cache.page_checksums import as_words, page_checksums
+from engine.cache.page_checksums import page_checksums
+from engine.cache.page_words import as_words
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

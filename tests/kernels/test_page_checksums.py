@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cache.page_checksums import as_words, page_checksums
+from engine.cache.page_checksums import page_checksums
+from engine.cache.page_words import as_words
 from engine.cache.paged_cache import PagedCache, page_bytes
 from engine.config.attention import AttentionShape
 from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec

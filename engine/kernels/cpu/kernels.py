@@ -29,6 +29,7 @@ from engine.kernels.cpu.pool import Pool, usable_cores
 from engine.kernels.cpu.products import MAX_CHUNK_ROWS
 from engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
 from engine.kernels.reference import ReferenceKernels, activate, rms_norm
+from engine.kernels.unpacked import unpacked, unpacked_experts
 from wire.errors import Internal
 
 _ALL_POSITIONS = 1 << 30
@@ -59,14 +60,16 @@ class CpuKernels(Kernels):
         self._pool.close()
 
     def prepare(self, linear: Linear) -> Linear:
-        """Keeps the weight; raises Internal for one that the machine code would misread."""
-        tensors = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
+        """Dequantizes a packed weight, keeps others; raises Internal for one that the machine code would misread."""
+        linear = unpacked(linear, self._dtype)
+        tensors = [linear.matrix] if linear.bias is None else [linear.matrix, linear.bias]
         if not all(each.is_contiguous() and each.dtype == self._dtype and is_cpu(each.device) for each in tensors):
-            raise Internal(f"CPU kernels for {self._dtype} were given another weight: {linear.weight.dtype}, strided.")
+            raise Internal(f"CPU kernels for {self._dtype} were given another weight: {linear.matrix.dtype}, strided.")
         return linear
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Keeps the weights but for the router's, which become float32; raises Internal as `prepare` does."""
+        """Keeps weights but packed ones and the router's, which becomes float32; raises Internal as `prepare` does."""
+        experts = unpacked_experts(experts, self._dtype)
         stacked = ((experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias))
         for each in (experts.shared_gate_up, experts.shared_down, *(Linear(*pair) for pair in stacked)):
             if each is not None:
@@ -215,7 +218,7 @@ class CpuKernels(Kernels):
         rows = out.shape[1]
         self._pool.write(
             cpu_products.PRODUCT, operation, 0, self._chunk_rows(rows, tokens, k), tokens, k, x.data_ptr(),
-            out.data_ptr(), linear.weight.data_ptr(), _address(linear.bias), rows, norm is None, source.data_ptr(),
+            out.data_ptr(), linear.matrix.data_ptr(), _address(linear.bias), rows, norm is None, source.data_ptr(),
             _address(norm), _is_wide(norm), gelu, eps,
         )  # fmt: skip
         self._perform(operation)

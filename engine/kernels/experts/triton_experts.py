@@ -137,7 +137,10 @@ class ExpertKernels:
         groups = triton.next_power_of_2(router.groups)
         size = triton.next_power_of_2(spec.experts // router.groups)
         rows, task = _CHOICE_TOKENS, COUNT.value
-        if experts.gate_up.dtype != torch.float32 and triton.next_power_of_2(tokens) * groups * size <= _SORTED_NUMBERS:
+        if (
+            experts.matrices[0].dtype != torch.float32
+            and triton.next_power_of_2(tokens) * groups * size <= _SORTED_NUMBERS
+        ):
             rows, task = triton.next_power_of_2(tokens), SORT.value
         tiles, order, most, tile_tokens = choice.experts, choice.experts, 0, 1
         if isinstance(choice, TiledChoice):
@@ -178,8 +181,8 @@ class ExpertKernels:
         (tokens, width), pairs = hidden.shape, choice.pairs
         inner, parts = x.new_empty(pairs, spec.width), x.new_empty(pairs, width)
         for gated, source, weight, bias, out, product in (
-            (True, x, experts.gate_up, experts.gate_up_bias, inner, tile.gate_up),
-            (False, inner, experts.down, experts.down_bias, parts, tile.down),
+            (True, x, experts.matrices[0], experts.gate_up_bias, inner, tile.gate_up),
+            (False, inner, experts.matrices[1], experts.down_bias, parts, tile.down),
         ):
             outputs = out.shape[1]
             tile_kernel[(choice.max_tiles, triton.cdiv(outputs, product.rows))](
@@ -204,14 +207,14 @@ class ExpertKernels:
         inner = x.new_empty(spec.top_k, spec.width)
         bias, down_bias = experts.gate_up_bias, experts.down_bias
         single_gate_up_kernel[(triton.cdiv(spec.width, gate_up.rows), spec.top_k)](
-            x, experts.gate_up, x if bias is None else bias, choice.experts, inner,
+            x, experts.matrices[0], x if bias is None else bias, choice.experts, inner,
             N=spec.width, K=width, E=spec.experts, ACTIVATION=ACTIVATIONS[spec.activation], BIAS=bias is not None,
             ROWS=gate_up.rows, COLUMNS=min(triton.next_power_of_2(width), gate_up.columns), PDL=self._pdl,
             num_warps=gate_up.warps, launch_pdl=self._pdl,
         )  # fmt: skip
         columns = min(triton.next_power_of_2(spec.width), max(down.columns // ranks, 1))
         single_down_kernel[(triton.cdiv(width, down.rows),)](
-            inner, experts.down, x if down_bias is None else down_bias, choice.weights, choice.experts, hidden,
+            inner, experts.matrices[1], x if down_bias is None else down_bias, choice.weights, choice.experts, hidden,
             N=width, K=spec.width, E=spec.experts, TOP_K=spec.top_k, BIAS=down_bias is not None,
             ROWS=down.rows, COLUMNS=columns, BLOCK_K=ranks, PDL=self._pdl, num_warps=down.warps, launch_pdl=self._pdl,
         )  # fmt: skip

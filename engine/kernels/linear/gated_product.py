@@ -93,7 +93,7 @@ class PlainGated:
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
         """Computes the product, then the activation."""
-        return silu_mul(torch.nn.functional.linear(x, gate_up.weight, gate_up.bias), pdl=self._pdl)
+        return silu_mul(torch.nn.functional.linear(x, gate_up.matrix, gate_up.bias), pdl=self._pdl)
 
 
 class FusedGated:
@@ -119,7 +119,7 @@ class FusedGated:
         """Computes the fused product, or the plain one for few tokens or with a bias."""
         if len(x) < FUSED_TOKENS or gate_up.bias is not None:
             return self._plain(x, gate_up)
-        return self.compute(x, gate_up.weight)
+        return self.compute(x, gate_up.matrix)
 
     def compute(self, x: Tensor, weight: Tensor) -> Tensor:
         """Computes the fused product for any number of tokens."""

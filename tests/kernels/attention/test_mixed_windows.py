@@ -18,9 +18,10 @@ from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.reference import ReferenceKernels
+from engine.models.allocation import allocate_parameters
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import load_spec
-from engine.models.parameters import Parameters, allocate_parameters, tensors_of
+from engine.models.parameters import Parameters, tensors_of
 from engine.steps.batch import Draw, StepBatch, StepRow
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.random_weights import fill_randomly

@@ -15,8 +15,9 @@ from engine.kernels.cpu.kernels import CpuKernels
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.latent import latent_kernels
 from engine.kernels.reference import ReferenceKernels
+from engine.models.allocation import allocate_parameters
 from engine.models.decoder import DecoderModel
-from engine.models.parameters import Parameters, allocate_parameters, tensors_of
+from engine.models.parameters import Parameters, tensors_of
 from engine.steps.batch import Draw, StepBatch, StepRow
 from engine.steps.step_packer import StepPacker, step_limits, unpack
 from wire.messages import SamplingParams

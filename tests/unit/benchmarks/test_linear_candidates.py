@@ -9,7 +9,7 @@ from benchmarks.gpu.dense_layer import dense_shapes
 from benchmarks.tuning.linear_candidates import Model, Product, candidates, model_of
 from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import TUNED, Skinny
-from engine.models.parameters import allocate_parameters
+from engine.models.allocation import allocate_parameters
 from engine.models.shapes import shape_config
 
 EARLY = [512]

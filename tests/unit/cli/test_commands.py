@@ -21,8 +21,8 @@ from cli.main import app
 from cli.plain_errors import plain_errors
 from cli.start.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
 from cluster.config import CPU_KV_CACHE_BYTES, ClusterConfig
+from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
-from engine.models.parameters import weight_bytes
 from router.config import RouterConfig
 from tests.factories import write_tiny_model
 from wire.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable

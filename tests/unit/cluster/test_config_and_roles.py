@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
+from cluster.planner_config import PlannerConfig, PlannerMode
 from cluster.ray_processes.worker_actors import WorkerActors
 from cluster.supervision.modes import Topology
 from cluster.supervision.roles import Slot, bundle, offer, plan
@@ -48,6 +49,10 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"api_keys": ("",)}, "--api-key"),
         ({"api_keys": ("good", "é")}, "--api-key"),
         ({"dtype": "int8"}, "--dtype"),
+        ({"quantization": "int3"}, "--quantization"),
+        ({"decode_quantization": "awq"}, "--decode-quantization"),
+        ({"mode": "colocated", "prefill_quantization": "fp8"}, "--prefill-quantization"),
+        ({"decode_quantization": "fp8", "planner": PlannerConfig(PlannerMode.ON)}, "--decode-quantization"),
         ({"ray_address": "local"}, "--address"),
         ({"ray_address": "ray://head:10001"}, "--address"),
         ({"ray_address": "head"}, "--address"),
@@ -74,6 +79,14 @@ def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidArgument) as failure:
         ClusterConfig(model=Path("m"), **settings)
     assert failure.value.field == option
+
+
+def test_each_role_may_have_a_quantization_of_its_own() -> None:
+    config = ClusterConfig(model=Path("m"), quantization="int8", decode_quantization="int4")
+    found = [worker_config(config, slot).engine.quantization for slot in plan(config, gpus=0)]
+    assert found == ["int8", "int4"]
+    everywhere = ClusterConfig(model=Path("m"), mode="colocated", quantization="fp8")
+    assert [worker_config(everywhere, slot).engine.quantization for slot in plan(everywhere, gpus=0)] == ["fp8"]
 
 
 def test_on_other_hosts_ray_gives_each_worker_a_gpu() -> None:

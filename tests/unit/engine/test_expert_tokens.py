@@ -14,8 +14,8 @@ from engine.config.model import (
 )
 from engine.expert_tokens import ExpertTokens
 from engine.kernels.reference import ReferenceKernels
+from engine.models.allocation import allocate_parameters
 from engine.models.decoder import DecoderModel
-from engine.models.parameters import allocate_parameters
 from engine.weights.random_weights import fill_randomly
 
 CPU = torch.device("cpu")

@@ -2,7 +2,8 @@
 
 import torch
 
-from engine.cache.page_checksums import as_words, page_checksums
+from engine.cache.page_checksums import page_checksums
+from engine.cache.page_words import as_words
 from engine.cache.paged_cache import PagedCache, cache_bytes
 from engine.config.attention import LatentShape
 from engine.config.model import DenseFeedForward, LatentAttention, LayerSpec, ModelSpec

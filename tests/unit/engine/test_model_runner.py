@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.model_runner import ModelRunner
+from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
-from engine.models.parameters import weight_bytes
 from engine.steps.batch import StepBatch, StepRow
 from engine.weights.safetensors_file import read_header
 from tests.factories import draw, row, tiny_engine_config, write_tiny_model

@@ -10,8 +10,8 @@ from costs.step_grid import EACH_TOKEN, gpu_grid
 from engine import model_sizes as sizes_module
 from engine.model_runner import ModelRunner
 from engine.model_sizes import cost_guess, model_sizes, step_grid
+from engine.models.allocation import allocate_parameters
 from engine.models.families import places_of
-from engine.models.parameters import allocate_parameters
 from tests.factories import tiny_engine_config, write_tiny_model
 
 

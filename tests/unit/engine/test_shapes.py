@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.models.allocation import allocate_parameters
 from engine.models.load_spec import load_spec
-from engine.models.parameters import allocate_parameters, tensors_of
+from engine.models.parameters import tensors_of
 from engine.models.shapes import shape_config, shape_names, write_shape
 from engine.weights.random_weights import fill_randomly, random_revision
 from wire.errors import InvalidArgument

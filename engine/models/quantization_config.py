@@ -1,0 +1,158 @@
+"""Reading of `quantization_config` in config.json, as each tool writes it.
+
+ModelError names the scheme where it is not supported.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.config.quantization import Codes, Quantization, WeightFormat, WeightScheme
+from wire.errors import ModelError
+
+Json = Mapping[str, Any]
+
+_EVERY = ".*"
+_EMBEDDING = "model.embed_tokens"
+_OUTPUT = "lm_head"
+_BITS = {4: Codes.INT4, 8: Codes.INT8}
+_PACKED, _FLOAT, _INT = WeightFormat.PACK_QUANTIZED, WeightFormat.FLOAT_QUANTIZED, WeightFormat.INT_QUANTIZED
+_SERVED = "awq, gptq, compressed-tensors and fp8"
+
+
+def parse_quantization(config: Json) -> Quantization:
+    """Returns the schemes of a `quantization_config`; ModelError names one that is not supported."""
+    method = config.get("quant_method")
+    readers: dict[object, Callable[[Json], Quantization]] = {
+        "awq": _awq,
+        "gptq": _gptq,
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+    }
+    if method not in readers:
+        raise refusal(str(method), f"which is not supported; {_SERVED} are")
+    return readers[method](config)
+
+
+def refusal(scheme: str, reason: str) -> ModelError:
+    """Returns the error of a quantized checkpoint that cannot be served."""
+    return ModelError(f"the checkpoint is quantized ({scheme}), {reason}; use another one, or one in 16 bits.")
+
+
+def _awq(config: Json) -> Quantization:
+    version = str(config.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise refusal(f"awq, version {version}", "whose order of codes is not supported; gemm is")
+    bits = int(config.get("bits") or config.get("w_bit") or 4)
+    if bits != 4:
+        raise refusal(f"awq, {bits} bits", "which is not supported; 4 bits are")
+    group = _group("awq", config.get("group_size", config.get("q_group_size", 128)))
+    scheme = WeightScheme(WeightFormat.AWQ, Codes.INT4, group, symmetric=False)
+    return Quantization("awq", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
+
+
+def _gptq(config: Json) -> Quantization:
+    bits = int(config["bits"])
+    if bits not in _BITS:
+        raise refusal(f"gptq, {bits} bits", "which is not supported; 4 and 8 bits are")
+    if config.get("dynamic") and any(not str(pattern).startswith("-:") for pattern in config["dynamic"]):
+        raise refusal("gptq, dynamic", "whose modules differ in their settings, which is not supported")
+    stored = config.get("checkpoint_format") or "gptq"
+    if stored not in {WeightFormat.GPTQ, WeightFormat.GPTQ_V2}:
+        raise refusal(f"gptq, {stored}", "whose format is not supported; gptq and gptq_v2 are")
+    scheme = WeightScheme(
+        WeightFormat(stored),
+        _BITS[bits],
+        _group("gptq", config.get("group_size", 128)),
+        symmetric=bool(config.get("sym", True)),
+        scattered=bool(config.get("desc_act")) and not config.get("static_groups"),
+    )
+    skipped = tuple((str(pattern).removeprefix("-:") + ".*", None) for pattern in config.get("dynamic") or ())
+    plain = _plain(config, _EMBEDDING, *(() if config.get("lm_head") else (_OUTPUT,)))
+    return Quantization("gptq", (*skipped, (_EVERY, scheme)), plain)
+
+
+def _fp8(config: Json) -> Quantization:
+    if (fmt := config.get("fmt") or "e4m3") != "e4m3":
+        raise refusal(f"fp8, {fmt}", "which is not supported; e4m3 is")
+    block = config.get("weight_block_size")
+    scheme = (
+        WeightScheme(WeightFormat.FP8_BLOCKS, Codes.FLOAT8, int(block[1]), block_rows=int(block[0]))
+        if block
+        else WeightScheme(_FLOAT, Codes.FLOAT8)
+    )
+    return Quantization("fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
+
+
+def _compressed_tensors(config: Json) -> Quantization:
+    sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
+    if sparsity != "dense":
+        raise refusal(f"compressed-tensors, {sparsity}", "whose sparsity is not supported")
+    if config.get("transform_config"):
+        raise refusal("compressed-tensors, transform_config", "whose rotations are not supported")
+    rules: list[tuple[str, WeightScheme | None]] = []
+    plain = {_EMBEDDING}
+    for ignored in config.get("ignore") or ():
+        if ignored.startswith("re:"):
+            rules.append((_prefix(ignored), None))
+        else:
+            plain.add(ignored)
+    groups = config.get("config_groups")
+    if not groups:
+        raise refusal("compressed-tensors", "whose config_groups are missing")
+    for group in groups.values():
+        scheme = _scheme_of_group(group, group.get("format") or config.get("format"))
+        rules += [(_target(target), scheme) for target in group.get("targets") or ["Linear"]]
+    # Names count before kinds of modules.
+    rules.sort(key=lambda rule: rule[0] == _EVERY)
+    return Quantization("compressed-tensors", tuple(rules), frozenset(plain))
+
+
+def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
+    weights = group.get("weights") or {}
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy") or "tensor"
+    name = f"compressed-tensors, {stored}"
+    if bits not in _BITS or kind not in {"int", "float"} or (bits, kind) == (4, "float"):
+        raise refusal(f"{name}, {kind}{bits}", "which is not supported; int4, int8 and float8 are")
+    codes = _BITS[bits] if kind == "int" else Codes.FLOAT8
+    formats = {_PACKED: {Codes.INT4, Codes.INT8}, _INT: {Codes.INT8}, _FLOAT: {Codes.FLOAT8}}
+    found = (_FLOAT if kind == "float" else _INT) if stored == "naive-quantized" else stored
+    if found not in formats or codes not in formats[WeightFormat(str(found))]:
+        raise refusal(f"{name}, {codes}", f"whose format is not supported; {', '.join(formats)} are")
+    if strategy not in {"tensor", "channel", "group", "block"}:
+        raise refusal(f"{name}, strategy {strategy}", "which is not supported")
+    columns, block_rows = weights.get("group_size"), 1
+    if strategy == "block":
+        block_rows, columns = map(int, weights["block_structure"])
+    return WeightScheme(
+        WeightFormat(str(found)),
+        codes,
+        _group(name, columns) if strategy in {"group", "block"} else None,
+        block_rows,
+        symmetric=bool(weights.get("symmetric", True)),
+        scattered=weights.get("actorder") in {"group", True},
+    )
+
+
+def _group(scheme: str, size: object) -> int | None:
+    """Returns the columns that share a scale, -1 = None; ModelError for others below 1."""
+    columns = -1 if size is None else int(str(size))
+    if columns < 1 and columns != -1:
+        raise refusal(f"{scheme}, group_size {columns}", "which is no size of a group")
+    return None if columns == -1 else columns
+
+
+def _plain(config: Json, *names: str) -> frozenset[str]:
+    """Returns the modules that are not quantized: `names`, and those of `modules_to_not_convert`."""
+    return frozenset({*names, *(config.get("modules_to_not_convert") or ())})
+
+
+def _prefix(pattern: str) -> str:
+    """Returns `re:pattern`, which need only match the beginning of a name, as an expression of whole names."""
+    return f"(?:{pattern.removeprefix('re:')}).*"
+
+
+def _target(target: str) -> str:
+    if target.startswith("re:"):
+        return _prefix(target)
+    return _EVERY if target == "Linear" else re.escape(target)

@@ -1,0 +1,16 @@
+"""The formats of quantized weights: one file each says which tensors store a weight, and reads codes and scales."""
+
+from engine.config.quantization import WeightFormat
+from engine.weights.quantized import awq, byte_codes, gptq, packed_integers
+from engine.weights.quantized.format import Format
+
+FORMATS: dict[WeightFormat, Format] = {
+    WeightFormat.AWQ: awq.FORMAT,
+    WeightFormat.GPTQ: gptq.FORMAT,
+    WeightFormat.GPTQ_V2: gptq.FORMAT,
+    WeightFormat.PACK_QUANTIZED: packed_integers.FORMAT,
+    WeightFormat.INT_QUANTIZED: byte_codes.FORMAT,
+    WeightFormat.FLOAT_QUANTIZED: byte_codes.FORMAT,
+    WeightFormat.FP8_BLOCKS: byte_codes.FORMAT,
+}
+"""All but `ROUND_TO_NEAREST`, whose weights are stored in 16 bits."""

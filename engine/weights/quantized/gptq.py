@@ -1,0 +1,85 @@
+"""GPTQ: codes of 4 or 8 bits, the columns of the stored matrices being the outputs.
+
+qweight  I32 [K / c, N], c codes a word: inputs c·r to c·r + c - 1, lowest bits first
+qzeros   I32 [G, N / c], outputs in their order; format `gptq` stores zero - 1, `gptq_v2` the zero itself
+scales   [G, N]
+g_idx    I32 [K]: each input's group; it may be missing where columns are not scattered
+
+weight = (code - zero) · scale. A symmetric scheme has the centre of the codes as every zero, and checkpoints of either
+format have been published under the other's name: there the values tell.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.config.quantization import Codes, WeightFormat, WeightScheme
+from engine.kernels.packed_weight import CENTRE
+from engine.weights.quantized.format import (
+    BYTE_CENTRE,
+    FLOATS,
+    WORDS,
+    Format,
+    GroupedCodes,
+    Shape,
+    StoredTensor,
+    codes_of,
+    group_count,
+    in_word,
+    integers,
+    unread,
+)
+from wire.errors import ModelError
+
+
+def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    groups, word = group_count(scheme, columns), in_word(scheme.codes)
+    return (
+        StoredTensor("qweight", ((-(-columns // word), rows),), WORDS),
+        StoredTensor("qzeros", ((groups, -(-rows // word)),), WORDS),
+        StoredTensor("scales", ((groups, rows),), FLOATS),
+        StoredTensor("g_idx", ((columns,),), WORDS, required=scheme.scattered),
+        # Old exports have a bias of zeros for each module of a model without biases.
+        *unread("bias"),
+    )
+
+
+def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> GroupedCodes:
+    rows, columns = shape
+    codes = codes_of(tensors["qweight"].t(), scheme.codes)[:, :columns]
+    stored = codes_of(tensors["qzeros"], scheme.codes)[:, :rows].t()
+    groups = _groups(scheme, tensors.get("g_idx"), columns)
+    zeros = _zeros(scheme, stored)
+    return integers(scheme, codes.contiguous(), tensors["scales"].t().contiguous(), zeros, groups)
+
+
+def _zeros(scheme: WeightScheme, stored: Tensor) -> Tensor | None:
+    """Returns the zero points [N, G], None where all are the centre; ModelError for others of a symmetric scheme."""
+    four = scheme.codes is Codes.INT4
+    if scheme.symmetric:
+        centre = CENTRE if four else BYTE_CENTRE
+        if not bool(((stored == centre) | (stored == centre - 1)).all()):
+            raise ModelError("has zero points other than the centre, though its scheme is symmetric")
+        return None
+    if scheme.format is WeightFormat.GPTQ_V2:
+        return stored
+    # Zero - 1 has wrapped around where the zero is 0.
+    return (stored + 1) & 15 if four else stored + 1
+
+
+def _groups(scheme: WeightScheme, index: Tensor | None, columns: int) -> Tensor | None:
+    """Returns each column's group where they are scattered; ModelError for groups that do not exist."""
+    if index is None:
+        return None
+    found, count = index.long(), group_count(scheme, columns)
+    if bool(((found < 0) | (found >= count)).any()):
+        raise ModelError(f"has a g_idx outside of its {count} groups")
+    if scheme.scattered:
+        return found
+    if not torch.equal(found, torch.arange(columns, device=found.device) // (scheme.group or columns)):
+        raise ModelError("has a g_idx in another order than that of the columns, though desc_act is false")
+    return None
+
+
+FORMAT = Format(_tensors, _read)

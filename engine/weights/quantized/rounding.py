@@ -1,0 +1,26 @@
+"""Quantization of 16-bit weights while they are loaded, by rounding to the nearest code."""
+
+import torch
+from torch import Tensor
+
+from engine.config.quantization import Codes, Packing
+from engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbles
+
+_LARGEST = {Codes.INT8: 127.5, Codes.INT4: 7.5, Codes.FLOAT8: torch.finfo(torch.float8_e4m3fn).max}
+"""The largest magnitude that is rounded to a code: half of the range of integers, as compressed-tensors has it."""
+
+
+def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
+    """Returns a weight [..., N, K] in codes whose scales map the largest magnitude of a group to the largest code."""
+    *outer, columns = weight.shape
+    grouped = weight.to(torch.float32).reshape(*outer, columns // packing.group, packing.group)
+    largest = grouped.abs().amax(-1, keepdim=True)
+    scales = torch.where(largest > 0, largest / _LARGEST[packing.codes], 1.0)
+    values = (grouped / scales).reshape(weight.shape)
+    if packing.codes is Codes.FLOAT8:
+        codes = values.to(torch.float8_e4m3fn)
+    elif packing.codes is Codes.INT8:
+        codes = values.round().clamp(-128, 127).to(torch.int8)
+    else:
+        codes = pack_nibbles(values.round().clamp(-CENTRE, CENTRE - 1) + CENTRE)
+    return PackedWeight(codes, scales.squeeze(-1), None, packing.group)

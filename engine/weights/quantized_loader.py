@@ -1,0 +1,101 @@
+"""Loading of quantized weights: a few at a time are read on the device, repacked there and copied to their places."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from engine.config.quantization import WeightFormat, WeightScheme
+from engine.kernels.packed_weight import PackedWeight
+from engine.models.allocation import packing_of
+from engine.models.parameters import Place
+from engine.weights.quantized import FORMATS
+from engine.weights.quantized.format import StoredTensor
+from engine.weights.quantized.rounding import rounded
+from engine.weights.safetensors_file import TensorEntry
+from engine.weights.tensor_reader import DTYPES, FLOATS, read_tensors
+from wire.errors import ModelError
+
+_BATCH_BYTES = 256 << 20
+"""Bytes that are read at once, beyond which nothing of a checkpoint is held twice."""
+
+
+def stored_tensors(name: str, place: Place, scheme: WeightScheme | None) -> dict[str, StoredTensor]:
+    """Returns the tensors in which a checkpoint stores the weight `name`, by their names; the first is its codes."""
+    if scheme is None or scheme.format is WeightFormat.ROUND_TO_NEAREST:
+        return {name: StoredTensor(name, (place.stored_shape,), frozenset(FLOATS))}
+    module = name.removesuffix("weight")
+    rows, columns = place.stored_shape
+    return {module + each.name: each for each in FORMATS[scheme.format].tensors(scheme, rows, columns)}
+
+
+def load_quantized(
+    places: Mapping[str, Place],
+    schemes: Mapping[str, WeightScheme],
+    entries: Mapping[str, TensorEntry],
+    on_read: Callable[[int], None],
+) -> None:
+    """Loads the weights that `schemes` names; `on_read` as in `read_tensors`, with all elements of all tensors."""
+    for batch in _batches(places, schemes, entries):
+        wanted = {name: entries[name] for names in batch.values() for name in names}
+        device = next(iter(places.values())).tensor.device
+        read = {
+            name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device) for name, entry in wanted.items()
+        }
+        read_tensors(wanted, read, on_read)
+        for name, names in batch.items():
+            try:
+                _place(places[name], schemes[name], {each: read.pop(each) for each in names}, name)
+            except ModelError as error:
+                raise ModelError(f"{wanted[names[0]].file}: {name} {error.message}; it cannot be loaded.") from error
+
+
+def _batches(
+    places: Mapping[str, Place], schemes: Mapping[str, WeightScheme], entries: Mapping[str, TensorEntry]
+) -> Iterator[dict[str, list[str]]]:
+    """Yields weights with the names of their tensors, in the order of the files, so many that they are read quickly."""
+    stored = {name: _to_read(name, places[name], scheme, entries) for name, scheme in schemes.items()}
+    batch: dict[str, list[str]] = {}
+    size = 0
+    for name in sorted(stored, key=lambda name: (entries[stored[name][0]].file, entries[stored[name][0]].start)):
+        own = sum(_bytes(entries[each]) for each in stored[name])
+        if batch and size + own > _BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+        batch[name] = stored[name]
+        size += own
+    if batch:
+        yield batch
+
+
+def _to_read(name: str, place: Place, scheme: WeightScheme, entries: Mapping[str, TensorEntry]) -> list[str]:
+    found = stored_tensors(name, place, scheme)
+    return [each for each, stored in found.items() if stored.read and each in entries]
+
+
+def _bytes(entry: TensorEntry) -> int:
+    return torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
+
+
+def _place(place: Place, scheme: WeightScheme, stored: Mapping[str, Tensor], name: str) -> None:
+    """Writes a weight to its place, packed or dequantized."""
+    target = place.tensor
+    if scheme.format is WeightFormat.ROUND_TO_NEAREST:
+        assert isinstance(target, PackedWeight)
+        weight = next(iter(stored.values()))
+        _copy(rounded(weight if place.transform is None else place.transform(weight), packing_of(target)), target)
+        return
+    module = name.removesuffix("weight")
+    tensors = {each.removeprefix(module): tensor for each, tensor in stored.items()}
+    rows, columns = place.stored_shape
+    found = FORMATS[scheme.format].read(scheme, tensors, (rows, columns))
+    if isinstance(target, PackedWeight):
+        _copy(found.packed(packing_of(target), place.transform), target)
+    else:
+        matrix = found.matrix()
+        target.copy_(matrix if place.transform is None else place.transform(matrix))
+
+
+def _copy(source: PackedWeight, target: PackedWeight) -> None:
+    for mine, theirs in zip(target.parts(), source.parts(), strict=True):
+        mine.copy_(theirs)
