@@ -42,5 +42,5 @@ def test_costs_are_guessed_by_the_device_s_pieces(tmp_path: Path, monkeypatch: p
     assert grid == gpu_grid(shape.heads) != EACH_TOKEN
     assert (runner.cost_guess.tile_tokens, runner.cost_guess.wave_tokens) == (1, 1), "on a CPU"
     monkeypatch.setattr(sizes_module, "step_grid", lambda *_: grid)
-    guessed = cost_guess(shape, runner.cache)
+    guessed = cost_guess(shape, runner.cache, runner.dtype.itemsize)
     assert (guessed.tile_tokens, guessed.wave_tokens) == (grid.tile_tokens, grid.wave_tokens)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.handshake import check_compatible, compatibility_hash, make_handshake
+from kv_transfer.handshake import PROTOCOL_VERSION, check_compatible, compatibility_hash, make_handshake
 from kv_transfer.layout import KVLayout
 from wire.errors import FailedPrecondition
 from wire.messages import Handshake, PeerDescription, PeerRef
@@ -60,8 +60,8 @@ def test_a_refusal_names_every_difference_and_what_is_absent() -> None:
 
 
 def test_the_version_is_compared_before_anything_else() -> None:
-    theirs = replace(handshake("decode-0", {"model": "b"}), protocol_version=9)
-    with pytest.raises(FailedPrecondition, match="version 8, the other side 9"):
+    theirs = replace(handshake("decode-0", {"model": "b"}), protocol_version=PROTOCOL_VERSION + 1)
+    with pytest.raises(FailedPrecondition, match=f"version {PROTOCOL_VERSION}, the other side {PROTOCOL_VERSION + 1}"):
         check_compatible(handshake("prefill-0"), theirs)
 
 
