@@ -8,7 +8,7 @@ scored as prompts and as decode steps, and how many numbers hidden in long texts
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -20,17 +20,15 @@ from benchmarks.results import run_facts, save_result
 from cli.quantization.quality_view import quality_table
 from cli.quantization.sample_text import sample_text, text_hash, token_samples
 from engine.config import EngineConfig
-from engine.config.kv import kv_groups
-from engine.device import parse_device, parse_dtype, parse_page_tokens
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
+from engine.quality.loading import load_for_comparison
 from engine.quality.teacher_forced import COMPANY, compare
 from engine.weights.gguf import prepare_model
 from router.text.tokenizer import Tokenizer
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _NEEDLES = (4096, 16384, 32768)
-_SPARE_PAGES = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,19 +87,8 @@ def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
 
 
 def _load(chosen: argparse.Namespace, folder: Path, dtype: str, tokens: int) -> ModelRunner:
-    """Loads an engine with pages for so many tokens, so that two fit onto one device."""
-    config = EngineConfig(
-        folder,
-        device=chosen.device,
-        dtype=dtype,
-        max_step_tokens=chosen.max_step_tokens,
-        max_batch_requests=COMPANY,
-    )
-    spec, device = load_spec(folder), parse_device(chosen.device)
-    item_bytes = parse_dtype(config, device, spec).itemsize
-    padded = tokens + (COMPANY + _SPARE_PAGES) * parse_page_tokens(config, device)
-    capacity = padded * item_bytes * sum(group.elements for group in kv_groups(spec))
-    return ModelRunner.load(replace(config, kv_cache_bytes=capacity))
+    config = EngineConfig(folder, device=chosen.device, dtype=dtype, max_step_tokens=chosen.max_step_tokens)
+    return load_for_comparison(config, tokens)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -103,21 +103,26 @@ class DecoderModel:
         hidden = self._kernels.embed(token_ids, self._embedding, feed)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
-        slots = layouts[0].slots
-        for layer in self._layers[:-1]:
-            layout = layouts[layer.group]
-            q = layer.attention.store(hidden, layout, cache)
-            self._finish(layer, layer.attention.attend(q, layout, cache), hidden, slots)
+        for number in range(len(self._layers) - 1):
+            self.run_layer(number, hidden, layouts, cache)
         last = self._layers[-1]
         layout = layouts[last.group]
         q = last.attention.store(hidden, layout, cache)
         if drawn is not None and len(drawn) == 0:
             return None
         mixed = last.attention.attend(q, layout, cache)
+        slots = layouts[0].slots
         if drawn is not None:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden)
+
+    def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: Tensor) -> None:
+        """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; arguments as `forward`."""
+        layer = self._layers[number]
+        layout = layouts[layer.group]
+        q = layer.attention.store(hidden, layout, cache)
+        self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Adds attention's output and the feed-forward network to the residual stream, in place."""
