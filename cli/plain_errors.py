@@ -31,6 +31,9 @@ SETTINGS = {
     "output": "OUTPUT",
     "scheme": "--scheme",
     "group_size": "--group-size",
+    "method": "--method",
+    "samples": "--samples",
+    "text": "--text",
 }
 """Maps the engine's setting names to the options that set them."""
 

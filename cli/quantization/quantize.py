@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,10 +29,21 @@ def quantize(
     scheme: Annotated[
         str, typer.Option(help="w4a16, w4a16-asym, w8a16 (weights alone), w8a8 or fp8 (activations too, in 8 bits).")
     ] = "w4a16",
-    method: Annotated[str, typer.Option(help="rtn: round to nearest, without calibration.")] = "rtn",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="rtn rounds to nearest, without calibration; gptq and awq lose less, above all with 4 bits; "
+            "smoothquant is for w8a8 and fp8."
+        ),
+    ] = "gptq",
     group_size: Annotated[
         int | None, typer.Option(help="Inputs that share a scale, with 4 bits; default: 128, 64 or 32, as divides all.")
     ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="File of text to calibrate on, as the model will see; default: a built-in one.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Pieces of the text to calibrate on.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
     device: Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu",
     quality: Annotated[
         bool, typer.Option("--quality/--no-quality", help="Compare predictions with the model's own afterwards.")
@@ -42,19 +53,34 @@ def quantize(
     from rich.console import Console
 
     from engine.device import parse_device
+    from engine.quantizer.quantize import Recipe
     from engine.quantizer.quantize import quantize as write_quantized
     from engine.quantizer.scheme import parse_scheme
     from engine.weights.gguf import prepare_model
 
     console = Console()
-    chosen = parse_scheme(scheme)
+    recipe = Recipe(parse_scheme(scheme), method, group_size)
     target = parse_device(device)
     with _progress(console) as report:
         folder = prepare_model(model, progress=report)
-        written = write_quantized(folder, output, chosen, group_size=group_size, device=target, progress=report)
+        read = [] if method == "rtn" else _calibration_samples(folder, text, samples, tokens)
+        written = write_quantized(folder, output, recipe, read, device=target, progress=report)
     console.print(_summary(written), highlight=False)
     if quality:
         _print_quality(console, folder, output, device)
+
+
+def _calibration_samples(folder: Path, text: Path | None, samples: int, tokens: int) -> list[Sequence[int]]:
+    """Returns pieces of the text as token ids. InvalidArgument for a text that is too short or cannot be read."""
+    from cli.quantization.sample_text import sample_text, token_samples
+    from router.text.tokenizer import Tokenizer
+    from wire.errors import InvalidArgument
+
+    try:
+        read = sample_text("calibration") if text is None else text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("text", f"{text} cannot be read: {error}.") from error
+    return token_samples(Tokenizer(folder).encode, read, samples, tokens)
 
 
 def _summary(written: Quantized) -> str:

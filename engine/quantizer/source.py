@@ -59,6 +59,11 @@ class Source:
         return ["lm_head", *(name.removesuffix(".weight") for name in self.names if name.endswith(routers))]
 
     @property
+    def total_bytes(self) -> int:
+        """Bytes of the files of weights."""
+        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+
+    @property
     def side_files(self) -> list[Path]:
         """The files that a quantized folder has unchanged: tokenizer, chat template, generation settings."""
         files = (file for file in sorted(self.folder.iterdir()) if file.is_file() and file.suffix in _SIDE_FILES)

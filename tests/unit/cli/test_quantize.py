@@ -16,7 +16,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_says_what_it_wrote(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    result = CliRunner().invoke(app, ["quantize", str(folder), str(output), "--scheme", "w8a16", "--no-quality"])
+    result = CliRunner().invoke(
+        app, ["quantize", str(folder), str(output), "--scheme", "w8a16", "--method", "rtn", "--no-quality"]
+    )
     assert result.exit_code == 0, result.output
     assert "MiB before" in result.output
     assert (output / "config.json").is_file()
@@ -26,8 +28,15 @@ def test_it_says_what_it_wrote(folder: Path, tmp_path: Path) -> None:
     ("options", "code", "sentence"),
     [
         (["--scheme", "w3"], 2, "error: --scheme: 'w3' is not known"),
-        (["--group-size", "48"], 2, "error: --group-size: the model's products have 64, 96 inputs"),
-        (["--scheme", "fp8", "--group-size", "32"], 2, "error: --group-size: fp8 has one scale for each output"),
+        (["--group-size", "48", "--method", "rtn"], 2, "error: --group-size: the model's products have 64, 96 inputs"),
+        (["--method", "spqr"], 2, "error: --method: 'spqr' is not known"),
+        (["--method", "smoothquant"], 2, "error: --method: smoothquant is for 8-bit activations"),
+        (["--text", "/nowhere/text"], 2, "error: --text: /nowhere/text cannot be read"),
+        (
+            ["--scheme", "fp8", "--group-size", "32", "--method", "rtn"],
+            2,
+            "error: --group-size: fp8 has one scale for each output",
+        ),
     ],
 )
 def test_wrong_options_get_a_sentence(
