@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.main import app
+from cli.quantization import quantize
 from tests.factories import write_tiny_model
 
 
@@ -46,3 +48,41 @@ def test_wrong_options_get_a_sentence(
     assert result.exit_code == code
     assert sentence in result.output
     assert not (tmp_path / "out").exists()
+
+
+class Characters:
+    """A tokenizer of one token a character."""
+
+    def __init__(self, _folder: Path) -> None:
+        pass
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(each) % 160 for each in text]
+
+
+def test_the_table_compares_two_folders(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.text.tokenizer.Tokenizer", Characters)
+    monkeypatch.setattr(quantize, "_QUALITY_SAMPLES", 2)
+    monkeypatch.setattr(quantize, "_QUALITY_TOKENS", 12)
+    console = Console(width=100)
+    with console.capture() as captured:
+        quantize._print_quality(console, folder, write_tiny_model(tmp_path / "other", seed=1), "cpu")
+    lines = captured.get().splitlines()
+    phases = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if line.startswith("│")}
+    assert phases == {"prefill": "12", "decode": "10"}
+    assert "docs/quantization.md says how to read the table" in captured.get()
+
+
+def test_calibration_reads_the_text_that_is_given(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.text.tokenizer.Tokenizer", Characters)
+    text = tmp_path / "text"
+    text.write_text("a text to calibrate on " * 40)
+    options = ["--text", str(text), "--samples", "8", "--tokens", "64", "--no-quality"]
+    result = CliRunner().invoke(app, ["quantize", str(folder), str(tmp_path / "out"), *options])
+    assert result.exit_code == 0, result.output
+    assert "groups of 32" in result.output
+    result = CliRunner().invoke(app, ["quantize", str(folder), str(tmp_path / "again"), *options, "--samples", "80"])
+    assert result.exit_code == 2
+    assert "error: --samples: the text has 920 tokens" in result.output
