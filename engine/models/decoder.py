@@ -84,6 +84,13 @@ class DecoderModel:
         """See `Kernels.end_trials`."""
         self._kernels.end_trials()
 
+    def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: Tensor) -> None:
+        """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; see `forward`."""
+        layer = self._layers[number]
+        layout = layouts[layer.group]
+        q = layer.attention.store(hidden, layout, cache)
+        self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
+
     def forward(
         self,
         token_ids: Tensor,
@@ -116,13 +123,6 @@ class DecoderModel:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden)
-
-    def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: Tensor) -> None:
-        """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; arguments as `forward`."""
-        layer = self._layers[number]
-        layout = layouts[layer.group]
-        q = layer.attention.store(hidden, layout, cache)
-        self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Adds attention's output and the feed-forward network to the residual stream, in place."""

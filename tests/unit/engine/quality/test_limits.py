@@ -47,9 +47,9 @@ class Yardstick:
 
 
 @pytest.fixture(scope="module")
-def full(model_folder: Path) -> Yardstick:
-    runner = load_for_comparison(EngineConfig(model_folder, threads=1), SAMPLES * TOKENS)
-    return Yardstick(model_folder, runner, Tokenizer(model_folder))
+def full(float_model_folder: Path) -> Yardstick:
+    runner = load_for_comparison(EngineConfig(float_model_folder, threads=1), SAMPLES * TOKENS)
+    return Yardstick(float_model_folder, runner, Tokenizer(float_model_folder))
 
 
 @pytest.mark.parametrize(("scheme", "limit"), [("w8a16", 0.005), ("fp8", 0.03)])
