@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.config.kv import kv_groups
 from engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
 from engine.kernels.base import StepLayout
+from engine.kernels.packed_weight import Weight
 from engine.models.decoder import DecoderModel
 from engine.models.families import places_of
 from engine.models.parameters import AttentionParameters, DenseParameters, allocate_parameters
@@ -39,13 +40,14 @@ class CalibratedLayer:
         assert isinstance(layer.attention, AttentionParameters)
         assert isinstance(layer.feed_forward, DenseParameters)
         self.weights, self.attention, self.feed_forward = layer, layer.attention, layer.feed_forward
+        self.qkv, self.output = _plain(layer.attention.qkv), _plain(layer.attention.output)
+        self.gate_up, self.down = _plain(layer.feed_forward.gate_up), _plain(layer.feed_forward.down)
         prefix, own = f"model.layers.{number}.", "model.layers.0."
         places = places_of(self.spec, parameters).items()
         self._places = {prefix + name.removeprefix(own): place for name, place in places if name.startswith(own)}
         for name, place in self._places.items():
             stored = source.read(name).to(device).float()
-            place.tensor.copy_(stored if place.transform is None else place.transform(stored))
-        # As wide as the weights, so that norms round as they do in float32.
+            _plain(place.tensor).copy_(stored if place.transform is None else place.transform(stored))
         self._model = DecoderModel(self.spec, parameters, kernels, spec.max_context)
         self._kernels = kernels
 
@@ -68,18 +70,19 @@ class CalibratedLayer:
 
     def products(self) -> Iterator[Product]:
         """Yields the layer's products in the order of the computation."""
-        for weight in (self.attention.qkv, self.attention.output, self.feed_forward.gate_up, self.feed_forward.down):
+        for weight in (self.qkv, self.output, self.gate_up, self.down):
             parts = {}
             for name, place in self._places.items():
-                if place.tensor.data_ptr() == weight.data_ptr() or _inside(place.tensor, weight):
-                    first = (place.tensor.data_ptr() - weight.data_ptr()) // (weight.shape[1] * weight.itemsize)
-                    parts[name] = slice(first, first + len(place.tensor))
+                part = _plain(place.tensor)
+                if _inside(part, weight):
+                    first = (part.data_ptr() - weight.data_ptr()) // (weight.shape[1] * weight.itemsize)
+                    parts[name] = slice(first, first + len(part))
             yield Product(weight, parts)
 
     def others(self) -> dict[str, Tensor]:
         """Returns the checkpoint's tensors of the layer that are not products, with their values now, in float32."""
         quantized = {name for product in self.products() for name in product.parts}
-        return {name: place.tensor for name, place in self._places.items() if name not in quantized}
+        return {name: _plain(place.tensor) for name, place in self._places.items() if name not in quantized}
 
 
 def store(product: Product, found: QuantizedWeight) -> dict[str, QuantizedWeight]:
@@ -120,6 +123,11 @@ def _whole(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[StepLayo
         max_context=tokens,
     )
     return layout, torch.empty(1, group.depth, group.parts, group.heads, tokens, group.dim, device=device)
+
+
+def _plain(weight: Weight) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _inside(part: Tensor, whole: Tensor) -> bool:

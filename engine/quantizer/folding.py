@@ -56,13 +56,11 @@ def folds(layer: CalibratedLayer, dtype: torch.dtype) -> Iterator[Fold]:
     (spec,) = layer.spec.layers
     assert isinstance(spec.attention, GroupedQueryAttention)
     shape = spec.attention.shape
-    yield Fold(attention.qkv, (layer.weights.input_norm,), dtype)
-    values = _rows(attention.qkv, attention.qkv_bias, shape.kv_heads * shape.head_dim)
-    yield Fold(attention.output, values, dtype, shape.kv_heads, shape.heads // shape.kv_heads)
-    yield Fold(feed_forward.gate_up, (layer.weights.feed_forward_norm,), dtype)
-    yield Fold(
-        feed_forward.down, _rows(feed_forward.gate_up, feed_forward.gate_up_bias, len(feed_forward.down.T)), dtype
-    )
+    yield Fold(layer.qkv, (layer.weights.input_norm,), dtype)
+    values = _rows(layer.qkv, attention.qkv_bias, shape.kv_heads * shape.head_dim)
+    yield Fold(layer.output, values, dtype, shape.kv_heads, shape.heads // shape.kv_heads)
+    yield Fold(layer.gate_up, (layer.weights.feed_forward_norm,), dtype)
+    yield Fold(layer.down, _rows(layer.gate_up, feed_forward.gate_up_bias, layer.down.shape[1]), dtype)
 
 
 def _rows(weight: Tensor, bias: Tensor | None, last: int) -> tuple[Tensor, ...]:
