@@ -14,6 +14,7 @@ from cli.operations.mode import mode
 from cli.operations.ready import ready
 from cli.operations.scale import scale
 from cli.planning.plan import plan
+from cli.quantization.quantize import quantize
 from cli.requests.chat import chat
 from cli.requests.generate import generate
 from cli.start.up import up
@@ -26,7 +27,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, chat, status, top, why, trace, logs, mode, scale, drain, ready, plan, doctor, down):
+for command in (
+    up, generate, chat, status, top, why, trace, logs, mode, scale, drain, ready, plan, quantize, doctor, down,
+):  # fmt: skip
     app.command()(command)
 
 

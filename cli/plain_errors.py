@@ -29,6 +29,12 @@ SETTINGS = {
     "max_batch_requests": "--max-batch-requests",
     "random_weights": "--random-weights",
     "threads": "--threads",
+    "output": "OUTPUT",
+    "scheme": "--scheme",
+    "group_size": "--group-size",
+    "method": "--method",
+    "samples": "--samples",
+    "text": "--text",
 }
 """Maps the engine's setting names to the options that set them."""
 

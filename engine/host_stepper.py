@@ -1,6 +1,7 @@
 """Steps on the CPU, or on any device in the plainest way: each is computed when it is launched."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,11 +57,12 @@ class HostStepper:
             result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens) if draws.scored else ())
         return lambda: result
 
-    def logits(self, batch: StepBatch) -> Tensor | None:
-        """Logits [draws, vocab] on the device."""
+    def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
+        """Logits [draws, vocab] on the device, or [tokens, vocab] of every token."""
         sizes = self._packer.sizes(batch)
         if sizes.words > len(self._words):
             self._words = torch.empty(2 * sizes.words, dtype=torch.int64)
         words = self._words[: sizes.words]
         self._packer.pack(batch, sizes, words.numpy())
-        return self._forward(unpack(words.to(self._device), sizes, batch), None)
+        step = unpack(words.to(self._device), sizes, batch)
+        return self._forward(replace(step, drawn=None) if every_token else step, None)

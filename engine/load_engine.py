@@ -44,8 +44,8 @@ class Stepper(Protocol):
     def launch(self, batch: StepBatch) -> PendingStep:
         """Launches a step and returns a function that waits for its result."""
 
-    def logits(self, batch: StepBatch) -> Tensor | None:
-        """Returns logits [draws, vocab] of a step; None if no row draws."""
+    def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
+        """Returns logits [draws, vocab] of a step, None if no row draws; or [tokens, vocab] of every token."""
 
 
 @dataclass(frozen=True, slots=True)

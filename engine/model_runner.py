@@ -87,16 +87,17 @@ class ModelRunner:
         with torch.inference_mode():
             return self.stepper.launch(batch)
 
-    def logits(self, batch: StepBatch) -> Tensor:
+    def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor:
         """Return the logits [rows with a draw, vocab] in the model's dtype, on the device.
 
-        They are good until the next step.
+        With `every_token` they are [tokens, vocab], of each token of each row, to score prompts. They are good until
+        the next step.
         """
         with torch.inference_mode():
-            logits = self.stepper.logits(batch)
+            logits = self.stepper.logits(batch, every_token=every_token)
             if logits is None:
                 return torch.empty(0, self.spec.vocab_size)
-            return logits[: len(batch.draws)]
+            return logits if every_token else logits[: len(batch.draws)]
 
     def measure_ceilings(self, threads: int | None = None) -> None:
         """Tell by what this device does at best instead of a typical one; on CPUs with so many threads, None = all.

@@ -1,7 +1,7 @@
 """Steps on a GPU: launched without waiting, their tokens read while the next step runs."""
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.steps.step_buffer import StepSizes
-from engine.steps.step_packer import StepPacker, unpack
+from engine.steps.step_packer import PackedStep, StepPacker, unpack
 
 _WORDS_AT_FIRST = 1 << 16
 
@@ -84,12 +84,20 @@ class CudaStepper:
 
         return result
 
-    def logits(self, batch: StepBatch) -> Tensor | None:
-        """Returns logits [draws, vocab] on the device. Waits for every earlier step, and no row may have a `source`."""
+    def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
+        """Returns logits [draws, vocab] on the device, or [tokens, vocab] of every token, which no graph computes.
+
+        Waits for every earlier step, and no row may have a `source`.
+        """
         torch.cuda.set_device(self._drawn.device)
         torch.cuda.synchronize()
         self._draw_of_row = []
-        logits, _ = self._compute(batch, self._packer.sizes(batch), self._memory[0])
+        sizes, memory = self._packer.sizes(batch), self._memory[0]
+        if every_token:
+            step = self._pack(batch, sizes, memory)
+            logits = self._forward(replace(step, drawn=None), Feed(step.sources, self._drawn))
+        else:
+            logits, _ = self._compute(batch, sizes, memory)
         torch.cuda.synchronize()
         return logits
 
@@ -110,11 +118,15 @@ class CudaStepper:
             self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
             logits = graph.replay(words)
             return logits if sizes.drawn else None, decode is not None
+        step = self._pack(batch, sizes, memory)
+        self.graph_use.misses += 1
+        return self._forward(step, Feed(step.sources, self._drawn)), False
+
+    def _pack(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> PackedStep:
+        """Returns the step's tensors on the device."""
         words = memory.reserve(sizes.words)
         self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
-        self.graph_use.misses += 1
-        step = unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
-        return self._forward(step, Feed(step.sources, self._drawn)), False
+        return unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
 
 
 def _draws_of_rows(batch: StepBatch) -> list[int]:

@@ -87,6 +87,13 @@ class DecoderModel:
         """See `Kernels.end_trials`."""
         self._kernels.end_trials()
 
+    def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: Tensor) -> None:
+        """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; see `forward`."""
+        layer = self._layers[number]
+        layout = layouts[layer.group]
+        q = layer.attention.store(hidden, layout, cache)
+        self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
+
     def forward(
         self,
         token_ids: Tensor,
@@ -106,17 +113,15 @@ class DecoderModel:
         hidden = self._embed(token_ids, feed)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
-        slots = layouts[0].slots
-        for layer in self._layers[:-1]:
-            layout = layouts[layer.group]
-            q = layer.attention.store(hidden, layout, cache)
-            self._finish(layer, layer.attention.attend(q, layout, cache), hidden, slots)
+        for number in range(len(self._layers) - 1):
+            self.run_layer(number, hidden, layouts, cache)
         last = self._layers[-1]
         layout = layouts[last.group]
         q = last.attention.store(hidden, layout, cache)
         if drawn is not None and len(drawn) == 0:
             return None
         mixed = last.attention.attend(q, layout, cache)
+        slots = layouts[0].slots
         if drawn is not None:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)

@@ -1,0 +1,1 @@
+"""Measures how quantization or another dtype changes predictions: `python -m benchmarks.quality MODEL`."""

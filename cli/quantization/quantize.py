@@ -1,0 +1,134 @@
+"""`tandem quantize`: writes a model with weights of 4 or 8 bits, and measures what that costs in quality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.quantizer.quantize import Quantized
+
+_QUALITY_SAMPLES, _QUALITY_TOKENS = 32, 256
+"""The text on which quality is measured: enough for a KL known to a few percent, in about a minute on a CPU."""
+Report = Callable[[str, float], None]
+
+
+@plain_errors
+def quantize(
+    model: Annotated[Path, typer.Argument(help="Folder in Hugging Face layout, or GGUF file.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
+    *,
+    scheme: Annotated[
+        str, typer.Option(help="w4a16, w4a16-asym, w8a16 (weights alone), w8a8 or fp8 (activations too, in 8 bits).")
+    ] = "w4a16",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="rtn rounds to nearest, without calibration; gptq and awq lose less, above all with 4 bits; "
+            "smoothquant is for w8a8 and fp8."
+        ),
+    ] = "gptq",
+    group_size: Annotated[
+        int | None, typer.Option(help="Inputs that share a scale, with 4 bits; default: 128, 64 or 32, as divides all.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="File of text to calibrate on, as the model will see; default: a built-in one.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Pieces of the text to calibrate on.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
+    device: Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu",
+    quality: Annotated[
+        bool, typer.Option("--quality/--no-quality", help="Compare predictions with the model's own afterwards.")
+    ] = True,
+) -> None:
+    """Quantize a model's weights into a compressed-tensors checkpoint, which vLLM and transformers load too."""
+    from rich.console import Console
+
+    from engine.device import parse_device
+    from engine.quantizer.quantize import Recipe
+    from engine.quantizer.quantize import quantize as write_quantized
+    from engine.quantizer.scheme import parse_scheme
+    from engine.weights.gguf import prepare_model
+
+    console = Console()
+    recipe = Recipe(parse_scheme(scheme), method, group_size)
+    target = parse_device(device)
+    with _progress(console) as report:
+        folder = prepare_model(model, progress=report)
+        read = [] if method == "rtn" else _calibration_samples(folder, text, samples, tokens)
+        written = write_quantized(folder, output, recipe, read, device=target, progress=report)
+    console.print(_summary(written), highlight=False)
+    if quality:
+        _print_quality(console, folder, output, device)
+
+
+def _calibration_samples(folder: Path, text: Path | None, samples: int, tokens: int) -> list[Sequence[int]]:
+    """Returns pieces of the text as token ids. InvalidArgument for a text that is too short or cannot be read."""
+    from cli.quantization.sample_text import sample_text, token_samples
+    from router.text.tokenizer import Tokenizer
+    from wire.errors import InvalidArgument
+
+    try:
+        read = sample_text("calibration") if text is None else text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("text", f"{text} cannot be read: {error}.") from error
+    return token_samples(Tokenizer(folder).encode, read, samples, tokens)
+
+
+def _summary(written: Quantized) -> str:
+    group = "" if written.group is None else f", groups of {written.group}"
+    before, after = (size / 2**20 for size in (written.read_bytes, written.written_bytes))
+    return f"wrote {written.folder}: {after:,.0f} MiB, {before:,.0f} MiB before{group}"
+
+
+def _print_quality(console: Console, folder: Path, output: Path, device: str) -> None:
+    """Prints how the predictions of `output` differ from those of `folder`, on text that no calibration reads."""
+    from cli.quantization.quality_view import quality_table
+    from cli.quantization.sample_text import sample_text, text_hash, token_samples
+    from engine.config import EngineConfig
+    from engine.quality.loading import load_for_comparison
+    from engine.quality.teacher_forced import COMPANY, compare
+    from engine.weights.checkpoint import check_model
+    from router.text.tokenizer import Tokenizer
+    from wire.errors import ModelError
+
+    try:
+        check_model(output)
+    except ModelError as error:
+        console.print(f"its quality is not measured, as Tandem cannot serve it: {error.message}", highlight=False)
+        return
+    text = sample_text("evaluation")
+    samples = token_samples(Tokenizer(folder).encode, text, _QUALITY_SAMPLES, _QUALITY_TOKENS)
+    with _progress(console) as report:
+        before, after = (
+            load_for_comparison(EngineConfig(each, device=device), COMPANY * _QUALITY_TOKENS, report)
+            for each in (folder, output)
+        )
+        found = compare(before, after, samples, lambda done: report("comparing predictions", done))
+    console.print(quality_table(found))
+    console.print(f"text {text_hash(text)}; docs/quantization.md says how to read the table", highlight=False)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Report]:
+    """Shows a bar for each activity on a terminal; yields a function that takes its name and completed part."""
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: float) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=1.0)
+            progress.update(tasks[what], completed=done)
+
+        yield report

@@ -1,0 +1,65 @@
+"""The quality benchmark on a tiny model: its table, its needles and its last line."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality.needle import found_needles, make_needles
+from engine.kernels.reference import ReferenceKernels
+from engine.model_runner import ModelRunner
+from tests.factories import tiny_engine_config, write_tiny_model
+
+
+class Characters:
+    """A tokenizer of one token a character, after a first token of its own."""
+
+    def __init__(self, _folder: Path | None = None) -> None:
+        pass
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *(ord(each) % 159 + 1 for each in text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(each) for each in ids)
+
+
+def test_needles_have_their_length_number_and_depth() -> None:
+    made = make_needles(Characters().encode, "hay " * 10, 500)
+    assert [len(each) for each in made.prompts] == [500] * 3
+    texts = ["".join(chr(each - 1) for each in prompt[1:]) for prompt in made.prompts]
+    places = [text.index(number) for text, number in zip(texts, made.numbers, strict=True)]
+    assert places == sorted(places)
+    assert [text.count(number) for text, number in zip(texts, made.numbers, strict=True)] == [1] * 3
+
+
+def test_an_answer_is_read_in_chunks(tmp_path: Path) -> None:
+    runner = ModelRunner.load(tiny_engine_config(write_tiny_model(tmp_path)), kernels=ReferenceKernels())
+    made = make_needles(Characters().encode, "hay ", 300)
+    answers: list[list[int]] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        answers.append(list(ids))
+        return made.numbers[0]
+
+    assert found_needles(runner, decode, made, 64) == 1
+    assert found_needles(runner, decode, made, 512) == 1
+    assert answers[:3] == answers[3:]
+
+
+def test_the_last_line_is_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quality, "Tokenizer", Characters)
+    folder = write_tiny_model(tmp_path / "tiny")
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    quality.main([str(folder), "--candidate", str(other), "--samples", "2", "--tokens", "12", "--needle", "300,4096"])
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert "no needles in 4096 tokens: the model's context is 512 tokens" in printed
+    assert result["needles"].keys() == {"300"}
+    assert result["decode"]["kl"] > 0.01
+    assert result["prefill"]["positions"] == 2 * 6
+    assert {"text", "candidate", "reference_dtype", "hardware", "commit"} <= result.keys()

@@ -1,0 +1,86 @@
+"""Limits of what quantization may cost on SmolLM2: few tokens here, all of the text by `benchmarks.quality`.
+
+Its weights come from a file of 4 bits, so figures of 4 bits are worse than other models'.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cli.quantization.sample_text import sample_text, token_samples
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from engine.quality.loading import load_for_comparison
+from engine.quality.teacher_forced import compare
+from engine.quantizer.quantize import Recipe, quantize
+from engine.quantizer.scheme import SCHEMES
+from router.text.tokenizer import Tokenizer
+from tests.unit.engine.quantizer.plain_reader import read_plainly, write_plain_copy
+
+SAMPLES, TOKENS = 4, 128
+LAYERS = 2
+"""The first layers, which alone are quantized to 4 bits: calibrating all takes minutes."""
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    folder: Path
+    runner: ModelRunner
+    tokenizer: Tokenizer
+
+    def samples(self, part: str, count: int = SAMPLES, tokens: int = TOKENS) -> list[Sequence[int]]:
+        return token_samples(self.tokenizer.encode, sample_text(part), count, tokens)  # type: ignore[arg-type]
+
+    def kl(self, folder: Path) -> float:
+        """The mean over the positions of both phases."""
+        runner = load_for_comparison(EngineConfig(folder, threads=1), SAMPLES * TOKENS)
+        found = compare(self.runner, runner, self.samples("evaluation"))
+        phases = (found.prefill, found.decode)
+        return sum(each.kl * each.positions for each in phases) / sum(each.positions for each in phases)
+
+
+@pytest.fixture(scope="module")
+def full(float_model_folder: Path) -> Yardstick:
+    runner = load_for_comparison(EngineConfig(float_model_folder, threads=1), SAMPLES * TOKENS)
+    return Yardstick(float_model_folder, runner, Tokenizer(float_model_folder))
+
+
+@pytest.mark.parametrize(("scheme", "limit"), [("w8a16", 0.005), ("fp8", 0.03)])
+def test_weights_of_8_bits(scheme: str, limit: float, full: Yardstick, tmp_path: Path, tell: Tell) -> None:
+    quantize(full.folder, tmp_path / "out", Recipe(SCHEMES[scheme]), device=torch.device("cpu"))
+    kl = full.kl(write_plain_copy(tmp_path / "out", tmp_path / "copy"))
+    tell(f"KL {kl:.4f}, at most {limit}")
+    assert kl <= limit
+
+
+def test_gptq_halves_what_rounding_to_4_bits_costs(full: Yardstick, tmp_path: Path, tell: Tell) -> None:
+    first = _first_layers(full.folder, tmp_path / "first")
+    kl = {}
+    for method in ("rtn", "gptq"):
+        out, whole = tmp_path / method, tmp_path / f"{method}-whole"
+        samples = full.samples("calibration", 12, 128) if method == "gptq" else ()
+        quantize(first, out, Recipe(SCHEMES["w4a16"], method), samples, device=torch.device("cpu"))
+        shutil.copytree(full.folder, whole, ignore=shutil.ignore_patterns("*.safetensors"))
+        weights = load_file(full.folder / "model.safetensors") | read_plainly(out)
+        save_file({name: each.contiguous() for name, each in weights.items()}, whole / "model.safetensors")
+        kl[method] = full.kl(whole)
+    tell(f"KL of {LAYERS} layers: GPTQ {kl['gptq']:.4f}, RTN {kl['rtn']:.4f}")
+    assert kl["gptq"] <= kl["rtn"] / 2
+
+
+def _first_layers(folder: Path, made: Path) -> Path:
+    """A model of the first layers alone."""
+    shutil.copytree(folder, made, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: each for name, each in weights.items() if "layers." not in name or int(name.split(".")[2]) < LAYERS}
+    save_file(kept, made / "model.safetensors")
+    return made
