@@ -1,4 +1,7 @@
-"""Conversion of a GGUF file to a model folder in float32, once, in the user's cache, so that there is one loader."""
+"""Conversion of a GGUF file to a model folder, once, in the user's cache, so that there is one loader.
+
+Blocks of the types in `GGUF_SCHEMES` keep their bytes; all else becomes float32.
+"""
 
 import fcntl
 import hashlib
@@ -6,7 +9,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,21 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField, ReaderTensor, dequantize
 
 from engine.models.load_spec import parse_spec
+from engine.models.quantization_config import GGUF_SCHEMES
 from engine.user_cache import user_cache
 from engine.weights.checkpoint import Progress, check_model
 from engine.weights.gguf_config import ROPE_FACTORS, eos_token_ids, huggingface_config, huggingface_name
-from engine.weights.safetensors_file import write_float32
+from engine.weights.safetensors_file import write_tensors
 from wire.errors import ModelError
 
 Float32 = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
-_VERSION = b"1"
+_VERSION = b"2"
 """Part of the cache's key: a change of the output makes older folders stale."""
+_DTYPE = "bfloat16"
+"""The dtype of a quantized model's activations and KV on GPUs; the file states none."""
 _HASHED_BYTES = 1 << 20
 
 
@@ -115,13 +122,35 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
     vocab_size = int(tensors["token_embd.weight"].shape[1])
     config = huggingface_config(read, vocab_size, tensors, None if factors is None else _dequantize(factors))
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos_token_ids(read) or None}
+    if kept := _kept_types(tensors):
+        config |= {"quantization_config": {"quant_method": "gguf", "types": kept}, "torch_dtype": _DTYPE}
     parse_spec(config, generation)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
     # GGUF counts dimensions from the fastest; files from the slowest.
-    shapes = {huggingface_name(name): tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
-    write_float32(folder / "model.safetensors", shapes, _weights(list(tensors.values()), config, progress))
+    described = {huggingface_name(name): _described(tensor) for name, tensor in tensors.items()}
+    write_tensors(folder / "model.safetensors", described, _weights(list(tensors.values()), config, progress))
     _write_tokenizer(path, folder, progress)
+
+
+def _kept_types(tensors: Mapping[str, ReaderTensor]) -> dict[str, list[str]]:
+    """Returns the modules whose weights keep their blocks, by the blocks' type."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        if _keeps_blocks(tensor):
+            found.setdefault(tensor.tensor_type.name, []).append(huggingface_name(name).removesuffix(".weight"))
+    return found
+
+
+def _keeps_blocks(tensor: ReaderTensor) -> bool:
+    return tensor.tensor_type.name in GGUF_SCHEMES and tensor.name.endswith(".weight") and len(tensor.shape) == 2
+
+
+def _described(tensor: ReaderTensor) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and the shape in which a tensor is written."""
+    if _keeps_blocks(tensor):
+        return "U8", tuple(map(int, tensor.data.shape))
+    return "F32", tuple(map(int, tensor.shape[::-1]))
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
@@ -156,11 +185,13 @@ def _open(path: Path) -> GGUFReader:
         ) from error
 
 
-def _weights(tensors: list[ReaderTensor], config: dict[str, Any], progress: Progress | None) -> Iterator[Float32]:
+def _weights(
+    tensors: list[ReaderTensor], config: dict[str, Any], progress: Progress | None
+) -> Iterator[Float32 | Bytes]:
     total = sum(int(tensor.n_elements) for tensor in tensors)
     done = 0
     for tensor in tensors:
-        weight = _dequantize(tensor)
+        weight: Float32 | Bytes = tensor.data if _keeps_blocks(tensor) else _dequantize(tensor)
         if config["model_type"] == "llama" and ".attn_q." in tensor.name:
             weight = _unpermute(weight, config["num_attention_heads"])
         elif config["model_type"] == "llama" and ".attn_k." in tensor.name:
@@ -180,7 +211,7 @@ def _dequantize(tensor: ReaderTensor) -> Float32:
     return weight
 
 
-def _unpermute(weight: Float32, heads: int) -> Float32:
+def _unpermute(weight: Float32 | Bytes, heads: int) -> Float32 | Bytes:
     """Reorders Llama's q and k rows: GGUF interleaves RoPE's pairs, checkpoints keep the halves apart."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
