@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from engine.kernels.cpu.kernels import CpuKernels
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
@@ -69,28 +68,19 @@ def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path, 
         torch.testing.assert_close(found[0], wanted[at], atol=5e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("_no_tokenizer")
 def test_smollm2_has_the_logits_of_its_dequantized_weights(smollm2: Path, converted: Path, tmp_path: Path) -> None:
     """Codes in the product against all weights dequantized to float32 beforehand, by the gguf package."""
-    spec = check_model(converted)
-    assert spec.quantization is not None
-    config = json.loads((converted / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(converted / "model.safetensors")
-    kinds = {huggingface_name(each.name): each for each in gguf.GGUFReader(smollm2).tensors}
-    for name, blocks in tensors.items():
-        if blocks.dtype == torch.uint8:
-            tensors[name] = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kinds[name].tensor_type))
-    save_file(tensors, tmp_path / "model.safetensors")
+    folder = prepare_model(smollm2, tmp_path, codes=True)
     batch = StepBatch([row(list(range(100, 140)), 0, list(range(40)))])
     found, wanted = (
         ModelRunner.load(tiny_engine_config(each, kv_cache_bytes=64 << 20), kernels=ReferenceKernels()).logits(batch)
-        for each in (converted, tmp_path)
+        for each in (folder, converted)
     )
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    # 96 MB of codes and scales stand for 135 million weights.
-    stored = sum(each.stat().st_size for each in converted.glob("*.safetensors"))
-    assert weight_bytes(spec, torch.bfloat16) < 1.01 * stored
+    spec = check_model(folder)
+    stored = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+    assert weight_bytes(spec, torch.bfloat16) < 1.01 * stored < 100e6
 
 
 def test_smollm2_keeps_its_tokenizer(converted: Path, their_tokenizer: Any) -> None:
@@ -194,7 +184,8 @@ def test_codes_are_kept(family: str, tmp_path: Path) -> None:
     def kind_of(name: str) -> gguf.GGMLQuantizationType:
         return next((kind for part, kind in kinds.items() if part in name), types.Q4_1)
 
-    folder = prepare_model(write_gguf(tmp_path / "tiny.gguf", family, kind_of=kind_of), tmp_path / "cache")
+    path = write_gguf(tmp_path / "tiny.gguf", family, kind_of=kind_of)
+    folder = prepare_model(path, tmp_path / "cache", codes=True)
     twin = write_tiny_model(tmp_path / "twin", family, rope_scaling=None)
     tensors = load_file(twin / "model.safetensors")
     for name, each in tensors.items():
@@ -203,11 +194,14 @@ def test_codes_are_kept(family: str, tmp_path: Path) -> None:
             tensors[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind_of(name)))
     save_file(tensors, twin / "model.safetensors")
     batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
-    for kernels in (ReferenceKernels, lambda: CpuKernels(torch.float32, 1)):
-        found, wanted = (
-            ModelRunner.load(tiny_engine_config(each), kernels=kernels()).logits(batch) for each in (folder, twin)
-        )
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    dequantized = prepare_model(path, tmp_path / "cache")
+    assert check_model(dequantized).quantization is None
+    found, plain, wanted = (
+        ModelRunner.load(tiny_engine_config(each), kernels=ReferenceKernels()).logits(batch)
+        for each in (folder, dequantized, twin)
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(plain, wanted)
     spec = check_model(folder)
     parameters = allocate_parameters(spec, torch.float32, torch.device("cpu"))
     forms = {
