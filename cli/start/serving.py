@@ -140,7 +140,7 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
     with view.step(f"checking {path.name}") as progress:
         from engine.weights.gguf import prepare_model
 
-        folder = path if config.random_weights else prepare_model(path, progress=progress)
+        folder = path if config.random_weights else prepare_model(path, progress=progress, codes=True)
         check_device(config)
         config = replace(config, model=folder)
         check_page(config)

@@ -27,6 +27,12 @@ class WeightFormat(StrEnum):
     """A byte a weight, float8_e4m3fn."""
     FP8_BLOCKS = "fp8"
     """Likewise, with a scale a block, under the names of DeepSeek and Qwen3."""
+    Q8_0 = "Q8_0"
+    """This and the following ones: blocks of GGUF."""
+    Q4_0 = "Q4_0"
+    Q4_1 = "Q4_1"
+    Q4_K = "Q4_K"
+    Q6_K = "Q6_K"
     ROUND_TO_NEAREST = "round-to-nearest"
     """16-bit weights, quantized while they are loaded."""
 
@@ -39,6 +45,8 @@ class Codes(StrEnum):
     INT4 = "int4"
 
 
+_HALF_SCALES = {WeightFormat.Q8_0, WeightFormat.Q4_0, WeightFormat.Q4_1}
+"""Formats whose scales and offsets are float16 numbers as stored: elsewhere they are products."""
 LEAST_GROUP = 16
 """The smallest group of columns that weights are kept in; those of smaller groups are dequantized at load."""
 
@@ -82,7 +90,8 @@ class WeightScheme:
             group = columns if self.group is None else math.gcd(self.group, columns)
         if self.scattered or (self.codes is Codes.INT4 and group % 2) or group < min(LEAST_GROUP, columns):
             return None
-        return Packing(self.codes, group, offsets=not self.symmetric)
+        scales = "float16" if self.format in _HALF_SCALES else "float32"
+        return Packing(self.codes, group, offsets=not self.symmetric, scales=scales)
 
 
 def _rounding_group(codes: Codes, columns: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,16 +97,26 @@ Weight = Tensor | PackedWeight
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Packs codes [..., K] of 0 to 15, K even, as `PackedWeight.codes` says → [..., K / 2] uint8."""
-    tiles = codes.to(torch.uint8).split_with_sizes(_widths(codes.shape[-1], TILE), dim=-1)
-    halves = [tile.tensor_split(2, dim=-1) for tile in tiles]
-    return torch.cat([lower | upper << 4 for lower, upper in halves], dim=-1)
+
+    def pack(tiles: Tensor) -> Tensor:
+        lower, upper = tiles.tensor_split(2, dim=-1)
+        return upper << 4 | lower
+
+    return _by_tile(codes.to(torch.uint8), TILE, pack)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Inverts `pack_nibbles` → codes [..., K] uint8."""
-    tiles = packed.split_with_sizes(_widths(packed.shape[-1], TILE // 2), dim=-1)
-    return torch.cat([half for tile in tiles for half in (tile & 15, tile >> 4)], dim=-1)
+    return _by_tile(packed, TILE // 2, lambda tiles: torch.cat((tiles & 15, tiles >> 4), dim=-1))
 
 
-def _widths(columns: int, tile: int) -> list[int]:
-    return [min(tile, columns - first) for first in range(0, columns, tile)]
+def _by_tile(values: Tensor, tile: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Converts the whole tiles [..., tiles, tile] of the last dimension at once, then the shorter one at its end."""
+    *outer, columns = values.shape
+    whole = columns // tile * tile
+    parts = []
+    if whole:
+        parts.append(convert(values[..., :whole].reshape(*outer, -1, tile)).flatten(-2))
+    if whole < columns:
+        parts.append(convert(values[..., whole:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

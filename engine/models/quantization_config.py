@@ -17,6 +17,14 @@ _EMBEDDING = "model.embed_tokens"
 _OUTPUT = "lm_head"
 _BITS = {4: Codes.INT4, 8: Codes.INT8}
 _PACKED, _FLOAT, _INT = WeightFormat.PACK_QUANTIZED, WeightFormat.FLOAT_QUANTIZED, WeightFormat.INT_QUANTIZED
+GGUF_SCHEMES = {
+    "Q8_0": WeightScheme(WeightFormat.Q8_0, Codes.INT8, 32),
+    "Q4_0": WeightScheme(WeightFormat.Q4_0, Codes.INT4, 32),
+    "Q4_1": WeightScheme(WeightFormat.Q4_1, Codes.INT4, 32, symmetric=False),
+    "Q4_K": WeightScheme(WeightFormat.Q4_K, Codes.INT4, 32, symmetric=False),
+    "Q6_K": WeightScheme(WeightFormat.Q6_K, Codes.INT8, 16),
+}
+"""The types of blocks whose codes are kept; weights of other types are dequantized when a file is converted."""
 _SERVED = "awq, gptq, compressed-tensors and fp8"
 
 
@@ -28,6 +36,7 @@ def parse_quantization(config: Json) -> Quantization:
         "gptq": _gptq,
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
+        "gguf": _gguf,
     }
     if method not in readers:
         raise refusal(str(method), f"which is not supported; {_SERVED} are")
@@ -82,6 +91,16 @@ def _fp8(config: Json) -> Quantization:
         else WeightScheme(_FLOAT, Codes.FLOAT8)
     )
     return Quantization("fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
+
+
+def _gguf(config: Json) -> Quantization:
+    """Reads what `engine.weights.gguf` writes: `types`, the names of the modules of each type of blocks."""
+    rules = []
+    for kind, modules in config["types"].items():
+        if kind not in GGUF_SCHEMES:
+            raise refusal(f"gguf, {kind}", f"which is not supported; {', '.join(GGUF_SCHEMES)} are")
+        rules.append(("|".join(map(re.escape, modules)), GGUF_SCHEMES[kind]))
+    return Quantization("gguf", tuple(rules))
 
 
 def _compressed_tensors(config: Json) -> Quantization:

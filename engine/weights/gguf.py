@@ -1,4 +1,8 @@
-"""Conversion of a GGUF file to a model folder in float32, once, in the user's cache, so that there is one loader."""
+"""Conversion of a GGUF file to a model folder, once, in the user's cache, so that there is one loader.
+
+All weights become float32, or where codes are kept, all but blocks of the types in `GGUF_SCHEMES`, which keep their
+bytes.
+"""
 
 import fcntl
 import hashlib
@@ -6,7 +10,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +19,30 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField, ReaderTensor, dequantize
 
 from engine.models.load_spec import parse_spec
+from engine.models.quantization_config import GGUF_SCHEMES
 from engine.user_cache import user_cache
 from engine.weights.checkpoint import Progress, check_model
 from engine.weights.gguf_config import ROPE_FACTORS, eos_token_ids, huggingface_config, huggingface_name
-from engine.weights.safetensors_file import write_float32
+from engine.weights.safetensors_file import write_tensors
 from wire.errors import ModelError
 
 Float32 = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"GGUF"
 _VERSION = b"1"
 """Part of the cache's key: a change of the output makes older folders stale."""
+_DTYPE = "bfloat16"
+"""The dtype of a quantized model's activations and KV on GPUs; the file states none."""
 _HASHED_BYTES = 1 << 20
 
 
-def prepare_model(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+def prepare_model(
+    path: Path, cache_dir: Path | None = None, progress: Progress | None = None, *, codes: bool = False
+) -> Path:
     """Returns a checked folder in Hugging Face layout: `path` itself, or the conversion of its GGUF file.
+
+    `codes`: the conversion keeps the file's codes, which only Tandem reads; else all weights are float32.
 
     The conversion is kept below `cache_dir` (default: tandem/models in the XDG cache folder), in a folder named as the
     file, and appears there atomically. Raises ModelError for anything that cannot be served.
@@ -43,7 +55,7 @@ def prepare_model(path: Path, cache_dir: Path | None = None, progress: Progress 
             f"{path} does not exist; give a folder in Hugging Face layout or a GGUF file "
             "(Tandem does not download models)."
         )
-    home = (cache_dir or default_cache()) / _fingerprint(path)
+    home = (cache_dir or default_cache()) / _fingerprint(path, codes=codes)
     folder = home / path.stem
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -51,7 +63,7 @@ def prepare_model(path: Path, cache_dir: Path | None = None, progress: Progress 
             # Two starts at once must not convert twice; the second waits for the first.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_sound(folder):
-                _convert(path, folder, progress)
+                _convert(path, folder, progress, codes=codes)
     except OSError as error:
         raise ModelError(f"{path} cannot be converted into {folder}: {error}.") from error
     return folder
@@ -62,10 +74,11 @@ def default_cache() -> Path:
     return user_cache("models")
 
 
-def _fingerprint(path: Path) -> str:
-    """Returns a name of the file's contents without reading all of it: size, time of change and the first MiB."""
+def _fingerprint(path: Path, *, codes: bool) -> str:
+    """Returns a name of the conversion without reading all of the file: by its size, time of change and first MiB."""
     status = path.stat()
-    digest = hashlib.blake2b(_VERSION + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
+    version = _VERSION + (b" codes" if codes else b"")
+    digest = hashlib.blake2b(version + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
     with path.open("rb") as stream:
         start = stream.read(_HASHED_BYTES)
     if not start.startswith(_MAGIC):
@@ -85,13 +98,13 @@ def _is_sound(folder: Path) -> bool:
     return True
 
 
-def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
+def _convert(path: Path, folder: Path, progress: Progress | None, *, codes: bool) -> None:
     """Writes into a hidden sibling folder and renames it. The caller holds the lock, so leftovers have no owner."""
     for leftover in [*folder.parent.glob(".partial-*"), folder]:
         shutil.rmtree(leftover, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     try:
-        _write_folder(path, partial, progress)
+        _write_folder(path, partial, progress, codes=codes)
         check_model(partial)
         partial.chmod(0o755)
         partial.rename(folder)
@@ -101,7 +114,7 @@ def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
+def _write_folder(path: Path, folder: Path, progress: Progress | None, *, codes: bool) -> None:
     reader = _open(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(ROPE_FACTORS, None)
@@ -115,13 +128,36 @@ def _write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
     vocab_size = int(tensors["token_embd.weight"].shape[1])
     config = huggingface_config(read, vocab_size, tensors, None if factors is None else _dequantize(factors))
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos_token_ids(read) or None}
+    kept = {name for name, tensor in tensors.items() if codes and _has_codes(tensor)}
+    if kept:
+        types = _modules_by_type(tensors[name] for name in kept)
+        config |= {"quantization_config": {"quant_method": "gguf", "types": types}, "torch_dtype": _DTYPE}
     parse_spec(config, generation)
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
-    # GGUF counts dimensions from the fastest; files from the slowest.
-    shapes = {huggingface_name(name): tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
-    write_float32(folder / "model.safetensors", shapes, _weights(list(tensors.values()), config, progress))
+    described = {huggingface_name(name): _described(tensor, kept=name in kept) for name, tensor in tensors.items()}
+    write_tensors(folder / "model.safetensors", described, _weights(list(tensors.values()), kept, config, progress))
     _write_tokenizer(path, folder, progress)
+
+
+def _modules_by_type(tensors: Iterable[ReaderTensor]) -> dict[str, list[str]]:
+    """Returns the names of the tensors' modules, by the type of their blocks."""
+    found: dict[str, list[str]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.tensor_type.name, []).append(huggingface_name(tensor.name).removesuffix(".weight"))
+    return {kind: sorted(modules) for kind, modules in sorted(found.items())}
+
+
+def _has_codes(tensor: ReaderTensor) -> bool:
+    """Returns True for blocks that can be kept."""
+    return tensor.tensor_type.name in GGUF_SCHEMES and tensor.name.endswith(".weight") and len(tensor.shape) == 2
+
+
+def _described(tensor: ReaderTensor, kept: bool) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and the shape in which a tensor is written."""
+    # GGUF counts dimensions from the fastest; files from the slowest.
+    shape = tensor.data.shape if kept else tensor.shape[::-1]
+    return "U8" if kept else "F32", tuple(map(int, shape))
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
@@ -156,11 +192,13 @@ def _open(path: Path) -> GGUFReader:
         ) from error
 
 
-def _weights(tensors: list[ReaderTensor], config: dict[str, Any], progress: Progress | None) -> Iterator[Float32]:
+def _weights(
+    tensors: list[ReaderTensor], kept: set[str], config: dict[str, Any], progress: Progress | None
+) -> Iterator[Float32 | Bytes]:
     total = sum(int(tensor.n_elements) for tensor in tensors)
     done = 0
     for tensor in tensors:
-        weight = _dequantize(tensor)
+        weight: Float32 | Bytes = tensor.data if tensor.name in kept else _dequantize(tensor)
         if config["model_type"] == "llama" and ".attn_q." in tensor.name:
             weight = _unpermute(weight, config["num_attention_heads"])
         elif config["model_type"] == "llama" and ".attn_k." in tensor.name:
@@ -180,7 +218,7 @@ def _dequantize(tensor: ReaderTensor) -> Float32:
     return weight
 
 
-def _unpermute(weight: Float32, heads: int) -> Float32:
+def _unpermute(weight: Float32 | Bytes, heads: int) -> Float32 | Bytes:
     """Reorders Llama's q and k rows: GGUF interleaves RoPE's pairs, checkpoints keep the halves apart."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)

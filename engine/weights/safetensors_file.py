@@ -17,6 +17,8 @@ from wire.errors import ModelError
 _LARGEST_HEADER = 100_000_000  # the limit of the reference implementation
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
+_WRITTEN = {"F32": np.float32, "U8": np.uint8}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
@@ -62,17 +64,26 @@ def write_float32(
     file: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[npt.NDArray[np.float32]]
 ) -> None:
     """Writes `tensors`, which come one at a time in the order of `shapes`."""
+    write_tensors(file, {name: ("F32", shape) for name, shape in shapes.items()}, tensors)
+
+
+def write_tensors(
+    file: Path,
+    described: Mapping[str, tuple[str, tuple[int, ...]]],
+    tensors: Iterable[npt.NDArray[np.float32] | npt.NDArray[np.uint8]],
+) -> None:
+    """Writes tensors of the dtypes F32 and U8, which come one at a time in the order of `described`: dtype, shape."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape in shapes.items():
-        size = 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+    for name, (dtype, shape) in described.items():
+        size = _ITEM_BYTES[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)  # readers map the file: keep the data aligned
     with file.open("wb") as stream:
         stream.write(len(raw).to_bytes(8, "little") + raw)
-        for shape, tensor in zip(shapes.values(), tensors, strict=True):
-            if tensor.shape != shape or tensor.dtype != np.float32:
-                raise ValueError(f"expected float32 {shape}, got {tensor.dtype} {tensor.shape}")
+        for (dtype, shape), tensor in zip(described.values(), tensors, strict=True):
+            if tensor.shape != shape or tensor.dtype != _WRITTEN[dtype]:
+                raise ValueError(f"expected {dtype} {shape}, got {tensor.dtype} {tensor.shape}")
             stream.write(np.ascontiguousarray(tensor).data)

@@ -1,7 +1,7 @@
 """The formats of quantized weights: one file each says which tensors store a weight, and reads codes and scales."""
 
 from engine.config.quantization import WeightFormat
-from engine.weights.quantized import awq, byte_codes, gptq, packed_integers
+from engine.weights.quantized import awq, byte_codes, gguf_blocks, gptq, packed_integers
 from engine.weights.quantized.format import Format
 
 FORMATS: dict[WeightFormat, Format] = {
@@ -12,5 +12,10 @@ FORMATS: dict[WeightFormat, Format] = {
     WeightFormat.INT_QUANTIZED: byte_codes.FORMAT,
     WeightFormat.FLOAT_QUANTIZED: byte_codes.FORMAT,
     WeightFormat.FP8_BLOCKS: byte_codes.FORMAT,
+    WeightFormat.Q8_0: gguf_blocks.FORMAT,
+    WeightFormat.Q4_0: gguf_blocks.FORMAT,
+    WeightFormat.Q4_1: gguf_blocks.FORMAT,
+    WeightFormat.Q4_K: gguf_blocks.FORMAT,
+    WeightFormat.Q6_K: gguf_blocks.FORMAT,
 }
 """All but `ROUND_TO_NEAREST`, whose weights are stored in 16 bits."""

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from engine.kernels.packed_weight import PackedWeight
+from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
+from engine.models.allocation import allocate_parameters, weight_bytes
+from engine.models.parameters import named_weights
 from engine.steps.batch import StepBatch
 from engine.weights import gguf as conversion
+from engine.weights.checkpoint import check_model
 from engine.weights.gguf import default_cache, prepare_model
 from engine.weights.gguf_config import huggingface_config, huggingface_name
 from tests.factories import FAMILIES, random_weights, row, tiny_engine_config, write_tiny_model
@@ -61,6 +68,21 @@ def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path, 
         torch.testing.assert_close(found[0], wanted[at], atol=5e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_smollm2_has_the_logits_of_its_dequantized_weights(smollm2: Path, converted: Path, tmp_path: Path) -> None:
+    """Codes in the product against all weights dequantized to float32 beforehand, by the gguf package."""
+    folder = prepare_model(smollm2, tmp_path, codes=True)
+    batch = StepBatch([row(list(range(100, 140)), 0, list(range(40)))])
+    found, wanted = (
+        ModelRunner.load(tiny_engine_config(each, kv_cache_bytes=64 << 20), kernels=ReferenceKernels()).logits(batch)
+        for each in (folder, converted)
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    spec = check_model(folder)
+    stored = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+    assert weight_bytes(spec, torch.bfloat16) < 1.01 * stored < 100e6
+
+
 def test_smollm2_keeps_its_tokenizer(converted: Path, their_tokenizer: Any) -> None:
     ours = AutoTokenizer.from_pretrained(converted)
     assert ours(TEXT)["input_ids"] == their_tokenizer(TEXT)["input_ids"]
@@ -75,8 +97,17 @@ def test_a_second_start_converts_nothing(smollm2: Path, converted: Path, monkeyp
     assert prepare_model(smollm2, converted.parent.parent) == converted
 
 
-def write_gguf(path: Path, family: str = "llama3", drop: str = "", **changes: object) -> Path:
-    """A GGUF file of a tiny model without a tokenizer, permuted as llama.cpp's converter does it."""
+def write_gguf(
+    path: Path,
+    family: str = "llama3",
+    drop: str = "",
+    kind_of: Callable[[str], gguf.GGMLQuantizationType | None] = lambda _: None,
+    **changes: object,
+) -> Path:
+    """A GGUF file of a tiny model without a tokenizer, permuted as llama.cpp's converter does it.
+
+    `kind_of` says in what type of blocks a matrix is stored, None = float32.
+    """
     config = FAMILIES[family] | {"rope_scaling": None}
     kind = str(config["model_type"])
     writer = gguf.GGUFWriter(path, kind)
@@ -103,7 +134,11 @@ def write_gguf(path: Path, family: str = "llama3", drop: str = "", **changes: ob
         heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
         which = hf.partition("_proj")[0][-1]
         permuted = kind == "llama" and "self_attn" in hf and which in heads
-        writer.add_tensor(names[hf], _permute(weight, int(heads[which])) if permuted else weight)
+        stored = _permute(weight, int(heads[which])) if permuted else weight
+        blocks = kind_of(hf) if weight.ndim == 2 else None
+        writer.add_tensor(
+            names[hf], stored if blocks is None else gguf.quants.quantize(stored, blocks), raw_dtype=blocks
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -137,6 +172,46 @@ def test_weights_come_back_as_they_went_in(family: str, tmp_path: Path) -> None:
     batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
     found, wanted = (ModelRunner.load(tiny_engine_config(each)).logits(batch) for each in (folder, twin))
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_codes_are_kept(family: str, tmp_path: Path) -> None:
+    """A mix of types, as files have it: q and k cannot be stacked with v, and tied embeddings are packed."""
+    types = gguf.GGMLQuantizationType
+    kinds = {"v_proj": types.Q8_0, "down": types.Q5_0, "embed": types.Q8_0, "up_proj": types.Q4_0, "gate": types.Q4_0}
+
+    def kind_of(name: str) -> gguf.GGMLQuantizationType:
+        return next((kind for part, kind in kinds.items() if part in name), types.Q4_1)
+
+    path = write_gguf(tmp_path / "tiny.gguf", family, kind_of=kind_of)
+    folder = prepare_model(path, tmp_path / "cache", codes=True)
+    twin = write_tiny_model(tmp_path / "twin", family, rope_scaling=None)
+    tensors = load_file(twin / "model.safetensors")
+    for name, each in tensors.items():
+        if each.dim() == 2:
+            blocks = gguf.quants.quantize(each.numpy(), kind_of(name))
+            tensors[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind_of(name)))
+    save_file(tensors, twin / "model.safetensors")
+    batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
+    dequantized = prepare_model(path, tmp_path / "cache")
+    assert check_model(dequantized).quantization is None
+    found, plain, wanted = (
+        ModelRunner.load(tiny_engine_config(each), kernels=ReferenceKernels()).logits(batch)
+        for each in (folder, dequantized, twin)
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(plain, wanted)
+    spec = check_model(folder)
+    parameters = allocate_parameters(spec, torch.float32, torch.device("cpu"))
+    forms = {
+        path.removeprefix("layers.1."): (each.bits, each.group, each.offsets is not None)
+        for path, each in named_weights(parameters)
+        if isinstance(each, PackedWeight) and not path.startswith(("layers.0", "layers.2"))
+    }
+    tables = {"embedding": (8, 32, False)} | ({} if spec.tied_embeddings else {"lm_head": (4, 32, True)})
+    assert forms == tables | {"attention.output": (4, 32, True), "feed_forward.gate_up": (4, 32, False)}
+    assert spec.dtype == "bfloat16"
 
 
 @pytest.mark.usefixtures("_no_tokenizer")

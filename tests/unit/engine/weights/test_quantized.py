@@ -86,10 +86,16 @@ def test_experts_latents_and_stacked_layers(case: str, family: str, tmp_path: Pa
     assert not any("router" in path or "kv_up" in path or "embedding" in path for path in packed)
 
 
-@pytest.mark.parametrize("case", ["awq", "W8A8 int"])
-def test_kernels_of_cpus_compute_the_same(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["awq", "W8A8 int", "fp8 block"])
+def test_kernels_of_cpus_compute_nearly_the_same(case: str, tmp_path: Path) -> None:
+    """Nearly, as products of codes may round their input."""
     folder, twin = write_quantized(tmp_path, case)
-    assert greedy(folder, CpuKernels(torch.float32, 1)) == greedy(twin, CpuKernels(torch.float32, 1))
+    batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
+    found, wanted = (
+        ModelRunner.load(tiny_engine_config(each), kernels=CpuKernels(torch.float32, 1)).logits(batch).log_softmax(-1)
+        for each in (folder, twin)
+    )
+    assert (wanted.exp() * (wanted - found)).sum() < 2e-3
 
 
 def test_packed_weights_take_fewer_bytes(tmp_path: Path) -> None:

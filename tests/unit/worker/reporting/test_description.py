@@ -33,7 +33,7 @@ def test_another_thing_served_is_named(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_batch_requests": 3}, {"kv_cache_bytes": 1}, {"prefix_cache": False}, {"metrics_key": "k"}]
+    "settings", [{"max_batch_requests": 3}, {"kv_cache_bytes": 1}, {"prefix_cache": False}, {"quantization": "int8"}]
 )
 def test_another_way_to_serve_it_is_named(settings: dict[str, Any]) -> None:
     other = changed(**settings)
