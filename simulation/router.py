@@ -206,7 +206,7 @@ class VirtualRouter:
         flow.queued.resumed = flow.tokens > 0
         flow.attempt += 1
         flow.outcome.attempts += 1
-        self.scheduler.enter_again(flow.queued)
+        self.scheduler.queue.push(flow.queued)
         self.pump()
 
     def _leave_workers(self, flow: Flow) -> None:

@@ -6,14 +6,13 @@ The cost of a placement is defined in `router/placement/latency_model.py`, its l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
 from router.placement.fleet import Fleet
 from router.placement.latency_model import AnswerPrediction, Prediction, PromptPrediction, exposed_transfer_s
 from router.placement.prefill_reserve import NO_WORKERS, PrefillReserve
-from router.placement.prefix_index import NO_MATCH
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
 from wire.messages import PeerRef
@@ -28,6 +27,7 @@ _STEPS_AHEAD = 2
 out slow.
 """
 
+_WORST = (math.inf, math.inf)
 Takes = Callable[[WorkerState, QueuedRequest], bool]
 Candidate = tuple[WorkerState, int]
 """A worker that takes the request, and the tokens of the prompt that it holds."""
@@ -63,11 +63,11 @@ class PlacementPolicy:
     def could_serve(self, request: QueuedRequest, fleet: Fleet) -> bool:
         """Return True if live workers that this mode may choose are large enough and compatible, at any load."""
         ready = [worker for worker in fleet.live if not worker.info.not_ready]
-        prefills = [each for each in ready if each.prefills and request.prefill_tokens <= each.kv_tokens_total]
+        prefills = [worker for worker in ready if _can_prefill(worker, request)]
         if not request.decodes:
             return bool(prefills)
-        decodes = [each for each in ready if each.decodes and request.kv_tokens <= each.answer_tokens_total]
-        return any(self._allowed(one, other, fleet) for one, other in product(prefills, decodes))
+        decodes, allowed = [worker for worker in ready if _can_decode(worker, request)], self._allowed(fleet)
+        return any(allowed(prefill, decode) for prefill, decode in product(prefills, decodes))
 
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
         """Return the number of workers that share prompts like that of `request`."""
@@ -75,14 +75,10 @@ class PlacementPolicy:
         workers = len(fleet.prefills)
         return workers - fleet.both_roles + len(reserved) if reserved else workers
 
-    def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> Prediction | None:
+    def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> PromptPrediction | None:
         """Predict the soonest first token, with capacity now or not; None without a worker for it."""
         candidates = _with_holders(request, fleet, _first(fleet.prefills, _can_prefill, request, 1), _can_prefill)
-        prompts = _prompts(request, candidates)
-        if not prompts:
-            return None
-        soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
-        return _prediction(soonest, 0.0, soonest.ttft_s, math.inf)
+        return min(_prompts(request, candidates), key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
         """Predict the answer where its class is kept best, after `ahead` others; None = no measured worker."""
@@ -97,56 +93,65 @@ class PlacementPolicy:
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
         left_s = request.slo.ttft_s - waited_s
         if not request.decodes:
-            prompts = _prompts(request, self._prefills(request, fleet, most), left_s)
-            if not prompts:
-                return None
-            best, *others = sorted(prompts, key=lambda prompt: prompt.cost_s)
-            runner_up_s = others[0].cost_s if others else math.inf
-            return Placement(best.worker.peer, None, _prediction(best, 0.0, best.cost_s, runner_up_s))
+            return self._choose(_prompts(request, self._prefills(request, fleet, most), left_s), [None], fleet)
         reserved = self._reserved(request, fleet)
         answers = self._answers(request, fleet, most, reserved)
         if not answers:
             return None
-        local = [answer.worker for answer in answers if self._local(fleet) and not reserved]
         if self._apart(fleet):
+            local = [answer.worker for answer in answers if self._local(fleet) and not reserved]
             prefills = self._prefills(request, fleet, most, reserved, local)
         else:
             prefills = [(answer.worker, request.prefill_tokens - answer.missing) for answer in answers]
-        return self._pair(_prompts(request, prefills, left_s), answers, fleet)
+        return self._choose(_prompts(request, prefills, left_s), answers, fleet)
 
-    def _pair(self, prompts: list[PromptPrediction], answers: list[AnswerPrediction], fleet: Fleet) -> Placement | None:
-        """Return the cheapest allowed pair."""
-        local, apart, incompatible = self._local(fleet), self._apart(fleet), fleet.incompatible or None
-        best, cost_s, runner_up_s = None, math.inf, math.inf
+    def _choose(
+        self, prompts: list[PromptPrediction], answers: Sequence[AnswerPrediction | None], fleet: Fleet
+    ) -> Placement | None:
+        """Return the allowed pair that misses the fewest targets, the cheapest of these; no answer needs no worker."""
+        allowed = self._allowed(fleet)
+        chosen, best, runner_up = None, _WORST, _WORST
         for answer, prompt in product(answers, prompts):
-            pair_s, prefill, decode = prompt.cost_s + answer.cost_s, prompt.worker, answer.worker
-            if pair_s >= runner_up_s:
-                continue
-            if prefill is decode:
-                if not local:
+            misses, cost_s = prompt.misses, prompt.cost_s
+            if answer is not None:
+                misses, cost_s = misses + answer.misses, cost_s + answer.cost_s
+                if (misses, cost_s) >= runner_up or not allowed(prompt.worker, answer.worker):
                     continue
-            elif not apart or (incompatible and not incompatible.fit(prefill.peer, decode.peer)):
-                continue
+                if prompt.worker is not answer.worker:
+                    cost_s += exposed_transfer_s(prompt, answer)
+            if (misses, cost_s) < best:
+                chosen, best, runner_up = (prompt, answer), (misses, cost_s), best
             else:
-                pair_s += exposed_transfer_s(prompt, answer)
-            if pair_s < cost_s:
-                best, cost_s, runner_up_s = (prompt, answer), pair_s, cost_s
-            elif pair_s < runner_up_s:
-                runner_up_s = pair_s
-        if best is None:
+                runner_up = min(runner_up, (misses, cost_s))
+        if chosen is None:
             return None
-        prompt, answer = best
-        self._reserve.observe(prompt)
-        prediction = _prediction(prompt, answer.step_s, cost_s, runner_up_s)
-        return Placement(prompt.worker.peer, answer.worker.peer, prediction)
+        prompt, answer = chosen
+        itl_s, decode = 0.0, None
+        if answer is not None:
+            itl_s, decode = answer.step_s, answer.worker.peer
+            self._reserve.observe(prompt)
+        return Placement(
+            prompt.worker.peer,
+            decode,
+            Prediction(
+                ttft_s=prompt.ttft_s,
+                compute_s=prompt.compute_s,
+                itl_s=itl_s,
+                cached_tokens=prompt.cached,
+                computed_tokens=prompt.computed,
+                cost_s=best[1],
+                runner_up_s=runner_up[1] if runner_up[0] == best[0] else math.inf,
+            ),
+        )
 
-    def _allowed(self, prefill: WorkerState, decode: WorkerState, fleet: Fleet) -> bool:
-        """Return True if the mode and the workers' releases let these two serve one request."""
-        if prefill is decode:
-            return self._local(fleet)
-        if not self._apart(fleet):
-            return False
-        return not fleet.incompatible or fleet.incompatible.fit(prefill.peer, decode.peer)
+    def _allowed(self, fleet: Fleet) -> Callable[[WorkerState, WorkerState], bool]:
+        """Return whether the mode and the workers' releases let a prefill and a decode worker serve one request."""
+        local, apart, incompatible = self._local(fleet), self._apart(fleet), fleet.incompatible
+
+        def allowed(prefill: WorkerState, decode: WorkerState) -> bool:
+            return local if prefill is decode else apart and incompatible.fit(prefill.peer, decode.peer)
+
+        return allowed
 
     def _apart(self, fleet: Fleet) -> bool:
         """Return True if a prompt and its answer may go to two workers."""
@@ -196,20 +201,19 @@ def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
 
 def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if it could take the prompt if nothing else were there."""
-    return worker.prefills and request.prefill_tokens <= worker.kv_tokens_total and not worker.refusing
+    return worker.prefills and request.prefill_tokens <= worker.kv_tokens_total
 
 
 def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if it has capacity for the expected answer now, and ever for the longest one."""
-    has_capacity = (
-        worker.decode_requests < worker.max_batch_requests and request.reserved_tokens <= worker.kv_tokens_free
-    )
-    return has_capacity and _can_decode(worker, request)
+    if worker.decode_requests >= worker.max_batch_requests or not _can_decode(worker, request):
+        return False
+    return worker.kv.held(request.reserved_tokens, decoding=not worker.prefills) <= worker.pages_free
 
 
 def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if it could decode the answer if nothing else were there."""
-    return worker.decodes and request.kv_tokens <= worker.answer_tokens_total and not worker.refusing
+    return worker.decodes and request.kv_tokens <= worker.answer_tokens_total
 
 
 def _takes_both(worker: WorkerState, request: QueuedRequest) -> bool:
@@ -218,16 +222,17 @@ def _takes_both(worker: WorkerState, request: QueuedRequest) -> bool:
 
 def _first(workers: Iterable[WorkerState], takes: Takes, request: QueuedRequest, most: int) -> list[WorkerState]:
     """Return the first in this order that take the request."""
-    return list(islice((each for each in islice(workers, _CONSIDERED) if takes(each, request)), most))
+    considered = islice(workers, _CONSIDERED)
+    return list(islice((each for each in considered if takes(each, request) and not each.refusing), most))
 
 
 def _with_holders(request: QueuedRequest, fleet: Fleet, workers: list[WorkerState], takes: Takes) -> list[Candidate]:
     """Return these workers, and those that hold more of the prompt than one of them."""
-    match = fleet.prefixes.match(request.digests) if request.digests else NO_MATCH
+    match = fleet.prefixes.match(request.digests)
     held = [(worker, match.pages(worker.slot)) for worker in workers]
     for slot, pages in match.longest(_CANDIDATES, min((pages for _, pages in held), default=0)):
         worker = fleet.worker(slot)
-        if worker is not None and worker not in workers and takes(worker, request):
+        if worker and worker not in workers and takes(worker, request) and not worker.refusing:
             held.append((worker, pages))
     return [(worker, pages * worker.page_tokens) for worker, pages in held]
 
@@ -236,17 +241,3 @@ def _prompts(
     request: QueuedRequest, candidates: Iterable[Candidate], left_s: float = math.inf
 ) -> list[PromptPrediction]:
     return [PromptPrediction(worker, request.prefill_tokens, held, left_s) for worker, held in candidates]
-
-
-def _prediction(prompt: PromptPrediction, itl_s: float, cost_s: float, runner_up_s: float) -> Prediction:
-    return Prediction(
-        ttft_s=prompt.ttft_s,
-        compute_s=prompt.compute_s,
-        itl_s=itl_s,
-        cached_tokens=prompt.cached,
-        computed_tokens=prompt.computed,
-        cost_s=cost_s,
-        runner_up_s=runner_up_s,
-        measured=prompt.worker.cost.parameters.observed > 0,
-        margin=prompt.worker.margin,
-    )

@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from costs.chunks import Chunks, ConcurrentDecode, breaks_target, chunks, forced_chunk
+from costs.chunks import Chunks, ConcurrentDecode, breaks_target, chunks_within, forced_chunk, step_limit
 from router.placement.fleet import Fleet
 from router.placement.latency_model import PromptPrediction
 from router.placement.queue import QueuedRequest
@@ -90,9 +90,11 @@ class PrefillReserve:
 
 def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, rows: int, context: int) -> float:
     """Return the prompt tokens per second that `worker` computes in such chunks with these decode rows."""
-    tokens, cost = chunk.tokens, worker.cost
-    seconds = cost.mixed_step_seconds(tokens, tokens * request.prefill_tokens / 2, rows, context)
-    return tokens / max(seconds + chunk.pause * cost.decode_step_seconds(rows, context), sys.float_info.epsilon)
+    pairs = chunk.tokens * request.prefill_tokens / 2
+    seconds, _ = worker.cost.prefill_seconds(
+        chunk.tokens, pairs, chunk.tokens, rows=rows, context_tokens=context, pause=chunk.pause
+    )
+    return chunk.tokens / max(seconds, sys.float_info.epsilon)
 
 
 def _decode_limit(decoding: Sequence[WorkerState], request: QueuedRequest) -> float:
@@ -109,7 +111,8 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     rows = 1 + int(times * sum(worker.decode_requests for worker in decoding) / len(decoding))
     context = request.decode_context + int(times * sum(worker.decode_context for worker in decoding) / len(decoding))
     decode = ConcurrentDecode(rows, context, (target_s,))
-    chunk = chunks(like.cost, like.info.assignment, like.max_step_tokens, decode, request.prefill_tokens / 2)
+    limit = step_limit(like.cost, like.info.assignment, decode)
+    chunk = chunks_within(limit, like.cost, like.max_step_tokens, decode, request.prefill_tokens / 2)
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
     if times > 1.0 and breaks_target(target_s, now_s, like.cost.decode_step_seconds(rows, context)):
         # A broken target bounds no steps, but the answers that are there would keep theirs.

@@ -121,7 +121,7 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Number of requests in the queue or held behind their first answer."""
-        return len(self._scheduler) + self._live.held
+        return len(self._scheduler.queue) + self._live.held
 
     @property
     def running(self) -> int:
@@ -160,7 +160,7 @@ class Dispatcher:
     # ---- queue and placement ----
 
     def _schedule_pump(self) -> None:
-        if not self._pump_scheduled and len(self._scheduler):
+        if not self._pump_scheduled and len(self._scheduler.queue):
             self._pump_scheduled = True
             asyncio.get_running_loop().call_soon(self._pump)
 
@@ -214,7 +214,7 @@ class Dispatcher:
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
         """Iterate over the requests in the queue."""
-        return (self._live[queued.wire_id] for queued in self._scheduler)
+        return (self._live[queued.wire_id] for queued in self._scheduler.queue)
 
     def live_requests(self) -> Iterable[RoutedRequest]:
         """Return all requests, waiting and running."""

@@ -12,7 +12,7 @@ from router.placement.policy import Placement, PlacementPolicy
 from router.placement.prefill_reserve import PrefillReserve
 from router.placement.queue import QueuedRequest
 from router.slo import BEST_EFFORT, SloClass
-from tests.unit.router.fleets import H200, TestFleet, names, need
+from tests.unit.router.fleets import H200, TestFleet, learn_cost, names, need
 from wire.messages import Assignment, Role
 from wire.mode import Mode
 from wire.policy_name import PolicyName
@@ -119,7 +119,7 @@ def test_a_target_that_an_answer_misses_alone_reserves_nothing(itl_s: float) -> 
 def test_nothing_is_reserved_by_guesses() -> None:
     at = fleet()
     for worker in at.workers.values():
-        worker.learn_cost(StepCost(replace(COSTS, observed=0)))
+        learn_cost(worker, StepCost(replace(COSTS, observed=0)))
     assert reserved(at, fed(at, 8000)) == []
 
 

@@ -37,9 +37,9 @@ class TestPrompts:
         assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (500, False, {"a", "b"})
         worker.remove_prompt("b")
         assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (0, True, {"a"})
-        assert (worker.prefill_pairs, worker.idle) == (0.0, False)
+        assert worker.prefill_pairs == 0.0
         worker.remove_prompt("a")
-        assert worker.idle
+        assert not worker.request_ids
 
     def test_the_worker_reports_how_far_a_prompt_is(self, at: TestFleet, worker: WorkerState) -> None:
         worker.add_prompt("a", PromptWork(1000))
@@ -90,11 +90,10 @@ class TestPrompts:
 
 def test_the_larger_of_own_and_reported_counts(at: TestFleet, worker: WorkerState) -> None:
     worker.report(load(prefill_tokens=700, decode_requests=3, pages_used=20))
-    assert (worker.prefill_tokens, worker.decode_requests, worker.pages_used) == (700, 3, 20)
+    assert (worker.prefill_tokens, worker.decode_requests, worker.pages_free) == (700, 3, 44)
     assert worker.decode_context == 20 * 16, "of other routers' answers only the pages are known"
     at.answers("w", 4, pages=10)
-    assert (worker.decode_requests, worker.pages_used) == (4, 40), "what is on its way there counts at once"
-    assert worker.kv_tokens_free == (64 - 40) * 16
+    assert (worker.decode_requests, worker.pages_free) == (4, 24), "what is on its way there counts at once"
     at.clock.now += LOAD_FRESH_S + 0.1
     worker.expire_report()
     assert (worker.prefill_tokens, worker.decode_requests) == (0, 4)
@@ -110,9 +109,9 @@ def test_a_fresh_report_is_kept(at: TestFleet, worker: WorkerState) -> None:
 def test_pages_of_an_answer_that_ended_are_free_at_once(at: TestFleet, worker: WorkerState) -> None:
     at.answers("w", 1, pages=10)
     worker.report(load(decode_requests=1, pages_used=12))
-    assert worker.pages_used == 12
+    assert worker.pages_free == 64 - 12
     worker.remove_answer("answer-0")
-    assert worker.pages_used == 0, "the last report still counts them"
+    assert worker.pages_free == 64, "the last report still counts them"
 
 
 def test_nothing_is_left_when_all_is_over(at: TestFleet, worker: WorkerState) -> None:
@@ -123,7 +122,7 @@ def test_nothing_is_left_when_all_is_over(at: TestFleet, worker: WorkerState) ->
     worker.remove_prompt("prompt-0")
     worker.remove_answer("answer-1")
     worker.remove_answer("answer-1")
-    assert worker.idle
+    assert not worker.request_ids
     assert (worker.prefill_pairs, worker.decode_context, worker.gap_targets) == (0, 0, ())
     assert (worker.step_s, worker.step_limit) == (0.0, NO_LIMIT)
 
