@@ -105,7 +105,7 @@ class Placer:
         if pair is None or pair.decode is None:
             return False
         prefill, decode = self._by_peer[pair.prefill], self._by_peer[pair.decode]
-        prefill.add_prompt(name, PromptWork(pair.prediction.computed_tokens, pair.prediction.cached_tokens))
+        prefill.add_prompt(name, PromptWork(pair.computed_tokens, pair.cached_tokens))
         pages = pages_for(request.kv_tokens, PAGE_TOKENS)
         decode.add_answer(name, AnswerWork(pages, request.prompt_tokens + ANSWER_TOKENS // 2, request.slo))
         self._running.append((name, pair))

@@ -58,9 +58,6 @@ class StepLimit(NamedTuple):
     """The longest predicted duration of the step."""
 
 
-NO_LIMIT = StepLimit()
-
-
 def step_limit(cost: StepCost, assignment: Assignment | None, decode: ConcurrentDecode) -> StepLimit:
     """Return the limit of a step; without an assignment or decode rows there is none.
 
@@ -71,15 +68,14 @@ def step_limit(cost: StepCost, assignment: Assignment | None, decode: Concurrent
     """
     rows, context, targets = decode
     if assignment is None or not rows:
-        return NO_LIMIT
+        return StepLimit()
     asked_s, policy = assignment.itl_target_s, assignment.step_policy
-    kept_s = tightest_kept(targets, cost.decode_step_seconds(rows, context))
-    limit_s = (kept_s if asked_s is None else min(asked_s, kept_s)) / cost.margin
-    bounded = asked_s is not None or (kept_s < math.inf and targets[-1] < math.inf)
+    target_s = tightest_kept(targets, cost.decode_step_seconds(rows, context), asked_s)
+    bounded = asked_s is not None or (target_s < math.inf and targets[-1] < math.inf)
     if policy is PolicyName.UNCHUNKED or (policy is PolicyName.DECODE_PRIORITY and bounded):
-        return StepLimit(None, limit_s)
+        return StepLimit(None, target_s / cost.margin)
     budget = CHUNKED_BUDGET if assignment.step_budget is None else assignment.step_budget
-    return StepLimit(unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens), limit_s)
+    return StepLimit(unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens), target_s / cost.margin)
 
 
 def chunks_within(

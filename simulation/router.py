@@ -138,7 +138,7 @@ class VirtualRouter:
     def _place(self, flow: Flow, pair: Placement) -> None:
         flow.pair, outcome = pair, flow.outcome
         if flow.attempt == 1:
-            outcome.prediction, outcome.placed_s = pair.prediction, self.clock.now
+            outcome.prediction, outcome.placed_s = pair, self.clock.now
         outcome.prefill_worker = pair.prefill.worker_id
         outcome.decode_worker = pair.decode.worker_id if pair.decode is not None else ""
         decode = None if pair.decode is None else self._links[pair.decode].state

@@ -54,7 +54,10 @@ class KvPages:
         """
         numbers, chunk = self.numbers(tokens), 1 if decoding else self.step_tokens
         return sum(
-            numbers if window is None else min(numbers, self.numbers(window + 2 * chunk) + 1) for window in self.windows
+            [
+                numbers if window is None else min(numbers, self.numbers(window + 2 * chunk) + 1)
+                for window in self.windows
+            ]
         )
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:

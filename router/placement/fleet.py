@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import product
-from operator import attrgetter
+from operator import itemgetter
 
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_state import WorkerState
@@ -14,6 +15,32 @@ from wire.messages import PeerRef
 
 REMEMBERED_S = 300.0
 """The time for which a pair counts as incompatible; it bounds the harm of an accidental rejection."""
+
+
+class Ranking:
+    """Workers sorted by a key. Moving one takes microseconds, however many there are."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[float, int, WorkerState]] = []
+        self._keys: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[WorkerState]:
+        """Iterate from the smallest key; the ranking must not be changed meanwhile."""
+        return map(itemgetter(2), self._order)
+
+    def put(self, worker: WorkerState, key: float | None) -> None:
+        """Set the key of `worker`; None removes it."""
+        old = self._keys.get(worker.slot)
+        if old == key:
+            return
+        if old is not None:
+            del self._order[bisect_left(self._order, (old, worker.slot))], self._keys[worker.slot]
+        if key is not None:
+            insort(self._order, (key, worker.slot, worker))
+            self._keys[worker.slot] = key
 
 
 class IncompatiblePairs:
@@ -62,8 +89,10 @@ class Fleet:
         self._live: dict[PeerRef, WorkerState] = {}
         self._by_slot: dict[int, WorkerState] = {}
         self._free_slots: list[int] = []
-        self._prefills: list[WorkerState] = []
-        self._decodes: list[WorkerState] = []
+        self.prefills = Ranking()
+        """The live workers that prefill, by the prompt tokens that wait there."""
+        self.decodes = Ranking()
+        """The live workers that decode, by `step seconds / free share of pages`."""
         self.both_roles = 0
         """The number of live workers with both roles."""
         self.changes = 0
@@ -74,18 +103,6 @@ class Fleet:
         """The live workers, in no order."""
         return self._live.values()
 
-    @property
-    def prefills(self) -> Sequence[WorkerState]:
-        """The live workers that prefill, by the prompt tokens that wait there; the next call may change the order."""
-        self._prefills.sort(key=attrgetter("prompt_rank"))
-        return self._prefills
-
-    @property
-    def decodes(self) -> Sequence[WorkerState]:
-        """The live workers that decode, by `step seconds / free share of pages`; the next call may change the order."""
-        self._decodes.sort(key=attrgetter("answer_rank"))
-        return self._decodes
-
     def worker(self, slot: int) -> WorkerState | None:
         """Return the live worker with this number in the prefix index, None if it is not live."""
         worker = self._by_slot.get(slot)
@@ -94,12 +111,13 @@ class Fleet:
     def join(self, worker: WorkerState) -> None:
         """Give `worker` a number. It is not live before `set_live`."""
         worker.slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
-        self._by_slot[worker.slot] = worker
+        self._by_slot[worker.slot], worker.on_change = worker, self.rank
         self.prefixes.open(worker.slot, worker.info.pages_total)
 
     def leave(self, worker: WorkerState) -> None:
         """Remove `worker` and what it held."""
         self.set_live(worker, live=False)
+        worker.on_change = None
         self.prefixes.drop(worker.slot)
         self.incompatible.forget(worker.peer)
         del self._by_slot[worker.slot]
@@ -113,11 +131,14 @@ class Fleet:
         """Set whether `worker` takes new work; called again when its facts have changed."""
         self.changes += 1
         worker.live = live
-        worker.refresh()
         if live:
             self._live[worker.peer] = worker
         else:
             self._live.pop(worker.peer, None)
-        self._prefills = [each for each in self.live if each.prefills]
-        self._decodes = [each for each in self.live if each.decodes]
-        self.both_roles = sum(each.decodes for each in self._prefills)
+        self.both_roles = sum(each.prefills and each.decodes for each in self.live)
+        worker.refresh()
+
+    def rank(self, worker: WorkerState) -> None:
+        """Set the order of `worker` among the others."""
+        self.prefills.put(worker, worker.prompt_rank if worker.live and worker.prefills else None)
+        self.decodes.put(worker, worker.answer_rank if worker.live and worker.decodes else None)

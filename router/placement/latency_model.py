@@ -9,27 +9,11 @@ Every prediction of the router is made here, from the step costs that the worker
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from costs.chunks import ConcurrentDecode, chunks_within
 from costs.step_work import chunk_pairs
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
-
-
-class Prediction(NamedTuple):
-    """The predicted latencies and cost of a placement, in seconds from the placement on."""
-
-    ttft_s: float
-    compute_s: float
-    """The part of `ttft_s` in which the prompt itself is computed."""
-    itl_s: float
-    cached_tokens: int
-    computed_tokens: int
-    cost_s: float
-    """The cost to all requests together (docs/decisions/0014)."""
-    runner_up_s: float = math.inf
-    """The cost of the next best placement, infinite without one that misses no more targets."""
 
 
 class PromptPrediction:

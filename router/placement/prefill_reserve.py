@@ -48,7 +48,7 @@ class PrefillReserve:
 
     def workers(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
         """Return the numbers of the workers that the answer of `request` may not use."""
-        any_worker = next(iter(fleet.decodes), None)
+        any_worker = next(iter(fleet.live), None)
         if any_worker is None:
             return NO_WORKERS
         reserved, chosen_s = self._reserved.get(request.slo, (NO_WORKERS, -math.inf))

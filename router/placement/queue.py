@@ -13,7 +13,7 @@ soonest. A tenant that comes, or comes back, begins level with those that wait.
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
 
 from router.slo import BEST_EFFORT, SloClass
 
@@ -81,24 +81,11 @@ class QueuedRequest:
         return self.prefill_tokens + int(self.mean_tokens) // 2
 
 
-class Ahead(NamedTuple):
-    """The work before a request: seconds of prefill, and answers that begin with it."""
-
-    seconds: float = 0.0
-    answers: int = 0
-
-
 _Entry = tuple[int, float, int, QueuedRequest]
 
 
 def _key(request: QueuedRequest) -> tuple[int, float, int]:
     return request.priority, request.start_by_s, request.sequence
-
-
-def _before(entries: list[_Entry], start_by_s: float) -> Ahead:
-    """Return the work of these entries that must start by then."""
-    earlier = [request for *_, request in entries if request.start_by_s <= start_by_s]
-    return Ahead(sum(each.service_s for each in earlier), sum(each.decodes for each in earlier))
 
 
 class RequestQueue:
@@ -127,17 +114,18 @@ class RequestQueue:
         """Return the number of waiting requests of `tenant`, without resumed ones."""
         return len(self._tenants.get(tenant, ())) + sum(each.tenant == tenant for each in self._skipped.values())
 
-    def ahead(self, tenant: str, start_by_s: float) -> Ahead:
-        """Estimate the work before a request of `tenant` that must start by then.
+    def ahead(self, tenant: str, start_by_s: float) -> tuple[float, int]:
+        """Estimate the work before a request of `tenant` that must start by then: seconds of prefill, and answers.
 
         It is at most all that is more urgent, and at most its tenant's own times the number of tenants. Answers of
         resumed requests count as well.
         """
-        own = _before(self._tenants.get(tenant, []), start_by_s)
-        turns = len(self._tenants) + (tenant not in self._tenants)
-        everyone = [_before(entries, start_by_s) for entries in self._tenants.values()]
-        answers = min(sum(each.answers for each in everyone), own.answers * turns)
-        return Ahead(min(sum(each.seconds for each in everyone), own.seconds * turns), len(self._resumed) + answers)
+        turns, entries = len({*self._tenants, tenant}), chain.from_iterable(self._tenants.values())
+        earlier = [request for *_, request in entries if request.start_by_s <= start_by_s]
+        own = [request for request in earlier if request.tenant == tenant]
+        seconds, own_s = (sum(each.service_s for each in requests) for requests in (earlier, own))
+        answers, own_answers = (sum(each.decodes for each in requests) for requests in (earlier, own))
+        return min(seconds, own_s * turns), len(self._resumed) + min(answers, own_answers * turns)
 
     def push(self, request: QueuedRequest) -> None:
         """Add `request`; one that comes back has its old position."""

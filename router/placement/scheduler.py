@@ -66,7 +66,7 @@ class AdmissionController:
         if target_s > self._deferral_s:
             return None
         limit_s = target_s / prediction.worker.margin
-        ahead_s = self._queue.ahead(request.tenant, request.start_by_s).seconds
+        ahead_s = self._queue.ahead(request.tenant, request.start_by_s)[0]
         ttft_s = ahead_s / max(1, self._policy.prefill_workers(request, self._fleet)) + prediction.ttft_s
         if ttft_s <= limit_s:
             return None
@@ -91,7 +91,7 @@ class AdmissionController:
         """
         if not request.decodes or not request.slo.has_gap_target:
             return None
-        ahead = self._queue.ahead(request.tenant, request.start_by_s).answers + others
+        ahead = self._queue.ahead(request.tenant, request.start_by_s)[1] + others
         answer = self._policy.predict_answer(request, self._fleet, ahead)
         if answer is None or not answer.crowded:
             return None
@@ -134,13 +134,9 @@ class RequestScheduler:
                 f"{self._tenant_limit} requests with this API key are waiting, the most it may have; try again later"
             )
             raise Refused(Refusal.TENANT_QUEUE_FULL, message, retry_after_s=self._retry_after_s)
-        self._expect_answer(request)
+        self.expect_answer(request)
         self._admission.admit(request, more + held)
         self.queue.push(request)
-
-    def answer_tokens(self, request: QueuedRequest) -> float:
-        """Return the mean length of such answers."""
-        return self._lengths.mean(request.max_tokens, to_the_limit=request.to_the_limit)
 
     def head(self) -> QueuedRequest | None:
         """Return the next request. One that has missed its target goes behind those that can still meet theirs."""
@@ -158,14 +154,14 @@ class RequestScheduler:
 
     def bind(self, request: QueuedRequest) -> Placement | None:
         """Place the request at the head, which leaves the queue; None = no worker has capacity for it now."""
-        self._expect_answer(request)
+        self.expect_answer(request)
         placement = self._policy.place(request, self._fleet, self._clock() - request.arrived_s)
         if placement is None:
             return None
         self.queue.remove(request)
         if not request.resumed:
             # Charged once: a request that a worker refused has been given nothing more.
-            tokens = placement.prediction.computed_tokens
+            tokens = placement.computed_tokens
             self.queue.charge(request.tenant, max(0, tokens - request.charged))
             request.charged = max(tokens, request.charged)
         return placement
@@ -183,7 +179,8 @@ class RequestScheduler:
             self.queue.charge(request.tenant, answer_tokens)
             self._lengths.learn(request.max_tokens, answer_tokens)
 
-    def _expect_answer(self, request: QueuedRequest) -> None:
+    def expect_answer(self, request: QueuedRequest) -> None:
+        """Set the mean and the forecast of the answer's length by the answers that have ended."""
         limit, to_the_limit = request.max_tokens, request.to_the_limit
         request.mean_tokens = self._lengths.mean(limit, to_the_limit=to_the_limit)
         request.expected_tokens = self._lengths.expect(limit, request.answered, to_the_limit=to_the_limit)
@@ -191,7 +188,7 @@ class RequestScheduler:
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
     """Count a placed request at its workers, with half of the expected answer as context."""
-    cached = placement.prediction.cached_tokens
+    cached = placement.cached_tokens
     prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached))
     if decode is not None:
         pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)

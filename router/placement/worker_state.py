@@ -29,11 +29,6 @@ class PromptWork(NamedTuple):
     tokens: int
     cached: int = 0
 
-    @property
-    def pairs(self) -> float:
-        """The attention pairs."""
-        return chunk_pairs(self.tokens, self.cached)
-
 
 class AnswerWork(NamedTuple):
     """An answer to decode: at most `pages`, and about `context` tokens to attend to."""
@@ -56,15 +51,17 @@ class WorkerState:
 
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
         self.peer, self.clock = info.peer, clock
-        self._set_facts(info)
+        self.update(info)
         self.slot = -1
         """Its number in the fleet, -1 outside of it."""
         self.live = False
         """True if it is connected and takes new work."""
+        self.on_change: Callable[[WorkerState], None] | None = None
+        """Called after a change of the ranks."""
         self.cost = StepCost()
         self.page_transfer_s = 0.0
         """The mean time in which a KV page comes here from another worker, in seconds; 0 before the first transfer."""
-        self._transfer_s, self._pages_received = 0.0, 0
+        self._transfer_s = self._pages_received = 0.0
         self.gap_targets: tuple[float, ...] = ()
         """The longest gaps that the answers there tolerate, one per class, in seconds, sorted."""
         self._prompts: dict[str, PromptWork] = {}
@@ -155,9 +152,15 @@ class WorkerState:
             self.page_transfer_s = self._transfer_s / self._pages_received
 
     def update(self, info: WorkerInfo) -> None:
-        """Take the facts with which the same process registered again."""
-        self._set_facts(info)
-        self.refresh()
+        """Take the facts with which the same process registered; `refresh` applies them."""
+        self.info = info
+        self.prefills, self.decodes = info.takes_prompts, info.takes_answers
+        self.kv = info.kv_pages
+        self.kv_tokens_total = self.kv.tokens_in(info.pages_total)
+        """Tokens that its pages hold."""
+        self.answer_tokens_total = answer_tokens(info)
+        """Tokens of these that answers may reserve."""
+        self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
 
     def expire_report(self) -> None:
         """Drop a load report that is too old. Called periodically."""
@@ -220,19 +223,9 @@ class WorkerState:
         self._refresh_targets()
         self._refresh_answers()
 
-    def _set_facts(self, info: WorkerInfo) -> None:
-        self.info = info
-        self.prefills, self.decodes = info.takes_prompts, info.takes_answers
-        self.page_tokens, self.kv = info.page_tokens, info.kv_pages
-        self.kv_tokens_total = self.kv.tokens_in(info.pages_total)
-        """Tokens that its pages hold."""
-        self.answer_tokens_total = answer_tokens(info)
-        """Tokens of these that answers may reserve."""
-        self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
-
     def _count_prompts(self) -> None:
         self._own_tokens = sum(work.tokens for work in self._prompts.values())
-        self._own_pairs = sum(work.pairs for work in self._prompts.values() if work.tokens)
+        self._own_pairs = sum(chunk_pairs(*work) for work in self._prompts.values())
         self._refresh_prompts()
 
     def _count_answer(self, work: AnswerWork, sign: int) -> None:
@@ -263,8 +256,10 @@ class WorkerState:
             self.prefill_pairs = self._own_pairs * waiting / own
         else:  # the last tokens of a prompt attend to the most
             self.prefill_pairs = self._own_pairs * (1 - (1 - waiting / own) ** 2)
-        self.prompt_rank = waiting + self.decode_requests, self.slot
+        self.prompt_rank = waiting + self.decode_requests
         """Its order for prompts. Decode rows count as well: a prompt delays them."""
+        if self.on_change is not None:
+            self.on_change(self)
 
     def _refresh_answers(self) -> None:
         own, (_, rows, pages) = len(self._answers), self._reported
@@ -277,10 +272,10 @@ class WorkerState:
         if own:
             self.decode_context = self._context * rows // own
         else:
-            self.decode_context = pages_used * self.page_tokens // self.kv.groups if rows else 0
+            self.decode_context = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
         self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
         """A decode step there, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
-        self.answer_rank = step_s * self.info.pages_total / free if free > 0 else math.inf, self.slot
+        self.answer_rank = step_s * self.info.pages_total / free if free > 0 else math.inf
         """Its order for answers: step seconds / free share of pages."""
         self._refresh_prompts()

@@ -101,7 +101,8 @@ class Dispatcher:
         for request in requests:
             self._connect(request)
         queued = requests[0].queued
-        self.metrics.offered(len(requests), queued.prompt_tokens, self._scheduler.answer_tokens(queued))
+        self._scheduler.expect_answer(queued)
+        self.metrics.offered(len(requests), queued.prompt_tokens, queued.mean_tokens)
         held_own = self._live.held_of(admitted.tenant)
         self._scheduler.enter(queued, more=len(requests) - 1, held=self._live.held, held_own=held_own)
         self._live.add(requests)
@@ -197,7 +198,7 @@ class Dispatcher:
         request.edges.append(EdgeStamp.now(Edge.PLACED))
         request.last_event_s = request.placed_s = time.monotonic()
         request.first_token_s = 0.0
-        request.prediction = placement.prediction
+        request.prediction = placement
         request.pace.target_s = self._gap_target(request, placement)
         request.prefill = self.pool.link(placement.prefill)
         request.decode = None if placement.decode is None else self.pool.link(placement.decode)
@@ -259,7 +260,7 @@ class Dispatcher:
     def on_mode(self, mode: str) -> None:
         """Change the placement mode to `mode`, the value of a `Mode`."""
         try:
-            self._policy.change_mode(Mode(mode))
+            self._policy.mode = Mode(mode)
         except ValueError:
             log.error("unknown mode %r from the controller; run controller and router of the same version", mode)
         else:

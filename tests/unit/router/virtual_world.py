@@ -104,7 +104,7 @@ class World:
         assert placement.decode is not None
         prefill, decode, name = self.by_peer[placement.prefill], self.by_peer[placement.decode], request.queued.wire_id
         record(request.queued, placement, prefill, decode)
-        tokens = placement.prediction.computed_tokens
+        tokens = placement.computed_tokens
         compute_s = prefill.cost.prefill_seconds(tokens, chunk_pairs(tokens, 0), 2048)[0] * self.slowness
         done = self._free_at[placement.prefill] = max(self.at.clock.now, self._free_at[placement.prefill]) + compute_s
 

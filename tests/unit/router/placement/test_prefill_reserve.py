@@ -259,6 +259,6 @@ def test_other_modes_reserve_nothing(mode: Mode) -> None:
     policy = placing(at, mode)
     assert policy.prefill_workers(asked(), at.fleet) == 2
     assert {made.prefill == made.decode for made in (chosen(policy, at) for _ in range(3))} == {mode is Mode.COLOCATED}
-    policy.change_mode(Mode.ADAPTIVE)
+    policy.mode = Mode.ADAPTIVE
     at.clock.now += 0.1
     assert policy.prefill_workers(asked(), at.fleet) == 1, "what came meanwhile counts"

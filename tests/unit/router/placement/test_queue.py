@@ -103,7 +103,7 @@ def test_the_requests_of_a_tenant_are_counted() -> None:
 def test_how_much_is_ahead() -> None:
     flood = [queued(f"flood-{n}", n, start_by_s=1.0, tenant="flood") for n in range(10)]
     queue = filled(RequestQueue(), *flood, queued("mine", 20, start_by_s=2.0, tenant="me"))
-    assert queue.ahead("flood", 1.0).seconds == 5.0
-    assert queue.ahead("flood", 0.5).seconds == 0.0, "less urgent ones are not before it"
-    assert queue.ahead("me", 3.0).seconds == 1.0, "own work, and as much of the others'"
-    assert queue.ahead("third", 3.0).seconds == 0.0
+    assert queue.ahead("flood", 1.0)[0] == 5.0
+    assert queue.ahead("flood", 0.5)[0] == 0.0, "less urgent ones are not before it"
+    assert queue.ahead("me", 3.0)[0] == 1.0, "own work, and as much of the others'"
+    assert queue.ahead("third", 3.0)[0] == 0.0

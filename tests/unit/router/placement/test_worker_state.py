@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from costs.chunks import NO_LIMIT
+from costs.chunks import StepLimit
 from costs.step_cost import StepCost
 from costs.step_work import chunk_pairs
 from router.placement.worker_state import LOAD_FRESH_S, AnswerWork, PromptWork, WorkerState
@@ -31,7 +31,7 @@ class TestPrompts:
         worker.add_prompt("a", PromptWork(1000))
         worker.add_prompt("b", PromptWork(500, cached=200))
         assert worker.prefill_tokens == 1500
-        assert worker.prefill_pairs == PromptWork(1000).pairs + PromptWork(500, 200).pairs
+        assert worker.prefill_pairs == chunk_pairs(1000, 0) + chunk_pairs(500, 200)
         worker.prompt_computed("a")
         worker.prompt_computed("a")
         assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (500, False, {"a", "b"})
@@ -47,7 +47,7 @@ class TestPrompts:
         at.clock.now += 0.05
         worker.report(load(prefill_tokens=400))
         assert worker.prefill_tokens == 400
-        assert worker.prefill_pairs == pytest.approx(PromptWork(400, cached=600).pairs, rel=1e-2)
+        assert worker.prefill_pairs == pytest.approx(chunk_pairs(400, 600), rel=1e-2)
 
     def test_after_its_last_prompt_nothing_is_left(self, at: TestFleet, worker: WorkerState) -> None:
         """An idle worker sends no further report."""
@@ -124,7 +124,7 @@ def test_nothing_is_left_when_all_is_over(at: TestFleet, worker: WorkerState) ->
     worker.remove_answer("answer-1")
     assert not worker.request_ids
     assert (worker.prefill_pairs, worker.decode_context, worker.gap_targets) == (0, 0, ())
-    assert (worker.step_s, worker.step_limit) == (0.0, NO_LIMIT)
+    assert (worker.step_s, worker.step_limit) == (0.0, StepLimit())
 
 
 def test_a_report_brings_the_newest_costs(worker: WorkerState) -> None:
