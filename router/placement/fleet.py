@@ -123,10 +123,6 @@ class Fleet:
         del self._by_slot[worker.slot]
         heapq.heappush(self._free_slots, worker.slot)
 
-    def forget_old_incompatible(self) -> None:
-        """Forget pairs whose rejection is long ago. Called periodically."""
-        self.changes += self.incompatible.forget_old()
-
     def set_live(self, worker: WorkerState, *, live: bool) -> None:
         """Set whether `worker` takes new work; called again when its facts have changed."""
         self.changes += 1

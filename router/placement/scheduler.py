@@ -52,10 +52,8 @@ class AdmissionController:
 
     def schedule(self, request: QueuedRequest) -> None:
         """Set when its prefill must start: `arrival + target - computation`; without a target `arrival + deferral`."""
-        if request.slo.ttft_s < self._deferral_s:
-            request.start_by_s = request.arrived_s + request.slo.ttft_s - request.service_s
-        else:
-            request.start_by_s = request.arrived_s + self._deferral_s
+        ttft_s, deferral_s = request.slo.ttft_s, self._deferral_s
+        request.start_by_s = request.arrived_s + (ttft_s - request.service_s if ttft_s < deferral_s else deferral_s)
 
     def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction) -> Refused | None:
         """Return a rejection if its first token would be late.

@@ -14,8 +14,6 @@ from wire.ending import answer_tokens
 from wire.messages import WorkerInfo, WorkerLoad
 from wire.tracing.timeline import TransferStats
 
-LOAD_FRESH_S = 1.0
-"""The age at which a load report no longer counts: a worker without work sends none."""
 REFUSAL_PAUSE_S = 0.05
 """The time for which a worker that refused a request is not asked again while others can serve."""
 
@@ -77,7 +75,8 @@ class WorkerState:
         self._pages = self._context = 0
         self._reported = _NOTHING
         """Prompt tokens, decode requests and pages in use, by the last load report."""
-        self._reported_s = -math.inf
+        self._fresh = False
+        """True if a report came since `expire_report` was called."""
         self.backlog: tuple[float, int] | None = None
         """Seconds and steps that the waiting prompts take; None = `latency_model` computes it when needed."""
         self._refused_until_s = -math.inf
@@ -100,18 +99,15 @@ class WorkerState:
 
     def prompt_computed(self, request_id: str) -> None:
         """Note that nothing of the prompt is left to compute; its KV may still be in transfer."""
-        if request_id in self._prompts:
+        if self._prompts.get(request_id, _COMPUTED).tokens:
             self._prompts[request_id] = _COMPUTED
             self._unreported.pop(request_id, None)
             self._count_prompts()
 
     def remove_prompt(self, request_id: str) -> None:
         """Remove a prompt with which the worker's prefill half is done."""
-        if self._prompts.pop(request_id, _COMPUTED).tokens:
-            self._unreported.pop(request_id, None)
-            if not any(work.tokens for work in self._prompts.values()):
-                self._reported = (0, *self._reported[1:])  # it may be idle now, and then sends no further report
-            self._count_prompts()
+        self.prompt_computed(request_id)
+        self._prompts.pop(request_id, None)
 
     def add_answer(self, request_id: str, work: AnswerWork) -> None:
         """Count an answer that is going to be decoded there."""
@@ -134,7 +130,7 @@ class WorkerState:
 
     def report(self, load: WorkerLoad) -> None:
         """Take a load report, which the worker sends after a step."""
-        self._reported_s = self.clock()
+        self._fresh = True
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
         unreported = {each: False for each, accepted in self._unreported.items() if not accepted}
         new_cost = load.cost != self.cost.parameters
@@ -163,11 +159,12 @@ class WorkerState:
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
 
     def expire_report(self) -> None:
-        """Drop a load report that is too old. Called periodically."""
-        if self.clock() - self._reported_s >= LOAD_FRESH_S:
+        """Drop a load report older than the last call, as a worker without work sends none. Called periodically."""
+        if not self._fresh:
             self._reported = _NOTHING
             self._unreported = {each: self._unreported.get(each, True) for each in self._prompts}
             self.refresh()
+        self._fresh = False
 
     def pause(self) -> None:
         """Note that it refused a request."""
@@ -226,6 +223,8 @@ class WorkerState:
     def _count_prompts(self) -> None:
         self._own_tokens = sum(work.tokens for work in self._prompts.values())
         self._own_pairs = sum(chunk_pairs(*work) for work in self._prompts.values())
+        if not self._own_tokens:
+            self._reported = (0, *self._reported[1:])  # it may be idle now, and then sends no further report
         self._refresh_prompts()
 
     def _count_answer(self, work: AnswerWork, sign: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from costs.chunks import StepLimit
 from costs.step_cost import StepCost
 from costs.step_work import chunk_pairs
-from router.placement.worker_state import LOAD_FRESH_S, AnswerWork, PromptWork, WorkerState
+from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, load
 from wire.messages import Assignment, Role
@@ -73,7 +73,8 @@ class TestPrompts:
         assert worker.prefill_pairs == chunk_pairs(700, 0)
         worker.add_prompt("a", PromptWork(1000))
         assert worker.prefill_tokens == 1700
-        at.clock.now += LOAD_FRESH_S
+        worker.expire_report()
+        assert worker.prefill_tokens == 1700
         worker.expire_report()
         assert worker.prefill_tokens == 1000
 
@@ -94,15 +95,15 @@ def test_the_larger_of_own_and_reported_counts(at: TestFleet, worker: WorkerStat
     assert worker.decode_context == 20 * 16, "of other routers' answers only the pages are known"
     at.answers("w", 4, pages=10)
     assert (worker.decode_requests, worker.pages_free) == (4, 24), "what is on its way there counts at once"
-    at.clock.now += LOAD_FRESH_S + 0.1
+    worker.expire_report()
     worker.expire_report()
     assert (worker.prefill_tokens, worker.decode_requests) == (0, 4)
 
 
 def test_a_fresh_report_is_kept(at: TestFleet, worker: WorkerState) -> None:
-    worker.report(load(prefill_tokens=700))
-    at.clock.now += LOAD_FRESH_S - 0.1
-    worker.expire_report()
+    for _ in range(3):
+        worker.report(load(prefill_tokens=700))
+        worker.expire_report()
     assert worker.prefill_tokens == 700
 
 
