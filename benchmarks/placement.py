@@ -26,7 +26,7 @@ from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import DEFAULT_CLASSES
 from wire.ending import pages_for
-from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo, WorkerLoad
 from wire.mode import Mode
 
 PAGE_TOKENS = 16
@@ -63,7 +63,7 @@ def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]
         role = roles[number % len(roles)]
         info = WorkerInfo(peer, role, "", MODEL, 4 * pages_each, PAGE_TOKENS, 256, 2048, "cuda:0", "UCX")
         worker = WorkerState(info, time.monotonic)
-        worker.learn_cost(StepCost(COSTS))
+        worker.report(WorkerLoad(0, 0, 0, 0, 0, cost=COSTS))
         fleet.join(worker)
         fleet.set_live(worker, live=True)
         fleet.prefixes.store(worker.slot, system)
@@ -105,7 +105,7 @@ class Placer:
         if pair is None or pair.decode is None:
             return False
         prefill, decode = self._by_peer[pair.prefill], self._by_peer[pair.decode]
-        prefill.add_prompt(name, PromptWork(pair.prediction.computed_tokens, pair.prediction.cached_tokens))
+        prefill.add_prompt(name, PromptWork(pair.computed_tokens, pair.cached_tokens))
         pages = pages_for(request.kv_tokens, PAGE_TOKENS)
         decode.add_answer(name, AnswerWork(pages, request.prompt_tokens + ANSWER_TOKENS // 2, request.slo))
         self._running.append((name, pair))

@@ -6,8 +6,7 @@ counted on the old one frees pages (docs/decisions/0020).
 """
 
 from bisect import bisect_right, insort
-from collections import deque
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
 
 QUANTILE = 0.8
 """The share of answers that do not exceed their forecast."""
@@ -21,36 +20,28 @@ pool holds few of these.
 """
 
 
-@dataclass(slots=True)
-class _Class:
-    """The newest lengths, in order of arrival and sorted."""
-
-    newest: deque[int] = field(default_factory=deque)
-    ordered: list[int] = field(default_factory=list)
-
-    def add(self, tokens: int) -> None:
-        if len(self.newest) == WINDOW:
-            self.ordered.remove(self.newest.popleft())
-        self.newest.append(tokens)
-        insort(self.ordered, tokens)
-
-
 class AnswerLengths:
     """Learns from the answers that end. Not thread-safe; each call takes microseconds."""
 
     def __init__(self) -> None:
-        self._classes: dict[int, _Class] = {}
+        self._newest: defaultdict[int, deque[int]] = defaultdict(deque)
+        """The newest lengths of each class, in order of arrival."""
+        self._sorted: defaultdict[int, list[int]] = defaultdict(list)
 
     def learn(self, limit: int, tokens: int) -> None:
         """Add an answer of `tokens` with this limit, whatever ended it."""
-        self._classes.setdefault(limit.bit_length(), _Class()).add(tokens)
+        newest, ordered = self._newest[limit.bit_length()], self._sorted[limit.bit_length()]
+        if len(newest) == WINDOW:
+            ordered.remove(newest.popleft())
+        newest.append(tokens)
+        insort(ordered, tokens)
 
     def mean(self, limit: int, *, to_the_limit: bool = False) -> float:
         """Return the mean length of the newest answers with such a limit; before any, `min(limit, UNSEEN_TOKENS)`."""
         if to_the_limit:
             return float(limit)
-        seen = self._classes.get(limit.bit_length())
-        return float(min(limit, UNSEEN_TOKENS if seen is None else sum(seen.ordered) / len(seen.ordered)))
+        seen = self._sorted[limit.bit_length()]
+        return float(min(limit, sum(seen) / len(seen) if seen else UNSEEN_TOKENS))
 
     def expect(self, limit: int, so_far: int = 0, *, to_the_limit: bool = False) -> int:
         """Return the forecast for an answer that has `so_far` tokens: more than these, at most `limit`.
@@ -60,9 +51,8 @@ class AnswerLengths:
         """
         if to_the_limit:
             return limit
-        seen = self._classes.get(limit.bit_length())
-        if seen is None or len(seen.ordered) < SEEN_MIN:
+        seen = self._sorted[limit.bit_length()]
+        if len(seen) < SEEN_MIN:
             return min(limit, max(UNSEEN_TOKENS, 2 * so_far))
-        first = bisect_right(seen.ordered, so_far)
-        longer = len(seen.ordered) - first
-        return min(limit, seen.ordered[first + int(QUANTILE * longer)] if longer else 2 * so_far)
+        longer = seen[bisect_right(seen, so_far) :]
+        return min(limit, longer[int(QUANTILE * len(longer))] if longer else 2 * so_far)

@@ -58,31 +58,24 @@ class StepLimit(NamedTuple):
     """The longest predicted duration of the step."""
 
 
-NO_LIMIT = StepLimit()
-
-
 def step_limit(cost: StepCost, assignment: Assignment | None, decode: ConcurrentDecode) -> StepLimit:
-    """Return the limit of a step with at least one decode row; without an assignment there is none.
+    """Return the limit of a step; without an assignment or decode rows there is none.
 
         seconds = min(itl_target_s, tightest kept target of the answers) / cost.margin
 
     Tokens: `chunked` has `step_budget`; `decode-priority` has it only while an answer has no target; `unchunked` has no
     token limit.
     """
-    if assignment is None:
-        return NO_LIMIT
     rows, context, targets = decode
-    asked_s, kept_s = assignment.itl_target_s, math.inf
-    if targets and targets[0] < math.inf:
-        kept_s = tightest_kept(targets, cost.decode_step_seconds(rows, context))
-    limit_s = (kept_s if asked_s is None else min(asked_s, kept_s)) / cost.margin
-    bounded = asked_s is not None or (kept_s < math.inf and targets[-1] < math.inf)
-    if assignment.step_policy is PolicyName.UNCHUNKED or (
-        assignment.step_policy is PolicyName.DECODE_PRIORITY and bounded
-    ):
-        return StepLimit(None, limit_s)
+    if assignment is None or not rows:
+        return StepLimit()
+    asked_s, policy = assignment.itl_target_s, assignment.step_policy
+    target_s = tightest_kept(targets, cost.decode_step_seconds(rows, context), asked_s)
+    bounded = asked_s is not None or (target_s < math.inf and targets[-1] < math.inf)
+    if policy is PolicyName.UNCHUNKED or (policy is PolicyName.DECODE_PRIORITY and bounded):
+        return StepLimit(None, target_s / cost.margin)
     budget = CHUNKED_BUDGET if assignment.step_budget is None else assignment.step_budget
-    return StepLimit(unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens), limit_s)
+    return StepLimit(unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens), target_s / cost.margin)
 
 
 def chunks_within(
@@ -98,14 +91,6 @@ def chunks_within(
     if limit.seconds < math.inf:
         tokens = min(tokens, cost.tokens_within(limit.seconds, rows, context, pairs_per_token))
     return Chunks(tokens) if tokens >= min(MIN_CHUNK_TOKENS, headroom) else forced_chunk(headroom)
-
-
-def chunks(
-    cost: StepCost, assignment: Assignment | None, most: int, decode: ConcurrentDecode, pairs_per_token: float
-) -> Chunks:
-    """Return the chunks that a worker with this assignment computes in steps of at most `most` tokens."""
-    limit = step_limit(cost, assignment, decode) if decode.rows else NO_LIMIT
-    return chunks_within(limit, cost, most, decode, pairs_per_token)
 
 
 def forced_chunk(most: int) -> Chunks:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 from costs.step_grid import FEWEST_SLOTS, FINE_TILES, MOST_TILES
-from costs.step_work import StepWork, chunk_pairs
+from costs.step_work import StepWork
 from wire.cost_parameters import UNMEASURED, CostParameters
 
 __all__ = ["CostParameters", "LearnedMargin", "StepCost"]
@@ -89,15 +89,10 @@ class StepCost:
 
     def seconds(self, work: StepWork) -> float:
         """Return the duration of one step, 0 for a step with nothing in it."""
-        if not work.prefill_tokens:
-            return self.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
-        return self.mixed_step_seconds(
-            work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_context_tokens
-        )
-
-    def mixed_step_seconds(self, tokens: int, pairs: float, rows: int, context_tokens: int) -> float:
-        """Return the duration of one step with prompt tokens, their attention pairs, and decode rows."""
-        return self.rows_seconds(rows, context_tokens) + self.prompts_seconds(tokens, pairs, rows)
+        rows, context, tokens = work.decode_rows, work.decode_context_tokens, work.prefill_tokens
+        if not tokens:
+            return self.decode_step_seconds(rows, context)
+        return self.rows_seconds(rows, context) + self.prompts_seconds(tokens, work.prefill_pairs, rows)
 
     def rows_seconds(self, rows: int, context_tokens: int) -> float:
         """Return the part of a step that does not depend on its prompt tokens."""
@@ -111,8 +106,7 @@ class StepCost:
 
     def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
         """Return the duration of a step of decode rows that attend to `context_tokens` in all; 0 without rows."""
-        p = self.parameters
-        return p.base_s + p.row_s * rows + p.context_s * context_tokens if rows else 0.0
+        return self.rows_seconds(rows, context_tokens) if rows else 0.0
 
     def rows_within(self, target_s: float, row_context: float) -> float:
         """Return the most decode rows, each with `row_context` tokens, that a step of `target_s` has; at least 0."""
@@ -120,15 +114,11 @@ class StepCost:
         return max(0.0, target_s - p.base_s) / max(p.row_s + p.context_s * row_context, sys.float_info.epsilon)
 
     def charged(self, tokens: int, rows: int) -> int:
-        """Return how many of a step's prompt tokens cost `token_s` each."""
-        p = self.parameters
+        """Return how many of a step's prompt tokens cost `token_s` each: all computed ones beyond the free ones."""
         if not tokens:
             return 0
-        padded = padded_prompts(tokens, rows, p.tile_tokens) if p.tile_tokens > 1 else tokens
-        free = p.free_tokens - rows
-        if free <= 0:
-            return padded
-        return padded - free if padded > free else 0
+        padded = padded_prompts(tokens, rows, self.parameters.tile_tokens)
+        return padded - max(0, min(padded, self.parameters.free_tokens - rows))
 
     def charged_pairs(self, tokens: int, pairs: float) -> float:
         """Return the attention pairs of a step's prompt tokens that cost `pair_s` each."""
@@ -164,13 +154,19 @@ class StepCost:
         left_s = spare_s - p.token_s * self.charged(most, rows)
         return max(0, min(most, int(left_s / max(each_s, least_s))))
 
-    def prefill_seconds(self, tokens: int, context: int, chunk_tokens: int) -> float:
-        """Return the time to compute `tokens` of a prompt behind `context` cached ones, alone, in chunks."""
-        if tokens <= 0:
-            return 0.0
-        p = self.parameters
-        chunk_tokens = max(1, chunk_tokens)
-        full, rest = divmod(tokens, chunk_tokens)
-        each = chunk_pairs(tokens, context) / tokens
-        seconds = full * self.prompts_seconds(chunk_tokens, chunk_tokens * each, 0) + (full + (rest > 0)) * p.base_s
-        return seconds + (self.prompts_seconds(rest, rest * each, 0) if rest else 0.0)
+    def prefill_seconds(
+        self, tokens: int, pairs: float, chunk: int, *, rows: int = 0, context_tokens: int = 0, pause: int = 0
+    ) -> tuple[float, int]:
+        """Return the seconds and steps that compute `tokens` > 0 of prompts in chunks, in steps with these decode rows.
+
+        steps · (rows + chunk) + pause · steps · rows: `pause` steps without prompt tokens follow each chunk
+        """
+        each = pairs / tokens
+        full, rest = divmod(tokens, chunk)
+        steps = full + (rest > 0)
+        seconds = steps * (1 + pause) * self.rows_seconds(rows, context_tokens)
+        if full:
+            seconds += full * self.prompts_seconds(chunk, chunk * each, rows)
+        if rest:
+            seconds += self.prompts_seconds(rest, rest * each, rows)
+        return seconds, steps

@@ -1,8 +1,6 @@
 """The work of an engine step: its tokens, rows and attention pairs, from which its duration is predicted."""
 
-from dataclasses import dataclass
-
-__all__ = ["NOTHING", "StepWork", "chunk_pairs"]
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +16,8 @@ class StepWork:
 
     def with_chunk(self, tokens: int, context: int) -> "StepWork":
         """Return this work and a chunk of `tokens` behind `context` tokens of its prompt."""
-        return StepWork(
-            self.prefill_tokens + tokens,
-            self.prefill_pairs + chunk_pairs(tokens, context),
-            self.decode_rows,
-            self.decode_context_tokens,
-        )
+        pairs = self.prefill_pairs + chunk_pairs(tokens, context)
+        return replace(self, prefill_tokens=self.prefill_tokens + tokens, prefill_pairs=pairs)
 
 
 NOTHING = StepWork()

@@ -85,7 +85,8 @@ class Demand:
     def lone_prompt_seconds(self, cost: CostParameters, chunk_tokens: int) -> float:
         """Returns the seconds to compute a mean prompt alone."""
         tokens = int(self.computed_tokens)
-        return StepCost(cost).prefill_seconds(tokens, int(self.prompt_tokens) - tokens, chunk_tokens)
+        pairs = chunk_pairs(tokens, int(self.prompt_tokens) - tokens)
+        return StepCost(cost).prefill_seconds(tokens, pairs, max(1, chunk_tokens))[0] if tokens > 0 else 0.0
 
     def chunk_share_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
         """Returns a mean prompt's share of the seconds of full chunks, without attention."""

@@ -59,16 +59,11 @@ class SloClass:
 
     def tolerates(self, idle_step_s: float) -> float:
         """Return the longest gap in seconds that may occur any number of times on such a worker."""
-        return min(self.itl_s, self.itl_steps * idle_step_s, self.worst_gap_s)
+        return min(self.gap_target(idle_step_s), self.worst_gap_s)
 
     def spare_gaps(self, tokens: float) -> int:
         """Return the number of gaps of an answer of `tokens` tokens that may exceed the ITL target."""
-        return int(self.gaps_allowed * max(0.0, tokens - 1) + 1e-6)
-
-    @property
-    def gaps_allowed(self) -> float:
-        """The share of a request's gaps that may exceed the ITL target."""
-        return 1 - self.itl_percent / 100
+        return int((1 - self.itl_percent / 100) * max(0.0, tokens - 1) + 1e-6)
 
 
 BEST_EFFORT = SloClass("best_effort", overload=Overload.DEGRADE)

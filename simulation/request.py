@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.observability.verdict import Verdict
-from router.placement.latency_model import Prediction
+from router.placement.policy import Placement
 from router.slo import SloClass
 from simulation.prompt import VirtualPrompt
 from simulation.step_log import StepLog
@@ -41,7 +41,7 @@ class Outcome:
     cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
-    prediction: Prediction | None = None
+    prediction: Placement | None = None
     """The prediction of the first placement."""
     placed_s: float = 0.0
     attempts: int = 1

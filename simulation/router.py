@@ -12,8 +12,9 @@ from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
-from router.placement.worker_state import LOAD_FRESH_S, REFUSAL_PAUSE_S, WorkerState
+from router.placement.worker_state import REFUSAL_PAUSE_S, WorkerState
 from router.requests.first_token import hold_s
+from router.requests.sweeper import SWEEP_S
 from router.workers.prefix_feed import PrefixFeed
 from simulation.clock import VirtualClock
 from simulation.flow import Flow
@@ -138,7 +139,7 @@ class VirtualRouter:
     def _place(self, flow: Flow, pair: Placement) -> None:
         flow.pair, outcome = pair, flow.outcome
         if flow.attempt == 1:
-            outcome.prediction, outcome.placed_s = pair.prediction, self.clock.now
+            outcome.prediction, outcome.placed_s = pair, self.clock.now
         outcome.prefill_worker = pair.prefill.worker_id
         outcome.decode_worker = pair.decode.worker_id if pair.decode is not None else ""
         decode = None if pair.decode is None else self._links[pair.decode].state
@@ -206,7 +207,7 @@ class VirtualRouter:
         flow.queued.resumed = flow.tokens > 0
         flow.attempt += 1
         flow.outcome.attempts += 1
-        self.scheduler.enter_again(flow.queued)
+        self.scheduler.queue.push(flow.queued)
         self.pump()
 
     def _leave_workers(self, flow: Flow) -> None:
@@ -241,7 +242,8 @@ class VirtualRouter:
             if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
                 self._take_event(flow, flow.pair, event, _StepOutputSource(worker, output.number, moment))
         if not output.load.decode_requests and not output.load.prefill_tokens:
-            self.clock.after(LOAD_FRESH_S, link.state.expire_report)
+            for rounds in (1, 2):
+                self.clock.after(rounds * SWEEP_S, link.state.expire_report)
         self.pump()
 
     def _take_event(self, flow: Flow, pair: Placement, event: RequestEvent, source: _StepOutputSource) -> None:

@@ -5,13 +5,10 @@ positions; of a group with a window, pages before the window are free again whil
 number and then by group: page n of group g is entry n · groups + g.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-STEPS_IN_FLIGHT = 2
-"""The most steps that are launched and whose results are not there."""
-ENDLESS = 1 << 40
-"""More positions than any context has."""
 FREED = -1
 """The entry of a page that the request holds no longer, or never held."""
 
@@ -52,25 +49,22 @@ class KvPages:
     def held(self, tokens: int, *, decoding: bool = False) -> int:
         """Returns the forecast: the most pages that a request holds until it has `tokens` positions.
 
-        Σ over groups min(⌈tokens / page⌉, ⌈(window + chunk) / page⌉ + 1). The chunk is what steps in flight compute for
-        the request: prompt chunks, or single tokens if it is only `decoding`.
+        Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
+        with a chunk of the prompt, or one token if the request is only `decoding`.
         """
-        numbers = self.numbers(tokens)
-        return sum(numbers if window is None else min(numbers, self._most(window, decoding)) for window in self.windows)
+        numbers, chunk = self.numbers(tokens), 1 if decoding else self.step_tokens
+        return sum(
+            [
+                numbers if window is None else min(numbers, self.numbers(window + 2 * chunk) + 1)
+                for window in self.windows
+            ]
+        )
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
-        """Returns the most positions, in whole pages, for which `held` is at most `pages`; `ENDLESS` if any are."""
-        numbers, left, groups = 0, pages, self.groups
-        for most in sorted(self._most(window, decoding) for window in self.windows if window is not None):
-            if groups * (most - numbers) > left:
-                break
-            left -= groups * (most - numbers)
-            numbers, groups = most, groups - 1
-        return (numbers + left // groups) * self.page_tokens if groups else ENDLESS
-
-    def _most(self, window: int, decoding: bool) -> int:
-        """Returns the most pages that a request holds of a group with a window."""
-        return self.numbers(window + STEPS_IN_FLIGHT * (1 if decoding else self.step_tokens)) + 1
+        """Returns the most positions, in whole pages, for which `held` is at most `pages`; above 2⁴⁰ if any are."""
+        page = self.page_tokens
+        more = bisect_right(range(1 << 40), pages, key=lambda number: self.held(number * page, decoding=decoding))
+        return (more - 1) * page
 
     def first(self, group: int, position: int) -> int:
         """Returns the number of the first page of a group that tokens from `position` on see."""
@@ -79,8 +73,7 @@ class KvPages:
 
     def seen(self, position: int, first: int, end: int) -> list[int]:
         """Returns the entries of pages number `first` to `end - 1` that tokens from `position` on see, in order."""
-        starts = [self.first(group, position) for group in range(self.groups)]
-        groups = self.groups
+        groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
         return [
             number * groups + group
             for number in range(first, end)

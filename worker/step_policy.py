@@ -11,7 +11,6 @@ from costs.chunks import (
     FORCED_CHUNK_INTERVAL,
     FORCED_CHUNK_TOKENS,
     MIN_CHUNK_TOKENS,
-    NO_LIMIT,
     ConcurrentDecode,
     step_limit,
 )
@@ -52,13 +51,13 @@ class StepPolicy:
         most = max(0, self._most - rows)
         if not waiting.prompts:
             return self._progress.at_least(most, waiting)
+        if not rows:
+            return most
         cost = self._cost()
-        limit = step_limit(cost, self._assignment, ConcurrentDecode(rows, context, targets)) if rows else NO_LIMIT
+        limit = step_limit(cost, self._assignment, ConcurrentDecode(rows, context, targets))
         tokens = most if limit.tokens is None else min(most, limit.tokens)
         if limit.seconds < math.inf:
             tokens = self._fitting(cost, decode_work, waiting, limit.seconds, tokens)
-        if not rows:
-            return tokens
         return self._progress.at_least(tokens if self._progress.is_chunk(tokens, waiting) else 0, waiting)
 
     def _fitting(

@@ -179,7 +179,7 @@ class PlannedRun(Run):
             answers=facts,
             prefill=wanted[Role.PREFILL],
             decode=wanted[Role.DECODE],
-            waiting_requests=len(self.cluster.router.scheduler),
+            waiting_requests=len(self.cluster.router.scheduler.queue),
             waiting_tokens=sum(each.prefill_tokens for each in loads),
             running_requests=sum(each.decode_requests for each in loads),
             kept=Kept(len(self._verdicts) - sum(missed.values()), missed),

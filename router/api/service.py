@@ -109,7 +109,7 @@ class InferenceServicer:
                     address=link.info.address,
                     connected=link.connected,
                     requests=len(link.request_ids),
-                    pages_used=link.state.pages_used,
+                    pages_used=link.info.pages_total - link.state.pages_free,
                     pages_total=link.info.pages_total,
                     transport=link.info.transport,
                     device=link.info.device,

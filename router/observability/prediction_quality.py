@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from router.placement.latency_model import Prediction
+from router.placement.policy import Placement
 
 _PART_MIN = 0.01
 """The least weight of the newest record in the means."""
@@ -16,7 +16,7 @@ class PlacementRecord:
     prefill_worker: str
     decode_worker: str
     slo_class: str
-    prediction: Prediction
+    prediction: Placement
     ttft_s: float
     """The time from placement to the first token at the router."""
     itl_s: float | None

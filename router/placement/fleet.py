@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import heapq
-import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import product
 from operator import itemgetter
 
 from router.placement.prefix_index import PrefixIndex
-from router.placement.worker_state import LoadObserver, WorkerState
+from router.placement.worker_state import WorkerState
 from wire.messages import PeerRef
 
 REMEMBERED_S = 300.0
 """The time for which a pair counts as incompatible; it bounds the harm of an accidental rejection."""
-_worker = itemgetter(2)
 
 
 class Ranking:
@@ -30,20 +29,18 @@ class Ranking:
 
     def __iter__(self) -> Iterator[WorkerState]:
         """Iterate from the smallest key; the ranking must not be changed meanwhile."""
-        return map(_worker, self._order)
+        return map(itemgetter(2), self._order)
 
-    def put(self, worker: WorkerState, key: float) -> None:
-        """Set the key of `worker`."""
-        if self._keys.get(worker.slot) != key:
-            self.remove(worker)
-            self._keys[worker.slot] = key
-            insort(self._order, (key, worker.slot, worker))
-
-    def remove(self, worker: WorkerState) -> None:
-        """Remove `worker` if it is ranked."""
-        old = self._keys.pop(worker.slot, None)
+    def put(self, worker: WorkerState, key: float | None) -> None:
+        """Set the key of `worker`; None removes it."""
+        old = self._keys.get(worker.slot)
+        if old == key:
+            return
         if old is not None:
-            del self._order[bisect_left(self._order, (old, worker.slot))]
+            del self._order[bisect_left(self._order, (old, worker.slot))], self._keys[worker.slot]
+        if key is not None:
+            insort(self._order, (key, worker.slot, worker))
+            self._keys[worker.slot] = key
 
 
 class IncompatiblePairs:
@@ -65,11 +62,10 @@ class IncompatiblePairs:
 
     def fit(self, prefill: PeerRef, decode: PeerRef) -> bool:
         """Return True if these two may serve a request together, as far as is known."""
-        known = self._pairs.get((prefill, decode))
-        return known is None or known[0] <= self._clock()
+        return (prefill, decode) not in self._pairs
 
     def forget_old(self) -> bool:
-        """Forget expired pairs; return True if there were any."""
+        """Forget expired pairs; return True if there were any. Called periodically."""
         before = len(self._pairs)
         self._pairs = {pair: known for pair, known in self._pairs.items() if known[0] > self._clock()}
         return len(self._pairs) < before
@@ -80,25 +76,25 @@ class IncompatiblePairs:
 
     def why(self, prefills: Iterable[PeerRef], decodes: Iterable[PeerRef]) -> str:
         """Return the reason of the first rejection between these; "" without one."""
-        those = set(decodes)
-        known = (self._pairs.get((prefill, decode)) for prefill in prefills for decode in those)
+        known = (self._pairs.get(pair) for pair in product(prefills, decodes))
         return next((each[1] for each in known if each is not None), "")
 
 
-class Fleet(LoadObserver):
-    """Workers `join` and `leave`; their states notify it when their load has changed."""
+class Fleet:
+    """Workers `join` and `leave`, and are live between."""
 
     def __init__(self) -> None:
         self.prefixes = PrefixIndex()
         self.incompatible = IncompatiblePairs()
-        self.prefills = Ranking()
-        """Workers that prefill, by the prompt tokens that wait there."""
-        self.decodes = Ranking()
-        """Workers that decode, by `step seconds / free share of pages`."""
         self._live: dict[PeerRef, WorkerState] = {}
         self._by_slot: dict[int, WorkerState] = {}
         self._free_slots: list[int] = []
-        self._both: set[int] = set()
+        self.prefills = Ranking()
+        """The live workers that prefill, by the prompt tokens that wait there."""
+        self.decodes = Ranking()
+        """The live workers that decode, by `step seconds / free share of pages`."""
+        self.both_roles = 0
+        """The number of live workers with both roles."""
         self.changes = 0
         """The number of times that workers came, went, changed or became compatible again."""
 
@@ -112,31 +108,20 @@ class Fleet(LoadObserver):
         worker = self._by_slot.get(slot)
         return worker if worker is not None and worker.live else None
 
-    @property
-    def both_roles(self) -> int:
-        """The number of live workers with both roles."""
-        return len(self._both)
-
     def join(self, worker: WorkerState) -> None:
         """Give `worker` a number. It is not live before `set_live`."""
         worker.slot = heapq.heappop(self._free_slots) if self._free_slots else len(self._by_slot)
-        worker.observer = self
-        self._by_slot[worker.slot] = worker
-        self.prefixes.open(worker.slot, worker.pages_total)
+        self._by_slot[worker.slot], worker.on_change = worker, self.rank
+        self.prefixes.open(worker.slot, worker.info.pages_total)
 
     def leave(self, worker: WorkerState) -> None:
         """Remove `worker` and what it held."""
         self.set_live(worker, live=False)
-        worker.observer = None
+        worker.on_change = None
         self.prefixes.drop(worker.slot)
         self.incompatible.forget(worker.peer)
         del self._by_slot[worker.slot]
         heapq.heappush(self._free_slots, worker.slot)
-
-    def forget_old_incompatible(self) -> None:
-        """Forget pairs whose rejection is long ago. Called periodically."""
-        if self.incompatible.forget_old():
-            self.changes += 1
 
     def set_live(self, worker: WorkerState, *, live: bool) -> None:
         """Set whether `worker` takes new work; called again when its facts have changed."""
@@ -146,26 +131,10 @@ class Fleet(LoadObserver):
             self._live[worker.peer] = worker
         else:
             self._live.pop(worker.peer, None)
-        if live and worker.prefills and worker.decodes:
-            self._both.add(worker.slot)
-        else:
-            self._both.discard(worker.slot)
-        self.prompts_changed(worker)
-        self.answers_changed(worker)
+        self.both_roles = sum(each.prefills and each.decodes for each in self.live)
+        worker.refresh()
 
-    def prompts_changed(self, worker: WorkerState) -> None:
-        """Rank `worker` for prefill again. Its decode rows count as well: a prompt there delays them."""
-        if worker.live and worker.prefills:
-            self.prefills.put(worker, worker.prefill_tokens + worker.decode_requests)
-        else:
-            self.prefills.remove(worker)
-
-    def answers_changed(self, worker: WorkerState) -> None:
-        """Rank `worker` for decoding again."""
-        if worker.live and worker.decodes:
-            free = 1.0 - worker.pages_used / worker.pages_total
-            self.decodes.put(worker, max(worker.step_s, worker.idle_step_s) / free if free > 0 else math.inf)
-        else:
-            self.decodes.remove(worker)
-        if worker.prefills and worker.decodes:
-            self.prompts_changed(worker)
+    def rank(self, worker: WorkerState) -> None:
+        """Set the order of `worker` among the others."""
+        self.prefills.put(worker, worker.prompt_rank if worker.live and worker.prefills else None)
+        self.decodes.put(worker, worker.answer_rank if worker.live and worker.decodes else None)

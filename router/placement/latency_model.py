@@ -1,7 +1,7 @@
 """Predicts the latencies of a request at a worker and what it costs all requests there.
 
-    prompt: cost = ttft + decode rows · delay of their tokens                 + MISS_S · (ttft misses its target)
-    answer: cost = tokens · (step + decode rows · growth of the step)         + MISS_S · gap targets missed
+    prompt: cost = ttft + decode rows · delay of their tokens            misses = 1 if ttft misses its target
+    answer: cost = tokens · (step + decode rows · growth of the step)    misses = gap targets broken, its own included
 
 Every prediction of the router is made here, from the step costs that the worker itself fits (`costs/step_cost.py`).
 """
@@ -9,40 +9,17 @@ Every prediction of the router is made here, from the step costs that the worker
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from costs.chunks import ConcurrentDecode, chunks_within
 from costs.step_work import chunk_pairs
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
 
-MISS_S = 60.0
-"""The cost of a missed target in seconds of waiting: more than placement could save otherwise."""
-
-
-class Prediction(NamedTuple):
-    """The predicted latencies and cost of a placement, in seconds from the placement on."""
-
-    ttft_s: float
-    compute_s: float
-    """The part of `ttft_s` in which the prompt itself is computed."""
-    itl_s: float
-    cached_tokens: int
-    computed_tokens: int
-    cost_s: float
-    """The cost to all requests together (docs/decisions/0014)."""
-    runner_up_s: float = math.inf
-    """The cost of the next best placement, infinite without one."""
-    measured: bool = True
-    """True if the prefill worker has run steps, False if its costs are a guess."""
-    margin: float = 1.0
-    """The margin of the prefill worker."""
-
 
 class PromptPrediction:
-    """A prompt at one worker: `ttft_s`, the part `compute_s` of it for its own computation, and `cost_s`."""
+    """A prompt at one worker: `ttft_s`, the part `compute_s` of it for its own computation, `cost_s` and `misses`."""
 
-    __slots__ = ("cached", "compute_s", "computed", "cost_s", "ttft_s", "worker")
+    __slots__ = ("cached", "compute_s", "computed", "cost_s", "misses", "ttft_s", "worker")
 
     def __init__(self, worker: WorkerState, tokens: int, cached: int, left_s: float = math.inf) -> None:
         """Predict a prompt of `tokens`, the first `cached` of which `worker` holds, behind all that waits there.
@@ -60,17 +37,18 @@ class PromptPrediction:
         self.ttft_s, steps = prefill_time(worker, waiting + fresh, pairs + chunk_pairs(fresh, cached))
         self.compute_s = self.ttft_s - before_s
         delay_s = max(0.0, self.compute_s - (steps - before_steps) * worker.step_s)
-        self.cost_s = self.ttft_s + worker.decode_requests * delay_s + MISS_S * (self.ttft_s > left_s)
+        self.cost_s = self.ttft_s + worker.decode_requests * delay_s
+        self.misses = int(self.ttft_s > left_s)
 
 
 class AnswerPrediction:
     """An answer at one worker, in seconds.
 
     `step_s` is a decode step with it, `target_s` the longest step that keeps its class, `alone_s` the step if nothing
-    else ran there, and `cost_s` the cost to all requests.
+    else ran there, `cost_s` the cost to all requests, and `missing` the tokens of the prompt that are not there.
     """
 
-    __slots__ = ("alone_s", "cost_s", "missing", "step_s", "target_s", "worker")
+    __slots__ = ("alone_s", "cost_s", "misses", "missing", "step_s", "target_s", "worker")
 
     def __init__(self, worker: WorkerState, cached: int, request: QueuedRequest, ahead: float = 0.0) -> None:
         """Predict the answer of `request`, of whose prompt `worker` holds `cached` tokens.
@@ -89,36 +67,21 @@ class AnswerPrediction:
             self.target_s = worker.step_target(request.slo)
             if self.target_s < self.alone_s <= worker.gap_target(request.slo):
                 self.target_s = self.alone_s  # only the margin is why it would miss its target alone
-        missed = worker.answers_broken(step_s) + self.too_slow
-        self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s)) + MISS_S * missed
-
-    @property
-    def too_slow(self) -> bool:
-        """True if its gaps would miss the target."""
-        return self.step_s > self.target_s
+        self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s))
+        self.misses = worker.answers_broken(step_s) + (step_s > self.target_s)
 
     @property
     def crowded(self) -> bool:
-        """True if the other answers are why: rejecting requests helps only then."""
-        return self.too_slow and self.alone_s <= self.target_s
+        """True if its gaps would miss the target because of other answers: rejecting requests helps only then."""
+        return self.step_s > self.target_s >= self.alone_s
 
 
 def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float, int]:
-    """Return the seconds and steps until `worker` has computed `tokens` > 0 with these attention pairs.
-
-    steps · (decode rows + chunk) + steps without prompts between two chunks
-    """
+    """Return the seconds and steps until `worker` has computed `tokens` > 0 with these attention pairs."""
     cost, rows, context = worker.cost, worker.decode_requests, worker.decode_context
-    each = pairs / tokens
-    chunk, pause = chunks_within(worker.step_limit, cost, worker.max_step_tokens, ConcurrentDecode(rows, context), each)
-    full, rest = divmod(tokens, chunk)
-    steps = full + (rest > 0)
-    seconds = steps * (1 + pause) * cost.rows_seconds(rows, context)
-    if full:
-        seconds += full * cost.prompts_seconds(chunk, chunk * each, rows)
-    if rest:
-        seconds += cost.prompts_seconds(rest, rest * each, rows)
-    return seconds, steps
+    decode = ConcurrentDecode(rows, context)
+    chunk, pause = chunks_within(worker.step_limit, cost, worker.max_step_tokens, decode, pairs / tokens)
+    return cost.prefill_seconds(tokens, pairs, chunk, rows=rows, context_tokens=context, pause=pause)
 
 
 def exposed_transfer_s(prompt: PromptPrediction, answer: AnswerPrediction) -> float:

@@ -6,14 +6,14 @@ The cost of a placement is defined in `router/placement/latency_model.py`, its l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
 from router.placement.fleet import Fleet
-from router.placement.latency_model import AnswerPrediction, Prediction, PromptPrediction, exposed_transfer_s
+from router.placement.latency_model import AnswerPrediction, PromptPrediction, exposed_transfer_s
 from router.placement.prefill_reserve import NO_WORKERS, PrefillReserve
-from router.placement.prefix_index import NO_MATCH
+from router.placement.prefix_index import PrefixMatch
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
 from wire.messages import PeerRef
@@ -28,29 +28,36 @@ _STEPS_AHEAD = 2
 out slow.
 """
 
+_WORST = (math.inf, math.inf)
 Takes = Callable[[WorkerState, QueuedRequest], bool]
 Candidate = tuple[WorkerState, int]
 """A worker that takes the request, and the tokens of the prompt that it holds."""
 
 
 class Placement(NamedTuple):
-    """The chosen workers; no decode worker if none is needed."""
+    """The chosen workers, and the predicted latencies and cost, in seconds from the placement on."""
 
     prefill: PeerRef
     decode: PeerRef | None
-    prediction: Prediction
+    """None = no token follows the one that prefill generates."""
+    ttft_s: float
+    compute_s: float
+    """The part of `ttft_s` in which the prompt itself is computed."""
+    itl_s: float
+    cached_tokens: int
+    computed_tokens: int
+    cost_s: float
+    """The cost to all requests together (docs/decisions/0014)."""
+    runner_up_s: float = math.inf
+    """The cost of the next best placement, infinite without one that misses no more targets."""
 
 
 class PlacementPolicy:
     """Compares the least loaded workers and those that hold most of the prompt."""
 
     def __init__(self, mode: Mode = Mode.ADAPTIVE) -> None:
-        self._mode = mode
+        self.mode = mode
         self._reserve = PrefillReserve()
-
-    def change_mode(self, mode: Mode) -> None:
-        """Use `mode` from now on."""
-        self._mode = mode
 
     def place(self, request: QueuedRequest, fleet: Fleet, waited_s: float) -> Placement | None:
         """Return the cheapest placement with capacity now for a request of this age; None = it waits."""
@@ -63,11 +70,11 @@ class PlacementPolicy:
     def could_serve(self, request: QueuedRequest, fleet: Fleet) -> bool:
         """Return True if live workers that this mode may choose are large enough and compatible, at any load."""
         ready = [worker for worker in fleet.live if not worker.info.not_ready]
-        prefills = [each for each in ready if each.prefills and request.prefill_tokens <= each.kv_tokens_total]
+        prefills = [worker for worker in ready if _can_prefill(worker, request)]
         if not request.decodes:
             return bool(prefills)
-        decodes = [each for each in ready if each.decodes and request.kv_tokens <= each.answer_tokens_total]
-        return any(self._allowed(one, other, fleet) for one, other in product(prefills, decodes))
+        decodes, allowed = [worker for worker in ready if _can_decode(worker, request)], self._allowed(fleet)
+        return any(allowed(prefill, decode) for prefill, decode in product(prefills, decodes))
 
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
         """Return the number of workers that share prompts like that of `request`."""
@@ -75,14 +82,12 @@ class PlacementPolicy:
         workers = len(fleet.prefills)
         return workers - fleet.both_roles + len(reserved) if reserved else workers
 
-    def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> Prediction | None:
+    def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> PromptPrediction | None:
         """Predict the soonest first token, with capacity now or not; None without a worker for it."""
-        candidates = _with_holders(request, fleet, _first(fleet.prefills, _can_prefill, request, 1), _can_prefill)
-        prompts = _prompts(request, candidates)
-        if not prompts:
-            return None
-        soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
-        return _prediction(soonest, 0.0, soonest.ttft_s, math.inf)
+        match, soonest = fleet.prefixes.match(request.digests), _first(fleet.prefills, _can_prefill, request, 1)
+        found = _with_holders(request, match, fleet, soonest, _can_prefill)
+        prompts = (PromptPrediction(worker, request.prefill_tokens, held) for worker, held in found)
+        return min(prompts, key=lambda prompt: prompt.ttft_s, default=None)
 
     def predict_answer(self, request: QueuedRequest, fleet: Fleet, ahead: int) -> AnswerPrediction | None:
         """Predict the answer where its class is kept best, after `ahead` others; None = no measured worker."""
@@ -95,97 +100,89 @@ class PlacementPolicy:
         return min(able, key=lambda each: each.step_s / each.target_s, default=None)
 
     def _cheapest(self, request: QueuedRequest, fleet: Fleet, waited_s: float, most: int) -> Placement | None:
+        """Compare the `most` least loaded workers of each role, and those that hold more of the prompt.
+
+        A worker for the answer may compute the prompt as well. While workers are reserved, only these and the workers
+        that do not decode compute prompts.
+        """
+        match = fleet.prefixes.match(request.digests)
+        reserved, answers, prefills = NO_WORKERS, list[AnswerPrediction | None]([None]), list[Candidate]()
+        if request.decodes:
+            reserved = self._reserved(request, fleet)
+            free = (worker for worker in fleet.decodes if worker.slot not in reserved)
+            takes = _takes_decode if self._apart(fleet) else _takes_both
+            prefills = _with_holders(request, match, fleet, _first(free, takes, request, most), takes)
+            prefills = [(worker, held) for worker, held in prefills if worker.slot not in reserved]
+            answers = [AnswerPrediction(worker, held, request) for worker, held in prefills]
+        if answers and (self._apart(fleet) or not request.decodes):
+            free = (each for each in fleet.prefills if not reserved or each.slot in reserved or not each.decodes)
+            workers = _first(free, _takes_prefill, request, most)
+            if self._local(fleet) and not reserved:
+                workers += [each for each, _ in prefills if each not in workers and _takes_prefill(each, request)]
+            prefills = _with_holders(request, match, fleet, workers, _takes_prefill)
         left_s = request.slo.ttft_s - waited_s
-        if not request.decodes:
-            prompts = _prompts(request, self._prefills(request, fleet, most), left_s)
-            if not prompts:
-                return None
-            best, *others = sorted(prompts, key=lambda prompt: prompt.cost_s)
-            runner_up_s = others[0].cost_s if others else math.inf
-            return Placement(best.worker.peer, None, _prediction(best, 0.0, best.cost_s, runner_up_s))
-        reserved = self._reserved(request, fleet)
-        answers = self._answers(request, fleet, most, reserved)
-        if not answers:
-            return None
-        local = [answer.worker for answer in answers if self._local(fleet) and not reserved]
-        if self._apart(fleet):
-            prefills = self._prefills(request, fleet, most, reserved, local)
-        else:
-            prefills = [(answer.worker, request.prefill_tokens - answer.missing) for answer in answers]
-        return self._pair(_prompts(request, prefills, left_s), answers, fleet)
+        prompts = [PromptPrediction(worker, request.prefill_tokens, held, left_s) for worker, held in prefills]
+        return self._choose(prompts, answers, fleet)
 
-    def _pair(self, prompts: list[PromptPrediction], answers: list[AnswerPrediction], fleet: Fleet) -> Placement | None:
-        """Return the cheapest allowed pair."""
-        local, apart, incompatible = self._local(fleet), self._apart(fleet), fleet.incompatible or None
-        best, cost_s, runner_up_s = None, math.inf, math.inf
+    def _choose(
+        self, prompts: list[PromptPrediction], answers: Sequence[AnswerPrediction | None], fleet: Fleet
+    ) -> Placement | None:
+        """Return the allowed pair that misses the fewest targets, the cheapest of these; no answer needs no worker."""
+        allowed = self._allowed(fleet)
+        chosen, best, runner_up = None, _WORST, _WORST
         for answer, prompt in product(answers, prompts):
-            pair_s, prefill, decode = prompt.cost_s + answer.cost_s, prompt.worker, answer.worker
-            if pair_s >= runner_up_s:
-                continue
-            if prefill is decode:
-                if not local:
+            misses, cost_s = prompt.misses, prompt.cost_s
+            if answer is not None:
+                misses, cost_s = misses + answer.misses, cost_s + answer.cost_s
+                if (misses, cost_s) >= runner_up or not allowed(prompt.worker, answer.worker):
                     continue
-            elif not apart or (incompatible and not incompatible.fit(prefill.peer, decode.peer)):
-                continue
+                if prompt.worker is not answer.worker:
+                    cost_s += exposed_transfer_s(prompt, answer)
+            if (misses, cost_s) < best:
+                chosen, best, runner_up = (prompt, answer), (misses, cost_s), best
             else:
-                pair_s += exposed_transfer_s(prompt, answer)
-            if pair_s < cost_s:
-                best, cost_s, runner_up_s = (prompt, answer), pair_s, cost_s
-            elif pair_s < runner_up_s:
-                runner_up_s = pair_s
-        if best is None:
+                runner_up = min(runner_up, (misses, cost_s))
+        if chosen is None:
             return None
-        prompt, answer = best
-        self._reserve.observe(prompt)
-        prediction = _prediction(prompt, answer.step_s, cost_s, runner_up_s)
-        return Placement(prompt.worker.peer, answer.worker.peer, prediction)
+        prompt, answer = chosen
+        if answer is not None:
+            self._reserve.observe(prompt)
+        return Placement(
+            prefill=prompt.worker.peer,
+            decode=None if answer is None else answer.worker.peer,
+            ttft_s=prompt.ttft_s,
+            compute_s=prompt.compute_s,
+            itl_s=0.0 if answer is None else answer.step_s,
+            cached_tokens=prompt.cached,
+            computed_tokens=prompt.computed,
+            cost_s=best[1],
+            runner_up_s=runner_up[1] if runner_up[0] == best[0] else math.inf,
+        )
 
-    def _allowed(self, prefill: WorkerState, decode: WorkerState, fleet: Fleet) -> bool:
-        """Return True if the mode and the workers' releases let these two serve one request."""
-        if prefill is decode:
-            return self._local(fleet)
-        if not self._apart(fleet):
-            return False
-        return not fleet.incompatible or fleet.incompatible.fit(prefill.peer, decode.peer)
+    def _allowed(self, fleet: Fleet) -> Callable[[WorkerState, WorkerState], bool]:
+        """Return whether the mode and the workers' releases let a prefill and a decode worker serve one request."""
+        local, apart, incompatible = self._local(fleet), self._apart(fleet), fleet.incompatible or None
+
+        def allowed(prefill: WorkerState, decode: WorkerState) -> bool:
+            if prefill is decode:
+                return local
+            return apart and (incompatible is None or incompatible.fit(prefill.peer, decode.peer))
+
+        return allowed
 
     def _apart(self, fleet: Fleet) -> bool:
         """Return True if a prompt and its answer may go to two workers."""
-        return self._mode is not Mode.COLOCATED or not fleet.both_roles
+        return self.mode is not Mode.COLOCATED or not fleet.both_roles
 
     def _local(self, fleet: Fleet) -> bool:
         """Return True if both may go to one."""
-        return self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
+        return self.mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
 
     def _reserved(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
         """Return the workers that this answer may not use."""
-        if self._mode is not Mode.ADAPTIVE or not request.slo.has_gap_target:
+        if self.mode is not Mode.ADAPTIVE or not request.slo.has_gap_target:
             return NO_WORKERS
         return self._reserve.workers(request, fleet)
-
-    def _answers(
-        self, request: QueuedRequest, fleet: Fleet, most: int, reserved: frozenset[int]
-    ) -> list[AnswerPrediction]:
-        free = (worker for worker in fleet.decodes if worker.slot not in reserved)
-        takes = _takes_decode if self._apart(fleet) else _takes_both
-        found = _with_holders(request, fleet, _first(free, takes, request, most), takes)
-        return [AnswerPrediction(worker, held, request) for worker, held in found if worker.slot not in reserved]
-
-    def _prefills(
-        self,
-        request: QueuedRequest,
-        fleet: Fleet,
-        most: int,
-        reserved: frozenset[int] = NO_WORKERS,
-        also: Collection[WorkerState] = (),
-    ) -> list[Candidate]:
-        """Return the `most` least loaded workers, those that hold more of the prompt, and `also`.
-
-        While workers are reserved, only these and the workers that do not decode are considered.
-        """
-        free = (worker for worker in fleet.prefills if not reserved or worker.slot in reserved or not worker.decodes)
-        workers = _first(free, _takes_prefill, request, most)
-        workers += [worker for worker in also if worker not in workers and _takes_prefill(worker, request)]
-        return _with_holders(request, fleet, workers, _takes_prefill)
 
 
 def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
@@ -196,20 +193,19 @@ def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
 
 def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if it could take the prompt if nothing else were there."""
-    return worker.prefills and request.prefill_tokens <= worker.kv_tokens_total and not worker.refusing
+    return worker.prefills and request.prefill_tokens <= worker.kv_tokens_total
 
 
 def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if it has capacity for the expected answer now, and ever for the longest one."""
-    has_capacity = (
-        worker.decode_requests < worker.max_batch_requests and request.reserved_tokens <= worker.kv_tokens_free
-    )
-    return has_capacity and _can_decode(worker, request)
+    if worker.decode_requests >= worker.max_batch_requests or not _can_decode(worker, request):
+        return False
+    return worker.kv.held(request.reserved_tokens, decoding=not worker.prefills) <= worker.pages_free
 
 
 def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if it could decode the answer if nothing else were there."""
-    return worker.decodes and request.kv_tokens <= worker.answer_tokens_total and not worker.refusing
+    return worker.decodes and request.kv_tokens <= worker.answer_tokens_total
 
 
 def _takes_both(worker: WorkerState, request: QueuedRequest) -> bool:
@@ -218,35 +214,17 @@ def _takes_both(worker: WorkerState, request: QueuedRequest) -> bool:
 
 def _first(workers: Iterable[WorkerState], takes: Takes, request: QueuedRequest, most: int) -> list[WorkerState]:
     """Return the first in this order that take the request."""
-    return list(islice((each for each in islice(workers, _CONSIDERED) if takes(each, request)), most))
+    considered = islice(workers, _CONSIDERED)
+    return list(islice((each for each in considered if takes(each, request) and not each.refusing), most))
 
 
-def _with_holders(request: QueuedRequest, fleet: Fleet, workers: list[WorkerState], takes: Takes) -> list[Candidate]:
+def _with_holders(
+    request: QueuedRequest, match: PrefixMatch, fleet: Fleet, workers: list[WorkerState], takes: Takes
+) -> list[Candidate]:
     """Return these workers, and those that hold more of the prompt than one of them."""
-    match = fleet.prefixes.match(request.digests) if request.digests else NO_MATCH
     held = [(worker, match.pages(worker.slot)) for worker in workers]
     for slot, pages in match.longest(_CANDIDATES, min((pages for _, pages in held), default=0)):
         worker = fleet.worker(slot)
-        if worker is not None and worker not in workers and takes(worker, request):
+        if worker and worker not in workers and takes(worker, request) and not worker.refusing:
             held.append((worker, pages))
-    return [(worker, pages * worker.page_tokens) for worker, pages in held]
-
-
-def _prompts(
-    request: QueuedRequest, candidates: Iterable[Candidate], left_s: float = math.inf
-) -> list[PromptPrediction]:
-    return [PromptPrediction(worker, request.prefill_tokens, held, left_s) for worker, held in candidates]
-
-
-def _prediction(prompt: PromptPrediction, itl_s: float, cost_s: float, runner_up_s: float) -> Prediction:
-    return Prediction(
-        ttft_s=prompt.ttft_s,
-        compute_s=prompt.compute_s,
-        itl_s=itl_s,
-        cached_tokens=prompt.cached,
-        computed_tokens=prompt.computed,
-        cost_s=cost_s,
-        runner_up_s=runner_up_s,
-        measured=prompt.worker.cost.parameters.observed > 0,
-        margin=prompt.worker.margin,
-    )
+    return [(worker, pages * worker.kv.page_tokens) for worker, pages in held]

@@ -3,7 +3,7 @@
 Such answers, placed one by one, would spread over all workers and leave prompts only forced chunks. So as many workers
 are reserved as let the largest share of the requests be served (docs/decisions/0038):
 
-    served(n) = min(1, prefill rate of n reserved workers / needed, answers that the others decode in time / all)
+    served(n) = min(1, prefill rate of n reserved workers / arrival rate, answers that the others decode in time / all)
 
 and none where the chunks that the answers tolerate suffice. Placement works without this file, at 0.82 of the goodput
 of strict requests.
@@ -15,17 +15,15 @@ import math
 import sys
 from collections.abc import Sequence
 
-from costs.chunks import Chunks, ConcurrentDecode, breaks_target, chunks, forced_chunk
+from costs.chunks import Chunks, ConcurrentDecode, breaks_target, chunks_within, forced_chunk, step_limit
 from router.placement.fleet import Fleet
 from router.placement.latency_model import PromptPrediction
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
 from router.slo import SloClass
 
-_HEADROOM = 1.5
-"""Needed prefill rate / mean arrival rate of prompt tokens: prompts arrive at random and differ in length."""
 _WINDOW_S = 10.0
-"""The time constant of that mean, in seconds."""
+"""The time constant of the mean arrival rate of prompt tokens, in seconds."""
 _REFRESH_S = _WINDOW_S / 200
 """The interval at which the reserved set is computed again."""
 NO_WORKERS: frozenset[int] = frozenset()
@@ -48,11 +46,9 @@ class PrefillReserve:
 
     def workers(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
         """Return the numbers of the workers that the answer of `request` may not use."""
-        any_worker = next(iter(fleet.decodes), None)
-        if any_worker is None:
-            return NO_WORKERS
         reserved, chosen_s = self._reserved.get(request.slo, (NO_WORKERS, -math.inf))
-        if (now := any_worker.clock()) - chosen_s >= _REFRESH_S:
+        now = next((worker.clock() for worker in fleet.live), -math.inf)
+        if now - chosen_s >= _REFRESH_S:
             self._fade(now)
             reserved = self._choose(request, fleet, reserved)
             self._reserved[request.slo] = reserved, now
@@ -64,18 +60,17 @@ class PrefillReserve:
         both = [worker for worker in decoding if worker.prefills]
         if len(both) < 2 or not self._tokens or not self._known_s:
             return NO_WORKERS
-        needed = _HEADROOM * self._tokens / self._known_s
-        whole = both[0].max_step_tokens
-        alone = _prefill_rate(both[0], request, Chunks(whole), 0, 0)
+        arriving = self._tokens / self._known_s
+        alone = _prefill_rate(both[0], request, Chunks(both[0].max_step_tokens), ConcurrentDecode(0, 0))
         elsewhere = alone * (len(measured) - len(decoding))
         # Workers are released only when twice as many answers would leave enough: answers begin and end at random.
         shared = _shared_prefill_rate(decoding, request, 2.0 if before else 1.0)
-        served, count = min(1.0, (elsewhere + len(both) * shared) / needed), 0
-        if served == 1.0:
+        served, count = (elsewhere + len(both) * shared) / arriving, 0
+        if served >= 1.0:
             return NO_WORKERS
         limit = _decode_limit(decoding, request)
         for more in range(1, len(decoding)):
-            share = min(1.0, (elsewhere + more * alone) / needed, (len(decoding) - more) * limit)
+            share = min(1.0, (elsewhere + more * alone) / arriving, (len(decoding) - more) * limit)
             if share > served:
                 served, count = share, more
         order = sorted(both, key=lambda each: (each.slot not in before, each.decode_requests, each.slot))
@@ -88,11 +83,14 @@ class PrefillReserve:
         self._known_s = self._known_s * kept + (_WINDOW_S * (1 - kept) if passed_s < math.inf else 0.0)
 
 
-def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, rows: int, context: int) -> float:
+def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, decode: ConcurrentDecode) -> float:
     """Return the prompt tokens per second that `worker` computes in such chunks with these decode rows."""
-    tokens, cost = chunk.tokens, worker.cost
-    seconds = cost.mixed_step_seconds(tokens, tokens * request.prefill_tokens / 2, rows, context)
-    return tokens / max(seconds + chunk.pause * cost.decode_step_seconds(rows, context), sys.float_info.epsilon)
+    tokens, (rows, context, _) = chunk.tokens, decode
+    pairs = tokens * request.prefill_tokens / 2
+    seconds, _ = worker.cost.prefill_seconds(
+        tokens, pairs, tokens, rows=rows, context_tokens=context, pause=chunk.pause
+    )
+    return tokens / max(seconds, sys.float_info.epsilon)
 
 
 def _decode_limit(decoding: Sequence[WorkerState], request: QueuedRequest) -> float:
@@ -109,9 +107,10 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     rows = 1 + int(times * sum(worker.decode_requests for worker in decoding) / len(decoding))
     context = request.decode_context + int(times * sum(worker.decode_context for worker in decoding) / len(decoding))
     decode = ConcurrentDecode(rows, context, (target_s,))
-    chunk = chunks(like.cost, like.info.assignment, like.max_step_tokens, decode, request.prefill_tokens / 2)
+    limit = step_limit(like.cost, like.info.assignment, decode)
+    chunk = chunks_within(limit, like.cost, like.max_step_tokens, decode, request.prefill_tokens / 2)
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
     if times > 1.0 and breaks_target(target_s, now_s, like.cost.decode_step_seconds(rows, context)):
         # A broken target bounds no steps, but the answers that are there would keep theirs.
         chunk = forced_chunk(max(1, like.max_step_tokens - rows))
-    return _prefill_rate(like, request, chunk, rows, context)
+    return _prefill_rate(like, request, chunk, decode)

@@ -3,6 +3,7 @@
 Workers are small numbers (`slot`), sets of them the bits of integers: one look-up serves all workers.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,9 +40,6 @@ class PrefixMatch:
         return found
 
 
-NO_MATCH = PrefixMatch()
-
-
 class PrefixIndex:
     """Maps page names (`wire.page_digests`) to the workers that hold the page.
 
@@ -74,47 +72,33 @@ class PrefixIndex:
 
     def remove(self, slot: int, digests: Iterable[bytes]) -> None:
         """Remove pages of worker `slot`; unknown ones are ignored."""
-        mine = self._pages[slot]
+        mine, bit, holders = self._pages[slot], 1 << slot, self._holders
         for digest in digests:
             if digest in mine:
                 mine.discard(digest)
-                self._forget(digest, slot)
-
-    def drop(self, slot: int) -> None:
-        """Remove worker `slot` and all that it held; its number may be given again."""
-        for digest in self._pages.pop(slot, ()):
-            self._forget(digest, slot)
-        self._limits.pop(slot, None)
+                holders[digest] ^= bit
+                if not holders[digest]:
+                    del holders[digest]
 
     def clear(self, slot: int) -> None:
         """Forget the pages of worker `slot`, which stays."""
-        limit = self._limits[slot]
-        self.drop(slot)
-        self.open(slot, limit)
+        self.remove(slot, tuple(self._pages[slot]))
+
+    def drop(self, slot: int) -> None:
+        """Remove worker `slot` and all that it held; its number may be given again."""
+        self.clear(slot)
+        del self._pages[slot], self._limits[slot]
 
     def match(self, digests: Sequence[bytes]) -> PrefixMatch:
         """Return how many of a prompt's full pages `digests` each worker holds."""
-        find, count = self._holders.get, len(digests)
-        levels: list[tuple[int, int]] = []
-        known, holders = 0, find(digests[0], 0) if digests else 0
-        while holders:  # bisect for the first page that fewer workers hold
-            end, fewer = count, 0
-            if find(digests[-1], 0) & holders != holders:
-                end = count - 1
-                while known + 1 < end:
-                    page = (known + end) // 2
-                    if find(digests[page], 0) & holders == holders:
-                        known = page
-                    else:
-                        end = page
-                fewer = find(digests[end], 0) & holders
-            levels.append((end, holders))
-            known, holders = end, fewer
-        return PrefixMatch(tuple(levels)) if levels else NO_MATCH
+        find, levels, pages = self._holders.get, [], 0
+        holders = find(digests[0], 0) if digests else 0
 
-    def _forget(self, digest: bytes, slot: int) -> None:
-        left = self._holders[digest] & ~(1 << slot)
-        if left:
-            self._holders[digest] = left
-        else:
-            del self._holders[digest]
+        def held_by_fewer(digest: bytes) -> bool:
+            return find(digest, 0) & holders != holders
+
+        while holders:
+            pages = bisect_left(digests, True, pages, key=held_by_fewer)
+            levels.append((pages, holders))
+            holders = find(digests[pages], 0) & holders if pages < len(digests) else 0
+        return PrefixMatch(tuple(levels))

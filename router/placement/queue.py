@@ -6,18 +6,16 @@ A tenant's requests are ordered by priority, lower first as in vLLM, then by the
 to meet the target. Priorities order the requests of one tenant only.
 
 Tenants are charged for the tokens they are given (virtual token counters: Sheng et al., Fairness in Serving Large
-Language Models, OSDI 2024). Among the tenants within `burst_tokens` of the one that was given least, the request that
-must start soonest goes first. A tenant that comes, or comes back, begins level with those that wait.
+Language Models, OSDI 2024). The tenant that was given least goes first; among equal ones the request that must start
+soonest. A tenant that comes, or comes back, begins level with those that wait.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import chain
 
 from router.slo import BEST_EFFORT, SloClass
-
-BURST_TOKENS = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +51,7 @@ class QueuedRequest:
     service_s: float = 0.0
     """The predicted seconds to compute its prompt."""
     charged: int = 0
-    """Prompt tokens that its tenant was charged for."""
+    """The prompt tokens that its tenant was charged for."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -83,13 +81,6 @@ class QueuedRequest:
         return self.prefill_tokens + int(self.mean_tokens) // 2
 
 
-class Ahead(NamedTuple):
-    """The work before a request: seconds of prefill, and answers that begin with it."""
-
-    seconds: float = 0.0
-    answers: int = 0
-
-
 _Entry = tuple[int, float, int, QueuedRequest]
 
 
@@ -97,35 +88,19 @@ def _key(request: QueuedRequest) -> tuple[int, float, int]:
     return request.priority, request.start_by_s, request.sequence
 
 
-@dataclass(slots=True)
-class TenantQueue:
-    """The requests of one tenant, sorted, and the tokens it was given."""
-
-    given: float
-    entries: list[_Entry] = field(default_factory=list)
-
-    def before(self, start_by_s: float) -> Ahead:
-        """Return the work that must start by then."""
-        earlier = [request for *_, request in self.entries if request.start_by_s <= start_by_s]
-        return Ahead(sum(each.service_s for each in earlier), sum(each.decodes for each in earlier))
-
-
 class RequestQueue:
-    """Bounded, in all and for each tenant. `head` looks at every waiting tenant."""
+    """Its caller bounds the number of requests. `head` looks at every waiting tenant."""
 
-    def __init__(self, limit: int, tenant_limit: int | None = None, burst_tokens: int = BURST_TOKENS) -> None:
-        """`tenant_limit` is the most requests of one tenant, None = `limit`."""
-        self._limit = limit
-        self._tenant_limit = limit if tenant_limit is None else tenant_limit
-        self._burst = burst_tokens
-        self._tenants: dict[str, TenantQueue] = {}
+    def __init__(self) -> None:
         self._waiting: dict[str, QueuedRequest] = {}
+        self._tenants: dict[str, list[_Entry]] = {}
+        """The waiting requests by tenant, sorted, without those of the next two dictionaries."""
         self._resumed: dict[str, QueuedRequest] = {}
-        """Waiting requests that go first; they are in no tenant's queue."""
+        """Requests that go first."""
         self._skipped: dict[str, QueuedRequest] = {}
-        """Waiting requests that no worker can serve; they are in no tenant's queue until the fleet changes."""
+        """Requests that no worker can serve until the fleet changes."""
         self._given: dict[str, float] = {}
-        """The tokens of tenants without waiting requests that are above the level."""
+        """The tokens of each tenant that waits or is above the level."""
         self._level = 0.0
 
     def __len__(self) -> int:
@@ -135,50 +110,41 @@ class RequestQueue:
         """Iterate over the waiting requests, in no order."""
         return iter(list(self._waiting.values()))
 
-    def full_with(self, others: int = 0) -> bool:
-        """Return True if no request fits in after `others`."""
-        return len(self._waiting) + others >= self._limit
+    def count_of(self, tenant: str) -> int:
+        """Return the number of waiting requests of `tenant`, without resumed ones."""
+        return len(self._tenants.get(tenant, ())) + sum(each.tenant == tenant for each in self._skipped.values())
 
-    def full_for(self, tenant: str, others: int = 0) -> bool:
-        """Return True if no request of `tenant` fits in after `others` of its own."""
-        mine = self._tenants.get(tenant)
-        skipped = sum(request.tenant == tenant for request in self._skipped.values())
-        return (len(mine.entries) if mine is not None else 0) + skipped + others >= self._tenant_limit
-
-    def ahead(self, tenant: str, start_by_s: float) -> Ahead:
-        """Estimate the work before a request of `tenant` that must start by then.
+    def ahead(self, tenant: str, start_by_s: float) -> tuple[float, int]:
+        """Estimate the work before a request of `tenant` that must start by then: seconds of prefill, and answers.
 
         It is at most all that is more urgent, and at most its tenant's own times the number of tenants. Answers of
         resumed requests count as well.
         """
-        mine = self._tenants.get(tenant)
-        turns = len(self._tenants) + (mine is None)
-        everyone = [each.before(start_by_s) for each in self._tenants.values()]
-        own = Ahead() if mine is None else mine.before(start_by_s)
-        answers = min(sum(each.answers for each in everyone), own.answers * turns)
-        return Ahead(min(sum(each.seconds for each in everyone), own.seconds * turns), len(self._resumed) + answers)
+        turns, entries = len({*self._tenants, tenant}), chain.from_iterable(self._tenants.values())
+        earlier = [request for *_, request in entries if request.start_by_s <= start_by_s]
+        own = [request for request in earlier if request.tenant == tenant]
+        seconds, own_s = (sum(each.service_s for each in requests) for requests in (earlier, own))
+        answers, own_answers = (sum(each.decodes for each in requests) for requests in (earlier, own))
+        return min(seconds, own_s * turns), len(self._resumed) + min(answers, own_answers * turns)
 
     def push(self, request: QueuedRequest) -> None:
-        """Add `request`; one that comes back has its old position. The caller checks the limits."""
+        """Add `request`; one that comes back has its old position."""
         self._waiting[request.wire_id] = request
         if request.resumed:
             self._resumed[request.wire_id] = request
             return
-        mine = self._tenants.get(request.tenant)
-        if mine is None:
-            level = min((each.given for each in self._tenants.values()), default=self._level)
-            mine = self._tenants[request.tenant] = TenantQueue(max(self._given.pop(request.tenant, 0.0), level))
-        insort(mine.entries, (*_key(request), request))
+        if request.tenant not in self._tenants:
+            level = min((self._given[tenant] for tenant in self._tenants), default=self._level)
+            self._given[request.tenant] = max(self._given.get(request.tenant, 0.0), level)
+            self._tenants[request.tenant] = []
+        insort(self._tenants[request.tenant], (*_key(request), request))
 
     def head(self) -> QueuedRequest | None:
         """Return the next request; it stays in the queue."""
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
-        if not self._tenants:
-            return None
-        least = min(each.given for each in self._tenants.values())
-        heads = [each.entries[0][3] for each in self._tenants.values() if each.given <= least + self._burst]
-        return min(heads, key=lambda request: (request.start_by_s, request.sequence))
+        heads = [entries[0][3] for entries in self._tenants.values()]
+        return min(heads, key=lambda each: (self._given[each.tenant], each.start_by_s, each.sequence), default=None)
 
     def remove(self, request: QueuedRequest) -> None:
         """Remove `request`; nothing happens if it does not wait."""
@@ -187,12 +153,14 @@ class RequestQueue:
         if any(some.pop(request.wire_id, None) is not None for some in (self._resumed, self._skipped)):
             return
         mine = self._tenants[request.tenant]
-        del mine.entries[bisect_left(mine.entries, _key(request))]
-        if not mine.entries:
+        del mine[bisect_left(mine, _key(request))]
+        if not mine:
             del self._tenants[request.tenant]
-            self._level = max(self._level, min((each.given for each in self._tenants.values()), default=mine.given))
-            self._given = {name: given for name, given in self._given.items() if given > self._level}
-            self._given[request.tenant] = mine.given
+            lowest = min((self._given[each] for each in self._tenants), default=self._given[request.tenant])
+            self._level = level = max(self._level, lowest)
+            self._given = {
+                name: tokens for name, tokens in self._given.items() if tokens > level or name in self._tenants
+            }
 
     def skip(self, request: QueuedRequest) -> None:
         """Let others pass `request`, which waits on, until `restore_skipped`."""
@@ -207,8 +175,4 @@ class RequestQueue:
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Count `tokens` that `tenant` was given."""
-        mine = self._tenants.get(tenant)
-        if mine is not None:
-            mine.given += tokens
-        else:
-            self._given[tenant] = max(self._given.get(tenant, 0.0), self._level) + tokens
+        self._given[tenant] = max(self._given.get(tenant, 0.0), self._level) + tokens

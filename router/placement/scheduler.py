@@ -3,12 +3,10 @@
 It does no I/O: the dispatcher, real or simulated, asks it for the next request and reports how each one ends.
 """
 
-from collections.abc import Iterator
-
 from costs.answer_length import AnswerLengths
 from router.config import RouterConfig
 from router.placement.fleet import Fleet
-from router.placement.latency_model import Prediction
+from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.worker_state import REFUSAL_PAUSE_S, AnswerWork, Clock, PromptWork, WorkerState
@@ -38,7 +36,7 @@ class AdmissionController:
         if prediction is not None:
             request.service_s = prediction.compute_s
         self.schedule(request)
-        if prediction is None or not prediction.measured or not request.slo.has_targets:
+        if prediction is None or not prediction.worker.cost.parameters.observed or not request.slo.has_targets:
             return
         refused = self._check_ttft(request, prediction) or self._check_itl(request, others)
         if refused is None:
@@ -54,12 +52,10 @@ class AdmissionController:
 
     def schedule(self, request: QueuedRequest) -> None:
         """Set when its prefill must start: `arrival + target - computation`; without a target `arrival + deferral`."""
-        if request.slo.ttft_s < self._deferral_s:
-            request.start_by_s = request.arrived_s + request.slo.ttft_s - request.service_s
-        else:
-            request.start_by_s = request.arrived_s + self._deferral_s
+        ttft_s, deferral_s = request.slo.ttft_s, self._deferral_s
+        request.start_by_s = request.arrived_s + (ttft_s - request.service_s if ttft_s < deferral_s else deferral_s)
 
-    def _check_ttft(self, request: QueuedRequest, prediction: Prediction) -> Refused | None:
+    def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction) -> Refused | None:
         """Return a rejection if its first token would be late.
 
         work ahead / prefill workers + ttft > target / margin of the prefill worker
@@ -67,8 +63,8 @@ class AdmissionController:
         target_s, slo = request.slo.ttft_s, request.slo.name
         if target_s > self._deferral_s:
             return None
-        limit_s = target_s / prediction.margin
-        ahead_s = self._queue.ahead(request.tenant, request.start_by_s).seconds
+        limit_s = target_s / prediction.worker.margin
+        ahead_s = self._queue.ahead(request.tenant, request.start_by_s)[0]
         ttft_s = ahead_s / max(1, self._policy.prefill_workers(request, self._fleet)) + prediction.ttft_s
         if ttft_s <= limit_s:
             return None
@@ -93,7 +89,7 @@ class AdmissionController:
         """
         if not request.decodes or not request.slo.has_gap_target:
             return None
-        ahead = self._queue.ahead(request.tenant, request.start_by_s).answers + others
+        ahead = self._queue.ahead(request.tenant, request.start_by_s)[1] + others
         answer = self._policy.predict_answer(request, self._fleet, ahead)
         if answer is None or not answer.crowded:
             return None
@@ -111,95 +107,78 @@ class RequestScheduler:
     """Binds requests to workers as late as possible: when a worker has capacity for the next one."""
 
     def __init__(self, config: RouterConfig, policy: PlacementPolicy, fleet: Fleet, clock: Clock) -> None:
-        self._config = config
+        self._limit, self._tenant_limit = config.max_queued_requests, config.tenant_queue_limit
+        self._retry_after_s = config.retry_after_s
         self._policy = policy
         self._fleet = fleet
         self._clock = clock
-        self._queue = RequestQueue(config.max_queued_requests, config.tenant_queue_limit)
-        self._admission = AdmissionController(policy, fleet, self._queue, config.max_deferral_s)
+        self.queue = RequestQueue()
+        """The waiting requests; one whose attempt failed or was refused is pushed again, at its old position."""
+        self._admission = AdmissionController(policy, fleet, self.queue, config.max_deferral_s)
         self._lengths = AnswerLengths()
         self._seen_changes = 0
         """The value of `Fleet.changes` when skipped requests were last restored."""
-
-    def __len__(self) -> int:
-        """Return the number of waiting requests."""
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[QueuedRequest]:
-        """Iterate over the waiting requests, in no order."""
-        return iter(self._queue)
 
     def enter(self, request: QueuedRequest, *, more: int = 0, held: int = 0, held_own: int = 0) -> None:
         """Queue a new request; raise `Refused` if the queue is full or its targets cannot be kept.
 
         `more` of its kind will follow; `held` others, `held_own` of its tenant, are not queued yet.
         """
-        if self._queue.full_with(more + held):
-            limit = self._config.max_queued_requests
-            message = f"{limit} requests are waiting, the most this router queues; try again later"
-            raise Refused(Refusal.QUEUE_FULL, message, retry_after_s=self._config.retry_after_s)
-        if self._queue.full_for(request.tenant, more + held_own):
-            limit = self._config.tenant_queue_limit
-            message = f"{limit} requests with this API key are waiting, the most one key may have; try again later"
-            raise Refused(Refusal.TENANT_QUEUE_FULL, message, retry_after_s=self._config.retry_after_s)
-        self._expect_answer(request)
+        if len(self.queue) + more + held >= self._limit:
+            message = f"{self._limit} requests are waiting, the most this router queues; try again later"
+            raise Refused(Refusal.QUEUE_FULL, message, retry_after_s=self._retry_after_s)
+        if self.queue.count_of(request.tenant) + more + held_own >= self._tenant_limit:
+            message = (
+                f"{self._tenant_limit} requests with this API key are waiting, the most it may have; try again later"
+            )
+            raise Refused(Refusal.TENANT_QUEUE_FULL, message, retry_after_s=self._retry_after_s)
+        self.expect_answer(request)
         self._admission.admit(request, more + held)
-        self._queue.push(request)
-
-    def answer_tokens(self, request: QueuedRequest) -> float:
-        """Return the mean length of such answers."""
-        return self._lengths.mean(request.max_tokens, to_the_limit=request.to_the_limit)
-
-    def enter_again(self, request: QueuedRequest) -> None:
-        """Queue a request again whose attempt failed or was refused, at its old position."""
-        self._queue.push(request)
-
-    def leave(self, request: QueuedRequest) -> None:
-        """Remove a request that may be waiting."""
-        self._queue.remove(request)
+        self.queue.push(request)
 
     def head(self) -> QueuedRequest | None:
         """Return the next request. One that has missed its target goes behind those that can still meet theirs."""
         now = self._clock()
         if self._seen_changes != self._fleet.changes:
             self._seen_changes = self._fleet.changes
-            self._queue.restore_skipped()
-        while (request := self._queue.head()) is not None:
+            self.queue.restore_skipped()
+        while (request := self.queue.head()) is not None:
             if request.resumed or now - request.arrived_s <= request.slo.ttft_s:
                 return request
-            self._queue.remove(request)
+            self.queue.remove(request)
             self._admission.degrade(request)
-            self._queue.push(request)
+            self.queue.push(request)
         return None
 
     def bind(self, request: QueuedRequest) -> Placement | None:
         """Place the request at the head, which leaves the queue; None = no worker has capacity for it now."""
-        self._expect_answer(request)
+        self.expect_answer(request)
         placement = self._policy.place(request, self._fleet, self._clock() - request.arrived_s)
         if placement is None:
             return None
-        self._queue.remove(request)
+        self.queue.remove(request)
         if not request.resumed:
             # Charged once: a request that a worker refused has been given nothing more.
-            tokens = placement.prediction.computed_tokens
-            self._queue.charge(request.tenant, max(0, tokens - request.charged))
+            tokens = placement.computed_tokens
+            self.queue.charge(request.tenant, max(0, tokens - request.charged))
             request.charged = max(tokens, request.charged)
         return placement
 
     def skip_hopeless(self, request: QueuedRequest) -> bool:
         """Skip the request at the head until the fleet changes if no worker could ever serve it; return True then."""
-        hopeless = not self._policy.could_serve(request, self._fleet)
-        if hopeless:
-            self._queue.skip(request)
-        return hopeless
+        if self._policy.could_serve(request, self._fleet):
+            return False
+        self.queue.skip(request)
+        return True
 
     def ended(self, request: QueuedRequest, answer_tokens: int) -> None:
         """Charge and learn from an answer that has ended."""
         if answer_tokens:
-            self._queue.charge(request.tenant, answer_tokens)
+            self.queue.charge(request.tenant, answer_tokens)
             self._lengths.learn(request.max_tokens, answer_tokens)
 
-    def _expect_answer(self, request: QueuedRequest) -> None:
+    def expect_answer(self, request: QueuedRequest) -> None:
+        """Set the mean and the forecast of the answer's length by the answers that have ended."""
         limit, to_the_limit = request.max_tokens, request.to_the_limit
         request.mean_tokens = self._lengths.mean(limit, to_the_limit=to_the_limit)
         request.expected_tokens = self._lengths.expect(limit, request.answered, to_the_limit=to_the_limit)
@@ -207,7 +186,7 @@ class RequestScheduler:
 
 def record(request: QueuedRequest, placement: Placement, prefill: WorkerState, decode: WorkerState | None) -> None:
     """Count a placed request at its workers, with half of the expected answer as context."""
-    cached = placement.prediction.cached_tokens
+    cached = placement.cached_tokens
     prefill.add_prompt(request.wire_id, PromptWork(request.prefill_tokens - cached, cached))
     if decode is not None:
         pages = decode.kv.held(request.reserved_tokens, decoding=prefill is not decode)

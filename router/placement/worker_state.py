@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from costs.chunks import NO_LIMIT, ConcurrentDecode, StepLimit, breaks_target, step_limit
+from costs.chunks import ConcurrentDecode, StepLimit, breaks_target, step_limit
 from costs.step_cost import LearnedMargin, StepCost
 from costs.step_work import chunk_pairs
 from router.slo import SloClass
@@ -14,8 +14,6 @@ from wire.ending import answer_tokens
 from wire.messages import WorkerInfo, WorkerLoad
 from wire.tracing.timeline import TransferStats
 
-LOAD_FRESH_S = 1.0
-"""The age at which a load report no longer counts: a worker without work sends none."""
 REFUSAL_PAUSE_S = 0.05
 """The time for which a worker that refused a request is not asked again while others can serve."""
 
@@ -29,11 +27,6 @@ class PromptWork(NamedTuple):
     tokens: int
     cached: int = 0
 
-    @property
-    def pairs(self) -> float:
-        """The attention pairs."""
-        return chunk_pairs(self.tokens, self.cached)
-
 
 class AnswerWork(NamedTuple):
     """An answer to decode: at most `pages`, and about `context` tokens to attend to."""
@@ -44,16 +37,7 @@ class AnswerWork(NamedTuple):
 
 
 _COMPUTED = PromptWork(0)
-
-
-class LoadObserver(Protocol):
-    """Keeps workers in the order of their load."""
-
-    def prompts_changed(self, worker: WorkerState) -> None:
-        """Called when the prompts that wait there have changed."""
-
-    def answers_changed(self, worker: WorkerState) -> None:
-        """Called when the requests that decode there have changed."""
+_NOTHING = (0, 0, 0)
 
 
 class WorkerState:
@@ -64,24 +48,23 @@ class WorkerState:
     """
 
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
-        self.peer = info.peer
-        self._set_facts(info)
+        self.peer, self.clock = info.peer, clock
+        self.update(info)
         self.slot = -1
         """Its number in the fleet, -1 outside of it."""
         self.live = False
         """True if it is connected and takes new work."""
-        self.observer: LoadObserver | None = None
+        self.on_change: Callable[[WorkerState], None] | None = None
+        """Called after a change of the ranks."""
         self.cost = StepCost()
         self.page_transfer_s = 0.0
         """The mean time in which a KV page comes here from another worker, in seconds; 0 before the first transfer."""
-        self._transfer_s, self._pages_received = 0.0, 0
+        self._transfer_s = self._pages_received = 0.0
         self.gap_targets: tuple[float, ...] = ()
         """The longest gaps that the answers there tolerate, one per class, in seconds, sorted."""
-        self.clock = clock
         self._prompts: dict[str, PromptWork] = {}
         self._own_tokens, self._own_pairs = 0, 0.0
         """The tokens and pairs of these prompts that are not computed yet."""
-        self._reported_tokens: int | None = None
         self._unreported: dict[str, bool] = {}
         """Prompts that the last load report did not include: True if the worker has accepted the prompt since then."""
         self.prefill_tokens = 0
@@ -90,26 +73,24 @@ class WorkerState:
         self._classes: dict[SloClass, int] = {}
         """The number of answers by class."""
         self._pages = self._context = 0
-        self._load: WorkerLoad | None = None
-        self._load_at = -math.inf
+        self._reported = _NOTHING
+        """Prompt tokens, decode requests and pages in use, by the last load report."""
+        self._fresh = False
+        """True if a report came since `expire_report` was called."""
         self.backlog: tuple[float, int] | None = None
         """Seconds and steps that the waiting prompts take; None = `latency_model` computes it when needed."""
         self._refused_until_s = -math.inf
         self._step_limit: StepLimit | None = None
         self._margin: LearnedMargin | None = None
         self._last_prompt_s = -math.inf
-        self._refresh()
+        self.refresh()
 
     # ---- requests in flight ----
 
     def add_prompt(self, request_id: str, work: PromptWork) -> None:
         """Count a prompt that is sent there."""
-        self._settle(self._prompts.get(request_id, _COMPUTED))
-        self._prompts[request_id] = work
-        self._unreported[request_id] = False
-        self._own_tokens += work.tokens
-        self._own_pairs += work.pairs
-        self._refresh_prompts()
+        self._prompts[request_id], self._unreported[request_id] = work, False
+        self._count_prompts()
 
     def prompt_accepted(self, request_id: str) -> None:
         """Note that the next load report includes the prompt."""
@@ -118,76 +99,46 @@ class WorkerState:
 
     def prompt_computed(self, request_id: str) -> None:
         """Note that nothing of the prompt is left to compute; its KV may still be in transfer."""
-        work = self._prompts.get(request_id, _COMPUTED)
-        if work.tokens:
+        if self._prompts.get(request_id, _COMPUTED).tokens:
             self._prompts[request_id] = _COMPUTED
             self._unreported.pop(request_id, None)
-            self._settle(work)
-            self._refresh_prompts()
+            self._count_prompts()
 
     def remove_prompt(self, request_id: str) -> None:
         """Remove a prompt with which the worker's prefill half is done."""
-        work = self._prompts.pop(request_id, _COMPUTED)
-        self._unreported.pop(request_id, None)
-        self._settle(work)
-        if work.tokens:
-            if not self._own_tokens:
-                self._reported_tokens = None  # the worker may be idle now, and then sends no further report
-            self._refresh_prompts()
+        self.prompt_computed(request_id)
+        self._prompts.pop(request_id, None)
 
     def add_answer(self, request_id: str, work: AnswerWork) -> None:
         """Count an answer that is going to be decoded there."""
         self._answers[request_id] = work
-        count = self._classes.get(work.slo, 0)
-        self._classes[work.slo] = count + 1
-        if not count:
-            self._refresh_targets()
-        self._pages += work.pages
-        self._context += work.context
-        self._refresh_answers()
+        self._count_answer(work, 1)
 
     def remove_answer(self, request_id: str) -> None:
         """Remove an answer of which nothing is left there."""
         work = self._answers.pop(request_id, None)
-        if work is None:
-            return
-        self._classes[work.slo] -= 1
-        if not self._classes[work.slo]:
-            del self._classes[work.slo]
-            self._refresh_targets()
-        self._pages -= work.pages
-        self._context -= work.context
-        self._load = None  # the last report still counts these pages
-        self._refresh_answers()
+        if work is not None:
+            self._reported = (self._reported[0], 0, 0)  # the last report still counts it
+            self._count_answer(work, -1)
 
     @property
     def request_ids(self) -> set[str]:
         """The requests that this worker is still needed for."""
         return {*self._prompts, *self._answers}
 
-    @property
-    def idle(self) -> bool:
-        """True if no request of this router is there."""
-        return not (self._prompts or self._answers or self._pages)
-
     # ---- what the worker reports ----
 
     def report(self, load: WorkerLoad) -> None:
         """Take a load report, which the worker sends after a step."""
-        self._load_at = self.clock()
-        if load.cost != self.cost.parameters:
+        self._fresh = True
+        reported = load.prefill_tokens, load.decode_requests, load.pages_used
+        unreported = {each: False for each, accepted in self._unreported.items() if not accepted}
+        new_cost = load.cost != self.cost.parameters
+        if new_cost:
             self.cost = StepCost(load.cost)
-        included = [each for each, accepted in self._unreported.items() if accepted]
-        for each in included:
-            del self._unreported[each]
-        if included or load != self._load or load.prefill_tokens != self._reported_tokens:
-            self._load, self._reported_tokens = load, load.prefill_tokens
-            self._refresh()
-
-    def learn_cost(self, cost: StepCost) -> None:
-        """Set the cost of the worker's steps."""
-        self.cost = cost
-        self._refresh()
+        if new_cost or reported != self._reported or len(unreported) < len(self._unreported):
+            self._reported, self._unreported = reported, unreported
+            self.refresh()
 
     def learn_transfer(self, transfer: TransferStats) -> None:
         """Learn from a transfer to this worker that has ended; one of no pages is ignored."""
@@ -197,16 +148,23 @@ class WorkerState:
             self.page_transfer_s = self._transfer_s / self._pages_received
 
     def update(self, info: WorkerInfo) -> None:
-        """Take the facts with which the same process registered again."""
-        self._set_facts(info)
-        self._refresh()
+        """Take the facts with which the same process registered; `refresh` applies them."""
+        self.info = info
+        self.prefills, self.decodes = info.takes_prompts, info.takes_answers
+        self.kv = info.kv_pages
+        self.kv_tokens_total = self.kv.tokens_in(info.pages_total)
+        """Tokens that its pages hold."""
+        self.answer_tokens_total = answer_tokens(info)
+        """Tokens of these that answers may reserve."""
+        self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
 
     def expire_report(self) -> None:
-        """Drop a load report that is too old. Called periodically."""
-        known = self._load is not None or self._reported_tokens is not None
-        if known and self.clock() - self._load_at >= LOAD_FRESH_S:
-            self._load = self._reported_tokens = None
-            self._refresh()
+        """Drop a load report older than the last call, as a worker without work sends none. Called periodically."""
+        if not self._fresh:
+            self._reported = _NOTHING
+            self._unreported = {each: self._unreported.get(each, True) for each in self._prompts}
+            self.refresh()
+        self._fresh = False
 
     def pause(self) -> None:
         """Note that it refused a request."""
@@ -215,7 +173,7 @@ class WorkerState:
     @property
     def refusing(self) -> bool:
         """True if it refused a request within `REFUSAL_PAUSE_S` or reports that it is not ready."""
-        return not self._ready or (self._refused_until_s > 0.0 and self.clock() < self._refused_until_s)
+        return bool(self.info.not_ready) or self.clock() < self._refused_until_s
 
     # ---- targets ----
 
@@ -250,44 +208,44 @@ class WorkerState:
         """The bounds of its steps that have both prompt tokens and decode rows."""
         if self._step_limit is None:
             decode = ConcurrentDecode(self.decode_requests, self.decode_context, self.gap_targets)
-            self._step_limit = step_limit(self.cost, self.info.assignment, decode) if self.decode_requests else NO_LIMIT
+            self._step_limit = step_limit(self.cost, self.info.assignment, decode)
         return self._step_limit
 
     # ---- derived attributes ----
 
-    def _settle(self, work: PromptWork) -> None:
-        self._own_tokens -= work.tokens
-        self._own_pairs = self._own_pairs - work.pairs if self._own_tokens else 0.0
-
-    def _set_facts(self, info: WorkerInfo) -> None:
-        self.info = info
-        self._ready = not info.not_ready
-        self.prefills, self.decodes = info.takes_prompts, info.takes_answers
-        self.pages_total, self.page_tokens = info.pages_total, info.page_tokens
-        self.kv = info.kv_pages
-        """The KV pages of its requests."""
-        self.kv_tokens_total = self.kv.tokens_in(info.pages_total)
-        """Tokens that its pages hold."""
-        self.answer_tokens_total = answer_tokens(info)
-        """Tokens of these that answers may reserve."""
-        self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
-
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Compute all derived attributes."""
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""
         self._refresh_targets()
+        self._refresh_answers()
+
+    def _count_prompts(self) -> None:
+        self._own_tokens = sum(work.tokens for work in self._prompts.values())
+        self._own_pairs = sum(chunk_pairs(*work) for work in self._prompts.values())
+        if not self._own_tokens:
+            self._reported = (0, *self._reported[1:])  # it may be idle now, and then sends no further report
         self._refresh_prompts()
+
+    def _count_answer(self, work: AnswerWork, sign: int) -> None:
+        self._pages += sign * work.pages
+        self._context += sign * work.context
+        before = self._classes.get(work.slo, 0)
+        self._classes[work.slo] = before + sign
+        if max(before, before + sign) == 1:  # the first of its class came, or the last one left
+            self._classes = {slo: count for slo, count in self._classes.items() if count}
+            self._refresh_targets()
         self._refresh_answers()
 
     def _refresh_targets(self) -> None:
         self.gap_targets = tuple(sorted(self.gap_target(slo) for slo in self._classes))
 
     def _refresh_prompts(self) -> None:
-        own, reported = self._own_tokens, self._reported_tokens
+        own = self._own_tokens
         self.backlog = None
         self.prefill_idle = own == 0
         """True if none of this router's prompts is computed there."""
-        waiting = own if reported is None else reported + sum(self._prompts[each].tokens for each in self._unreported)
+        waiting = self._reported[0] + sum(self._prompts[each].tokens for each in self._unreported)
         if self.prefill_tokens and not waiting:
             self._last_prompt_s = self.clock()
         self.prefill_tokens = waiting
@@ -297,23 +255,26 @@ class WorkerState:
             self.prefill_pairs = self._own_pairs * waiting / own
         else:  # the last tokens of a prompt attend to the most
             self.prefill_pairs = self._own_pairs * (1 - (1 - waiting / own) ** 2)
-        if self.observer is not None:
-            self.observer.prompts_changed(self)
+        self.prompt_rank = waiting + self.decode_requests
+        """Its order for prompts. Decode rows count as well: a prompt delays them."""
+        if self.on_change is not None:
+            self.on_change(self)
 
     def _refresh_answers(self) -> None:
-        load, own = self._load, len(self._answers)
-        self._step_limit = self.backlog = None
-        self.decode_requests = rows = max(own, load.decode_requests) if load else own
-        self.pages_used = max(self._pages, load.pages_used) if load else self._pages
-        """Pages reserved or in use."""
-        self.kv_tokens_free = self.kv.tokens_in(max(0, self.pages_total - self.pages_used), decoding=not self.prefills)
+        own, (_, rows, pages) = len(self._answers), self._reported
+        self._step_limit = None
+        self.decode_requests = rows = max(own, rows)
+        pages_used = max(self._pages, pages)
+        self.pages_free = self.info.pages_total - pages_used
+        """Pages that are neither reserved nor in use; may be negative."""
         # The contexts of other routers' requests are not known: as long as the own ones', else as their pages.
-        context = (
-            self._context * rows // own if own else self.pages_used * self.page_tokens // self.kv.groups if rows else 0
-        )
-        self.decode_context = context
-        """Tokens that a decode step there attends to."""
-        self.step_s = self.cost.decode_step_seconds(rows, context)
+        if own:
+            self.decode_context = self._context * rows // own
+        else:
+            self.decode_context = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
+        self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
         """A decode step there, in seconds."""
-        if self.observer is not None:
-            self.observer.answers_changed(self)
+        step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
+        self.answer_rank = step_s * self.info.pages_total / free if free > 0 else math.inf
+        """Its order for answers: step seconds / free share of pages."""
+        self._refresh_prompts()

@@ -101,7 +101,8 @@ class Dispatcher:
         for request in requests:
             self._connect(request)
         queued = requests[0].queued
-        self.metrics.offered(len(requests), queued.prompt_tokens, self._scheduler.answer_tokens(queued))
+        self._scheduler.expect_answer(queued)
+        self.metrics.offered(len(requests), queued.prompt_tokens, queued.mean_tokens)
         held_own = self._live.held_of(admitted.tenant)
         self._scheduler.enter(queued, more=len(requests) - 1, held=self._live.held, held_own=held_own)
         self._live.add(requests)
@@ -121,7 +122,7 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Number of requests in the queue or held behind their first answer."""
-        return len(self._scheduler) + self._live.held
+        return len(self._scheduler.queue) + self._live.held
 
     @property
     def running(self) -> int:
@@ -160,7 +161,7 @@ class Dispatcher:
     # ---- queue and placement ----
 
     def _schedule_pump(self) -> None:
-        if not self._pump_scheduled and len(self._scheduler):
+        if not self._pump_scheduled and len(self._scheduler.queue):
             self._pump_scheduled = True
             asyncio.get_running_loop().call_soon(self._pump)
 
@@ -197,7 +198,7 @@ class Dispatcher:
         request.edges.append(EdgeStamp.now(Edge.PLACED))
         request.last_event_s = request.placed_s = time.monotonic()
         request.first_token_s = 0.0
-        request.prediction = placement.prediction
+        request.prediction = placement
         request.pace.target_s = self._gap_target(request, placement)
         request.prefill = self.pool.link(placement.prefill)
         request.decode = None if placement.decode is None else self.pool.link(placement.decode)
@@ -214,7 +215,7 @@ class Dispatcher:
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
         """Iterate over the requests in the queue."""
-        return (self._live[queued.wire_id] for queued in self._scheduler)
+        return (self._live[queued.wire_id] for queued in self._scheduler.queue)
 
     def live_requests(self) -> Iterable[RoutedRequest]:
         """Return all requests, waiting and running."""
@@ -259,7 +260,7 @@ class Dispatcher:
     def on_mode(self, mode: str) -> None:
         """Change the placement mode to `mode`, the value of a `Mode`."""
         try:
-            self._policy.change_mode(Mode(mode))
+            self._policy.mode = Mode(mode)
         except ValueError:
             log.error("unknown mode %r from the controller; run controller and router of the same version", mode)
         else:

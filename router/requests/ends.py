@@ -124,7 +124,7 @@ class RequestEnds:
         request.ended = True
         steps: tuple[Callable[[], None], ...] = (
             lambda: self._metrics.failed(request, reason),
-            lambda: self._scheduler.leave(request.queued),
+            lambda: self._scheduler.queue.remove(request.queued),
             lambda: self._live.remove(request),
             lambda: self._forget(request),
             lambda: self._leave_workers(request),
@@ -148,7 +148,7 @@ class RequestEnds:
 
     def _end(self, request: RoutedRequest) -> None:
         request.ended = True
-        self._scheduler.leave(request.queued)
+        self._scheduler.queue.remove(request.queued)
         self._scheduler.ended(request.queued, request.assembler.count)
         self._live.remove(request)
         self._forget(request)
@@ -160,7 +160,7 @@ class RequestEnds:
         for each in self._live.release_held(request):
             each.waiting_since = time.monotonic()
             each.queued.start_by_s, each.queued.slo = request.queued.start_by_s, request.queued.slo
-            self._scheduler.enter_again(each.queued)
+            self._scheduler.queue.push(each.queued)
             self._pump()
 
     def requeue(self, request: RoutedRequest) -> None:
@@ -172,7 +172,7 @@ class RequestEnds:
         request.preempted_at = None
         request.assembler.restart()
         request.queued.resumed = request.assembler.count > 0
-        self._scheduler.enter_again(request.queued)
+        self._scheduler.queue.push(request.queued)
         self._pump()
 
     def _leave_workers(self, request: RoutedRequest) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.observability.prediction_quality import PlacementRecord
 from router.observability.verdict import JointVerdict, TokenPace
-from router.placement.latency_model import Prediction
+from router.placement.policy import Placement
 from router.placement.queue import QueuedRequest
 from router.requests.answer import Answer, Ending
 from router.requests.assembler import TokenAssembler
@@ -164,7 +164,7 @@ class RoutedRequest:
     """Monotonic time of the last event from its workers, in seconds, once placed."""
     attempt: int = 1
     failures: int = 0
-    prediction: Prediction | None = None
+    prediction: Placement | None = None
     """The latencies predicted for the current attempt."""
     placed_s: float = 0.0
     """Monotonic times in seconds: placement, the attempt's first token in the router, its last token."""

@@ -14,7 +14,8 @@ from wire.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
-_SWEEP_S = 0.25
+SWEEP_S = 0.25
+"""The interval of the rounds, in seconds."""
 
 
 class SweptRequests(Protocol):
@@ -49,7 +50,7 @@ class Sweeper:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(SWEEP_S)
             try:
                 self._sweep(self._clock())
             except Exception:

@@ -112,7 +112,7 @@ class WorkerPool:
 
     def sweep(self) -> None:
         """Close links of workers that left and have no requests any more; expire old load reports."""
-        self.fleet.forget_old_incompatible()
+        self.fleet.changes += self.fleet.incompatible.forget_old()
         for link in self.links:
             link.state.expire_report()
             if link.retired and not (link.connected and link.request_ids):

@@ -17,6 +17,7 @@ from benchmarks.load.served_model import ServedModel
 from cluster.config import ClusterConfig
 from costs.roofline import GPU
 from costs.step_cost import StepCost
+from costs.step_work import chunk_pairs
 from engine.model_sizes import kv_bytes_per_token
 from engine.models.shapes import shape_config
 from simulation.hardware import roofline
@@ -73,7 +74,8 @@ def test_what_is_made_narrow(tmp_path: Path) -> None:
     """
     wire, host = MADE_NARROW["wire"], MADE_NARROW["host"]
     (handed,), (tiny,) = wire.loads, host.loads
-    compute_s = StepCost(roofline(shape_config("llama-3-8b"))).prefill_seconds(handed.prompt, 0, 2048)
+    cost = StepCost(roofline(shape_config("llama-3-8b")))
+    compute_s, _ = cost.prefill_seconds(handed.prompt, chunk_pairs(handed.prompt, 0), 2048)
     assert handed.prompt * kv_bytes("cuda") / TCP_BYTES_PER_S > 2 * compute_s
     pool = wire.settings["kv_cache_bytes"]
     assert isinstance(pool, int)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from costs.chunks import FORCED_CHUNK_INTERVAL, FORCED_CHUNK_TOKENS, Chunks, ConcurrentDecode, chunks, step_limit
+from costs.chunks import FORCED_CHUNK_INTERVAL, FORCED_CHUNK_TOKENS, Chunks, ConcurrentDecode, chunks_within, step_limit
 from costs.step_cost import CostParameters, StepCost
 from costs.step_work import StepWork
 from wire.messages import Assignment, Role
@@ -17,6 +17,13 @@ H200 = StepCost(
     )
 )
 ROWS, CONTEXT = 20, 40_000
+
+
+def chunks(
+    cost: StepCost, assignment: Assignment | None, most: int, decode: ConcurrentDecode, pairs_per_token: float
+) -> Chunks:
+    """Returns the chunks that a worker with this assignment computes in steps of at most `most` tokens."""
+    return chunks_within(step_limit(cost, assignment, decode), cost, most, decode, pairs_per_token)
 
 
 @pytest.mark.parametrize("target_s", [0.0065, 0.008, 0.025])

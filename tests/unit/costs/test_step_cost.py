@@ -46,11 +46,8 @@ def test_a_prompt_takes_the_time_of_its_steps(
     steps = 0.0
     for start in range(0, tokens, chunk):
         steps += cost.seconds(NOTHING.with_chunk(min(chunk, tokens - start), context + start))
-    assert cost.prefill_seconds(tokens, context, chunk) == pytest.approx(steps)
-
-
-def test_a_prompt_that_is_all_cached_takes_no_time() -> None:
-    assert StepCost(EASY).prefill_seconds(0, 100, 10) == 0.0
+    seconds, count = cost.prefill_seconds(tokens, chunk_pairs(tokens, context), chunk)
+    assert (seconds, count) == (pytest.approx(steps), -(-tokens // chunk))
 
 
 def ratios(spread: float, seed: int = 3) -> list[float]:

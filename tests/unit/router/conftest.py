@@ -84,7 +84,7 @@ class Cluster:
         await until(lambda: not dispatcher._live and not dispatcher._calls, "the router forgot every request")
         await until(lambda: all(w.idle for w in self.workers), "the workers forgot every request")
         for link in dispatcher.pool.links:
-            assert link.state.idle
+            assert not link.request_ids
             assert len(link.leases) == 0
             assert not link.state.gap_targets
         assert not dispatcher._live._by_client_id

@@ -42,7 +42,7 @@ class TestFleet:
         """Adds a live worker: 64 pages of 16 tokens, steps of 512 tokens, batches of 4, or as in `facts`."""
         info = WorkerInfo(PeerRef(name, 1), role, "", MODEL, 64, 16, 4, 512, "cpu", "in-memory")
         worker = WorkerState(replace(info, **facts), self.clock)
-        worker.learn_cost(StepCost(cost))
+        learn_cost(worker, StepCost(cost))
         self.fleet.join(worker)
         self.fleet.set_live(worker, live=True)
         self.workers[name] = worker
@@ -70,6 +70,12 @@ class TestFleet:
         worker = self.workers[name]
         for _ in range(count):
             worker.add_answer(f"answer-{len(worker.request_ids)}", AnswerWork(pages, context, slo))
+
+
+def learn_cost(worker: WorkerState, cost: StepCost) -> None:
+    """Sets the cost of a worker's steps without a load report."""
+    worker.cost = cost
+    worker.refresh()
 
 
 def load(prefill_tokens: int = 0, decode_requests: int = 0, pages_used: int = 0) -> WorkerLoad:

@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.observability.goodput import Goodput
 from router.observability.prediction_quality import PlacementRecord
 from router.observability.verdict import MET, JointVerdict, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
-from router.placement.latency_model import Prediction
+from router.placement.policy import Placement
 from router.refusal import Refusal, Refused
 from router.requests.metrics import RouterMetrics
 from router.requests.request import Admitted, RoutedRequest
@@ -25,7 +25,7 @@ from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.errors import InvalidArgument, TransferFailed, Unavailable
 from wire.generated.tandem.v1 import inference_pb2
-from wire.messages import FinishReason, SamplingParams
+from wire.messages import FinishReason, PeerRef, SamplingParams
 from wire.security.credentials import metrics_key_of
 from wire.tracing.spans import Phase, spans_of
 from wire.tracing.timeline import Edge, EdgeStamp, Timeline
@@ -299,7 +299,7 @@ def test_every_code_begins_at_zero(metrics: RouterMetrics) -> None:
 
 
 def test_predictions_and_regret(metrics: RouterMetrics) -> None:
-    prediction = Prediction(0.2, 0.2, 0.01, 0, 10, 0.3, 0.35, measured=True)
+    prediction = Placement(PeerRef("p", 1), None, 0.2, 0.2, 0.01, 0, 10, 0.3, 0.35)
     record = PlacementRecord("r", "p", "d", "tight", prediction, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
     metrics.placed(record)
     metrics.placed(replace(record, itl_s=None, ttft_s=0.2))

@@ -89,7 +89,7 @@ def test_who_reads_already_goes_before_all_others() -> None:
     resumed = queued("resumed", 3, 9.0, tenant="greedy", priority=1)
     later = queued("later", 4, 9.0)
     resumed.resumed = later.resumed = True
-    queue = filled(RequestQueue(9), queued("new", 1, 1.0, priority=-5), later, resumed)
+    queue = filled(RequestQueue(), queued("new", 1, 1.0, priority=-5), later, resumed)
     queue.charge("greedy", 1e9)
     assert (len(queue), len(queue._tenants)) == (3, 1)
     assert drained(queue) == ["resumed", "later", "new"]
@@ -123,10 +123,10 @@ async def test_others_pass_one_that_only_a_dead_worker_could_serve(cluster: Clus
 def test_a_skipped_request_waits_on_without_a_turn() -> None:
     hopeless, back, other = queued("hopeless", 1, 1.0), queued("back", 2, 9.0), queued("other", 3, 5.0)
     back.resumed = True
-    queue = filled(RequestQueue(3), hopeless, back, other)
+    queue = filled(RequestQueue(), hopeless, back, other)
     queue.skip(back)
     queue.skip(hopeless)
-    assert queue.full_with()
+    assert len(queue) == 3
     assert queue.head() is other
     assert {each.wire_id for each in queue} == {"hopeless", "back", "other"}
     queue.remove(other)
@@ -155,7 +155,7 @@ def test_a_worker_is_given_what_it_is_expected_to_have_room_for() -> None:
             if (pair := scheduler.bind(new)) is not None:
                 record(new, pair, prefill, decode)
                 prefill.remove_prompt(new.wire_id)
-            scheduler.leave(new)
+            scheduler.queue.remove(new)
         return len(decode.request_ids) - before
 
     assert placed(3) == 2

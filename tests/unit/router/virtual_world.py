@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from costs.step_work import chunk_pairs
 from router.config import RouterConfig
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
@@ -103,7 +104,8 @@ class World:
         assert placement.decode is not None
         prefill, decode, name = self.by_peer[placement.prefill], self.by_peer[placement.decode], request.queued.wire_id
         record(request.queued, placement, prefill, decode)
-        compute_s = prefill.cost.prefill_seconds(placement.prediction.computed_tokens, 0, 2048) * self.slowness
+        tokens = placement.computed_tokens
+        compute_s = prefill.cost.prefill_seconds(tokens, chunk_pairs(tokens, 0), 2048)[0] * self.slowness
         done = self._free_at[placement.prefill] = max(self.at.clock.now, self._free_at[placement.prefill]) + compute_s
 
         def first_token() -> None:

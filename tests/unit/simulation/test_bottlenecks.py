@@ -73,7 +73,7 @@ class Stage:
         cluster = self.cluster()
         registries = [metered(each, Roofline(SIZES, self.ceilings)) for each in cluster.workers.values()]
         router = Registry({"model": "model", "role": "router", "worker": "router"})
-        router.read(lambda: {f.REQUESTS_WAITING: len(cluster.router.scheduler)})
+        router.read(lambda: {f.REQUESTS_WAITING: len(cluster.router.scheduler.queue)})
         scrapes: list[Scrape] = []
 
         def scrape() -> None:

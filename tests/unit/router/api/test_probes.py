@@ -86,7 +86,7 @@ async def test_workers_that_the_mode_leaves_out_do_not_count(cluster: Cluster, h
     both = await FakeWorker("both-0", Role.BOTH, token="secret").start()
     await cluster.members(ill, both)
     for mode, ready in ((Mode.DISAGGREGATED, False), (Mode.ADAPTIVE, True)):
-        placement.change_mode(mode)
+        placement.mode = mode
         assert (await http.get("/health")).status_code == (200 if ready else 503)
 
 

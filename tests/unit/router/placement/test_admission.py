@@ -12,7 +12,7 @@ from router.observability.verdict import Outcome, Verdict, rejected
 from router.placement.queue import QueuedRequest
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload, SloClass
-from tests.unit.router.fleets import H200
+from tests.unit.router.fleets import H200, learn_cost
 from tests.unit.router.virtual_world import PROMPT_S, Request, World
 from wire.errors import ResourceExhausted
 from wire.tracing.spans import Phase
@@ -118,7 +118,7 @@ def test_who_has_missed_goes_behind_those_who_can_still_meet() -> None:
     """Nothing was measured, so all are admitted; the first ones take the blame alone."""
     world = World()
     for worker in world.by_peer.values():
-        worker.learn_cost(replace(worker.cost, parameters=replace(worker.cost.parameters, observed=0)))
+        learn_cost(worker, replace(worker.cost, parameters=replace(worker.cost.parameters, observed=0)))
     flood = [world.arrive(1000.0, slo=SECOND) for _ in range(200)]
     fresh = [world.arrive(1001.5 + 0.1 * n, slo=SECOND) for n in range(10)]
     world.run()
@@ -166,9 +166,9 @@ def test_a_worker_that_turns_a_prompt_away_costs_its_tenant_nothing() -> None:
     )
     for each in (first, others):
         world.scheduler.enter(each)
-    for _ in range(10):
-        assert world.scheduler.bind(first) is not None
-        world.scheduler.enter_again(first)
+    for each in (*10 * [first], others):
+        assert world.scheduler.bind(each) is not None
+        world.scheduler.queue.push(each)
     assert world.scheduler.head() is first, "it came first, and was given no more than its prompt"
 
 
@@ -211,7 +211,7 @@ def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:
     for noise in (1.05, 1.2, 1.35):
         world = World()
         for worker in world.by_peer.values():
-            worker.learn_cost(StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
+            learn_cost(worker, StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
         asked = arrivals(world, 1000.0, 6.0, 0.8 * CAPACITY, slo)
         world.run()
         refused.append(sum(each.refused is not None for each in asked))
@@ -226,7 +226,7 @@ def test_more_noise_never_admits_more() -> None:
     for noise in (1.05, 1.2, 1.3, 1.5):
         world = World()
         for worker in world.by_peer.values():
-            worker.learn_cost(StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
+            learn_cost(worker, StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
         asked = arrivals(world, 1000.0, 6.0, CAPACITY, slo)
         world.run()
         refused.append(sum(each.refused is not None for each in asked))
@@ -265,7 +265,7 @@ def test_who_is_not_before_it_is_not_in_its_way(tokens: int, waiting: dict[str, 
     for number in range(300):
         queued = QueuedRequest(f"w{number}", number, 1000.0, 2048, tokens, **waiting)
         world.scheduler._admission.schedule(queued)
-        world.scheduler._queue.push(queued)
+        world.scheduler.queue.push(queued)
     world.scheduler.enter(QueuedRequest("asks", 10**6, 1000.0, 2048, 100, slo=GAP, tenant="calm"))
 
 
@@ -274,7 +274,7 @@ def test_who_is_before_it_is() -> None:
     for number in range(60):
         queued = QueuedRequest(f"w{number}", number, 1000.0, 2048, 100, slo=replace(GAP, name="other"), service_s=0.05)
         world.scheduler._admission.schedule(queued)
-        world.scheduler._queue.push(queued)
+        world.scheduler.queue.push(queued)
     with pytest.raises(Refused, match="is kept up to 5 ms"):
         world.scheduler.enter(QueuedRequest("asks", 10**6, 1000.0, 2048, 100, slo=GAP))
 
@@ -297,7 +297,7 @@ def test_the_worker_that_keeps_it_best_decides() -> None:
     """Not the one that is asked first, which has more room and longer steps; nor one that could not keep it alone."""
     world = World()
     slow = world.at.workers["d0"]
-    slow.learn_cost(StepCost(replace(H200, base_s=14e-3)))
+    learn_cost(slow, StepCost(replace(H200, base_s=14e-3)))
     world.at.answers("d1", 10, context=2000, pages=9_000)
     assert next(iter(world.at.fleet.decodes)) is slow
     world.scheduler.enter(QueuedRequest("fits", 1, 1000.0, 2048, 100, slo=replace(GAP, itl_s=25e-3)))

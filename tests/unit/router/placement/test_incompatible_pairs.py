@@ -86,8 +86,8 @@ def test_a_pair_is_forgotten_in_time_and_with_either_run() -> None:
     assert incompatible.fit(P, PeerRef("d", 2))
     assert incompatible.why([P], [D]) == "because"
     clock.now += REMEMBERED_S
-    assert incompatible.fit(P, D)
     assert incompatible.forget_old()
+    assert incompatible.fit(P, D)
     assert not incompatible
     assert not incompatible.forget_old()
     incompatible.learn(P, D, "because")

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from costs.step_work import chunk_pairs
-from router.placement.latency_model import MISS_S, AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
+from costs.step_work import StepWork, chunk_pairs
+from router.placement.latency_model import AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
 from router.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, need
 from wire.messages import Assignment, Role
@@ -49,7 +49,7 @@ def test_steps_are_as_long_as_the_answers_there_tolerate(at: TestFleet) -> None:
     assert step_s(at) == pytest.approx(0.040 / worker.cost.margin, rel=0.02)
     at.answers("w", 1)
     budget = 512 - 5
-    expected_s = worker.cost.mixed_step_seconds(budget, budget * 1000.0, 5, worker.decode_context)
+    expected_s = worker.cost.seconds(StepWork(budget, budget * 1000.0, 5, worker.decode_context))
     assert step_s(at) == pytest.approx(expected_s, rel=0.02)
 
 
@@ -90,7 +90,7 @@ def test_a_missed_first_token_counts_and_so_does_what_answers_wait(at: TestFleet
     prompt = PromptPrediction(worker, 2000, 0)
     assert PromptPrediction(worker, 2000, 0, left_s=prompt.ttft_s).cost_s == prompt.cost_s
     late = PromptPrediction(worker, 2000, 0, left_s=0.99 * prompt.ttft_s)
-    assert late.cost_s == pytest.approx(prompt.cost_s + MISS_S)
+    assert (late.cost_s, late.misses, prompt.misses) == (prompt.cost_s, 1, 0)
     at.answers("w", 10)
     beside = PromptPrediction(worker, 2000, 0)
     assert beside.cost_s - beside.ttft_s == pytest.approx(10 * (beside.ttft_s - worker.step_s), rel=1e-6)
@@ -114,12 +114,13 @@ def test_every_target_that_an_answer_breaks_counts(at: TestFleet) -> None:
     step_s = AnswerPrediction(worker, 0, request).step_s
     free_s = AnswerPrediction(worker, 0, request).cost_s
     own = SloClass("own", itl_s=1.01 * step_s)
-    assert AnswerPrediction(worker, 0, need(20_000, answer=100, slo=own)).cost_s == pytest.approx(free_s + MISS_S)
+    missed = AnswerPrediction(worker, 0, need(20_000, answer=100, slo=own))
+    assert (missed.cost_s, missed.misses) == (pytest.approx(free_s), 1)
     kept = replace(own, itl_s=1.01 * worker.cost.margin * step_s)
-    assert AnswerPrediction(worker, 0, need(20_000, answer=100, slo=kept)).cost_s == pytest.approx(free_s)
+    assert AnswerPrediction(worker, 0, need(20_000, answer=100, slo=kept)).misses == 0
     at.answers("w", 3, slo=replace(own, itl_s=step_s))
     at.answers("w", 2, slo=LOOSE)
-    assert MISS_S * 3 < AnswerPrediction(worker, 0, request).cost_s < MISS_S * 3 + 5
+    assert AnswerPrediction(worker, 0, request).misses == 3
 
 
 def test_what_is_computed_later_hides_the_transfer_of_what_came_before(at: TestFleet) -> None:

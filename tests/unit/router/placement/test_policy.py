@@ -45,7 +45,7 @@ def test_a_prompt_goes_where_its_beginning_is_unless_too_much_waits_there(at: Te
     asked = need(2000, digests=digests)
     pair = placed(at, asked)
     assert names(pair) == ("p2", "d")
-    assert (pair.prediction.cached_tokens, pair.prediction.computed_tokens) == (1600, 400)
+    assert (pair.cached_tokens, pair.computed_tokens) == (1600, 400)
     at.prompt("p2", 500)
     assert names(placed(at, asked)) == ("p2", "d"), "900 tokens in all are less than 2000"
     at.prompt("p2", 1900)
@@ -79,7 +79,7 @@ def test_the_last_token_is_computed_whatever_is_cached(at: TestFleet) -> None:
     at.add("d", Role.DECODE, **BIG)
     digests = tuple(pages(10))
     at.fleet.prefixes.store(at.workers["p"].slot, digests)
-    prediction = placed(at, need(160, digests=digests)).prediction
+    prediction = placed(at, need(160, digests=digests))
     assert (prediction.cached_tokens, prediction.computed_tokens) == (159, 1)
 
 
@@ -245,11 +245,10 @@ def test_a_prediction_says_what_to_expect(at: TestFleet) -> None:
     at.prompt("p0", 4000)
     at.prompt("p1", 2000)
     at.add("d", Role.DECODE, **BIG)
-    prediction = placed(at, need(1000)).prediction
+    prediction = placed(at, need(1000))
     # 3000 tokens in steps of 2048 and 952, each with 200 tokens for nothing.
     assert prediction.ttft_s == pytest.approx(2 * 4e-3 + (1848 + 752) * 2e-5, rel=0.02)
     assert prediction.itl_s == pytest.approx(4e-3 + 1e-5 + 1030 * 3e-8, rel=0.01)
-    assert prediction.measured
     assert prediction.runner_up_s - prediction.cost_s == pytest.approx(2000 * 2e-5, rel=0.2)
     alone = PlacementPolicy().predict_prompt(need(1000), at.fleet)
     assert alone is not None
@@ -296,9 +295,9 @@ def test_few_workers_are_as_good_as_all(mode: Mode, shared: int, monkeypatch: py
         chosen = policy.place(asked, at.fleet, 0.0)
         assert chosen is not None
         assert right is not None
-        ratios.append(chosen.prediction.cost_s / right.prediction.cost_s)
+        ratios.append(chosen.cost_s / right.cost_s)
         prefill, decode = names(chosen) or ("", "")
-        at.workers[prefill].add_prompt(f"r{number}", PromptWork(chosen.prediction.computed_tokens))
+        at.workers[prefill].add_prompt(f"r{number}", PromptWork(chosen.computed_tokens))
         at.workers[decode].add_answer(f"r{number}", AnswerWork(20, 2150, RELAXED))
         for old in range(max(0, number - 30), number - 20):
             for worker in at.workers.values():
@@ -327,9 +326,7 @@ def test_no_prediction_without_a_worker(at: TestFleet) -> None:
     assert policy.predict_prompt(need(), at.fleet) is None
     assert policy.predict_answer(need(slo=STRICT), at.fleet, 0) is None
     at.add("p", Role.PREFILL, cost=replace(H200, observed=0), **BIG)
-    prediction = policy.predict_prompt(need(), at.fleet)
-    assert prediction is not None
-    assert not prediction.measured
+    assert policy.predict_prompt(need(), at.fleet) is not None
     at.add("d", Role.DECODE, cost=replace(H200, observed=0), **BIG)
     assert policy.predict_answer(need(slo=STRICT), at.fleet, 0) is None, "nothing was measured"
 

@@ -12,7 +12,7 @@ from router.placement.policy import Placement, PlacementPolicy
 from router.placement.prefill_reserve import PrefillReserve
 from router.placement.queue import QueuedRequest
 from router.slo import BEST_EFFORT, SloClass
-from tests.unit.router.fleets import H200, TestFleet, names, need
+from tests.unit.router.fleets import H200, TestFleet, learn_cost, names, need
 from wire.messages import Assignment, Role
 from wire.mode import Mode
 from wire.policy_name import PolicyName
@@ -86,7 +86,7 @@ def test_a_worker_is_reserved_where_shared_steps_do_not_suffice(rows: int, token
 def test_as_many_as_serve_most() -> None:
     """The number is what the prompts need as long as the others can decode all answers, never all workers."""
     counts = []
-    for tokens_per_s in (1000, 8000, 60_000, 10**6):
+    for tokens_per_s in (1500, 12_000, 90_000, 10**6):
         at = fleet(workers=4)
         counts.append(len(reserved(at, fed(at, tokens_per_s))))
     assert counts == [0, 1, 2, 3]
@@ -102,7 +102,7 @@ def test_one_worker_at_least_decodes(workers: int, rows: int) -> None:
 
 def test_answers_that_tolerate_long_steps_need_no_reserve() -> None:
     at = fleet(slo=LOOSE)
-    assert reserved(at, fed(at, 8000), LOOSE) == []
+    assert reserved(at, fed(at, 12_000), LOOSE) == []
 
 
 def test_nothing_is_reserved_before_anything_came() -> None:
@@ -113,26 +113,26 @@ def test_nothing_is_reserved_before_anything_came() -> None:
 @pytest.mark.parametrize("itl_s", [0.0040, 0.0045], ids=["its target", "its target with the margin"])
 def test_a_target_that_an_answer_misses_alone_reserves_nothing(itl_s: float) -> None:
     at = fleet()
-    assert reserved(at, fed(at, 8000), replace(TIGHT, itl_s=itl_s)) == []
+    assert reserved(at, fed(at, 12_000), replace(TIGHT, itl_s=itl_s)) == []
 
 
 def test_nothing_is_reserved_by_guesses() -> None:
     at = fleet()
     for worker in at.workers.values():
-        worker.learn_cost(StepCost(replace(COSTS, observed=0)))
-    assert reserved(at, fed(at, 8000)) == []
+        learn_cost(worker, StepCost(replace(COSTS, observed=0)))
+    assert reserved(at, fed(at, 12_000)) == []
 
 
 def test_workers_that_only_prefill_are_counted_on() -> None:
     at = fleet()
     at.add("p", Role.PREFILL, cost=COSTS, **FACTS)
-    assert reserved(at, fed(at, 8000)) == []
+    assert reserved(at, fed(at, 12_000)) == []
 
 
 def test_the_one_with_the_fewest_answers_and_then_the_same() -> None:
     at = fleet()
     at.workers["w1"].remove_answer("answer-3")
-    reserve = fed(at, 8000)
+    reserve = fed(at, 12_000)
     assert reserved(at, reserve) == ["w1"]
     at.answers("w1", 4, pages=1, context=1000, slo=TIGHT)
     at.clock.now += 1.0
@@ -141,12 +141,12 @@ def test_the_one_with_the_fewest_answers_and_then_the_same() -> None:
 
 def test_it_is_released_when_twice_as_many_answers_would_leave_enough() -> None:
     at = fleet()
-    reserve = fed(at, 8000)
+    reserve = fed(at, 12_000)
     assert reserved(at, reserve) == ["w0"]
     leave(at, 30)
     at.clock.now += 0.1
     assert reserved(at, reserve) == ["w0"], "answers come and end at random"
-    assert reserved(at, fed(at, 8000)) == [], "a fresh one reserves nothing for so many"
+    assert reserved(at, fed(at, 12_000)) == [], "a fresh one reserves nothing for so many"
     leave(at, 10)
     at.clock.now += 0.1
     assert reserved(at, reserve) == []
@@ -155,7 +155,7 @@ def test_it_is_released_when_twice_as_many_answers_would_leave_enough() -> None:
 def test_it_stays_where_twice_as_many_answers_would_break_their_target() -> None:
     """A broken target bounds no steps of prompts; the reserve was given up for that, and taken again, in turns."""
     at = fleet()
-    reserve = fed(at, 8000)
+    reserve = fed(at, 12_000)
     for _ in range(4):
         assert reserved(at, reserve) == ["w0"]
         at.clock.now += 0.1
@@ -163,7 +163,7 @@ def test_it_stays_where_twice_as_many_answers_would_break_their_target() -> None
 
 def test_each_class_has_its_own() -> None:
     at = fleet()
-    reserve = fed(at, 8000)
+    reserve = fed(at, 12_000)
     for _ in range(3):
         assert reserved(at, reserve) == ["w0"]
         assert reserved(at, reserve, LOOSE) == []
@@ -172,14 +172,14 @@ def test_each_class_has_its_own() -> None:
 
 def test_a_load_that_ends_is_forgotten() -> None:
     at = fleet()
-    reserve = fed(at, 8000)
+    reserve = fed(at, 12_000)
     assert reserved(at, reserve) == ["w0"]
-    assert reserved(at, fed(at, 100, reserve, seconds=40)) == []
+    assert reserved(at, fed(at, 150, reserve, seconds=40)) == []
 
 
 def test_a_refusal_changes_nothing() -> None:
     at = fleet(workers=3)
-    reserve = fed(at, 8000)
+    reserve = fed(at, 12_000)
     assert reserved(at, reserve) == ["w0"]
     at.clock.now += 0.1
     at.workers["w0"].pause()
@@ -188,7 +188,7 @@ def test_a_refusal_changes_nothing() -> None:
 
 def test_the_last_worker_does_both() -> None:
     at = fleet()
-    reserve = fed(at, 8000)
+    reserve = fed(at, 12_000)
     assert reserved(at, reserve) == ["w0"]
     at.remove("w1")
     at.clock.now += 0.1
@@ -232,7 +232,7 @@ def test_workers_that_only_prefill_take_prompts_beside_the_reserved_ones() -> No
     at = fleet(workers=4)
     at.add("p", Role.PREFILL, cost=COSTS, **FACTS)
     policy = PlacementPolicy()
-    free = reserved(at, fed(at, 100_000, policy._reserve))
+    free = reserved(at, fed(at, 150_000, policy._reserve))
     assert 0 < len(free) < 4
     assert policy.prefill_workers(asked(), at.fleet) == len(free) + 1
     for name in free:
@@ -259,6 +259,6 @@ def test_other_modes_reserve_nothing(mode: Mode) -> None:
     policy = placing(at, mode)
     assert policy.prefill_workers(asked(), at.fleet) == 2
     assert {made.prefill == made.decode for made in (chosen(policy, at) for _ in range(3))} == {mode is Mode.COLOCATED}
-    policy.change_mode(Mode.ADAPTIVE)
+    policy.mode = Mode.ADAPTIVE
     at.clock.now += 0.1
     assert policy.prefill_workers(asked(), at.fleet) == 1, "what came meanwhile counts"

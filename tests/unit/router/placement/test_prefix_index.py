@@ -95,7 +95,6 @@ def test_a_worker_that_is_gone_leaves_nothing() -> None:
     index.drop(0)
     assert (index.match(prompt).pages(0), index.match(prompt).pages(1), len(index)) == (0, 2, 2)
     index.drop(1)
-    index.drop(1)
     assert len(index) == 0
     assert not index._pages
     assert not index._limits

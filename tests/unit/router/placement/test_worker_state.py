@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from costs.chunks import NO_LIMIT
+from costs.chunks import StepLimit
 from costs.step_cost import StepCost
 from costs.step_work import chunk_pairs
-from router.placement.worker_state import LOAD_FRESH_S, AnswerWork, PromptWork, WorkerState
+from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, load
 from wire.messages import Assignment, Role
@@ -31,15 +31,15 @@ class TestPrompts:
         worker.add_prompt("a", PromptWork(1000))
         worker.add_prompt("b", PromptWork(500, cached=200))
         assert worker.prefill_tokens == 1500
-        assert worker.prefill_pairs == PromptWork(1000).pairs + PromptWork(500, 200).pairs
+        assert worker.prefill_pairs == chunk_pairs(1000, 0) + chunk_pairs(500, 200)
         worker.prompt_computed("a")
         worker.prompt_computed("a")
         assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (500, False, {"a", "b"})
         worker.remove_prompt("b")
         assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (0, True, {"a"})
-        assert (worker.prefill_pairs, worker.idle) == (0.0, False)
+        assert worker.prefill_pairs == 0.0
         worker.remove_prompt("a")
-        assert worker.idle
+        assert not worker.request_ids
 
     def test_the_worker_reports_how_far_a_prompt_is(self, at: TestFleet, worker: WorkerState) -> None:
         worker.add_prompt("a", PromptWork(1000))
@@ -47,7 +47,7 @@ class TestPrompts:
         at.clock.now += 0.05
         worker.report(load(prefill_tokens=400))
         assert worker.prefill_tokens == 400
-        assert worker.prefill_pairs == pytest.approx(PromptWork(400, cached=600).pairs, rel=1e-2)
+        assert worker.prefill_pairs == pytest.approx(chunk_pairs(400, 600), rel=1e-2)
 
     def test_after_its_last_prompt_nothing_is_left(self, at: TestFleet, worker: WorkerState) -> None:
         """An idle worker sends no further report."""
@@ -73,7 +73,8 @@ class TestPrompts:
         assert worker.prefill_pairs == chunk_pairs(700, 0)
         worker.add_prompt("a", PromptWork(1000))
         assert worker.prefill_tokens == 1700
-        at.clock.now += LOAD_FRESH_S
+        worker.expire_report()
+        assert worker.prefill_tokens == 1700
         worker.expire_report()
         assert worker.prefill_tokens == 1000
 
@@ -90,29 +91,28 @@ class TestPrompts:
 
 def test_the_larger_of_own_and_reported_counts(at: TestFleet, worker: WorkerState) -> None:
     worker.report(load(prefill_tokens=700, decode_requests=3, pages_used=20))
-    assert (worker.prefill_tokens, worker.decode_requests, worker.pages_used) == (700, 3, 20)
+    assert (worker.prefill_tokens, worker.decode_requests, worker.pages_free) == (700, 3, 44)
     assert worker.decode_context == 20 * 16, "of other routers' answers only the pages are known"
     at.answers("w", 4, pages=10)
-    assert (worker.decode_requests, worker.pages_used) == (4, 40), "what is on its way there counts at once"
-    assert worker.kv_tokens_free == (64 - 40) * 16
-    at.clock.now += LOAD_FRESH_S + 0.1
+    assert (worker.decode_requests, worker.pages_free) == (4, 24), "what is on its way there counts at once"
+    worker.expire_report()
     worker.expire_report()
     assert (worker.prefill_tokens, worker.decode_requests) == (0, 4)
 
 
 def test_a_fresh_report_is_kept(at: TestFleet, worker: WorkerState) -> None:
-    worker.report(load(prefill_tokens=700))
-    at.clock.now += LOAD_FRESH_S - 0.1
-    worker.expire_report()
+    for _ in range(3):
+        worker.report(load(prefill_tokens=700))
+        worker.expire_report()
     assert worker.prefill_tokens == 700
 
 
 def test_pages_of_an_answer_that_ended_are_free_at_once(at: TestFleet, worker: WorkerState) -> None:
     at.answers("w", 1, pages=10)
     worker.report(load(decode_requests=1, pages_used=12))
-    assert worker.pages_used == 12
+    assert worker.pages_free == 64 - 12
     worker.remove_answer("answer-0")
-    assert worker.pages_used == 0, "the last report still counts them"
+    assert worker.pages_free == 64, "the last report still counts them"
 
 
 def test_nothing_is_left_when_all_is_over(at: TestFleet, worker: WorkerState) -> None:
@@ -123,9 +123,9 @@ def test_nothing_is_left_when_all_is_over(at: TestFleet, worker: WorkerState) ->
     worker.remove_prompt("prompt-0")
     worker.remove_answer("answer-1")
     worker.remove_answer("answer-1")
-    assert worker.idle
+    assert not worker.request_ids
     assert (worker.prefill_pairs, worker.decode_context, worker.gap_targets) == (0, 0, ())
-    assert (worker.step_s, worker.step_limit) == (0.0, NO_LIMIT)
+    assert (worker.step_s, worker.step_limit) == (0.0, StepLimit())
 
 
 def test_a_report_brings_the_newest_costs(worker: WorkerState) -> None:
