@@ -19,7 +19,7 @@ from numba import types
 
 LANES = 16
 F32 = ir.FloatType()
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 VEC = ir.VectorType(F32, LANES)
 
 Builder = Any
