@@ -46,9 +46,11 @@ class DecoderModel:
         self.dtype = parameters.dtype
         """The dtype of the activations."""
         self._kernels = kernels
-        self._embedding = parameters.embedding
         self._final_norm = parameters.final_norm
         self._lm_head = kernels.prepare(Linear(parameters.lm_head))
+        # A tied table that was rearranged for the last product is not kept twice.
+        tied = parameters.lm_head is parameters.embedding
+        self._embedding = self._lm_head.weight if tied else parameters.embedding
         device = parameters.embedding.device
         # Rounded once to the model's dtype, as transformers does.
         scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()

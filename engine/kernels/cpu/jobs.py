@@ -20,7 +20,10 @@ from engine.kernels.cpu.pool import (
 )
 
 HELP, NORM, LINEAR, NORM_LINEAR, GATE_UP, NORM_GATE_UP, ROPE, ATTENTION = range(8)
-"""The operations of `perform`: help, or a job. A product with a norm before it is two jobs, the first of them NORM."""
+"""The operations of `perform`: help, or a job.
+
+A product whose input is normed, or quantized for a packed weight, is two jobs, the first of them NORM.
+"""
 
 TAGS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
 """The values whose types stand for the element types in memory."""
@@ -29,7 +32,7 @@ TAGS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
 @cached_entry
 def perform(shared, scratch, operation, tag):  # type: ignore[no-untyped-def]
     """Runs the operation whose arguments were written, or (HELP) takes chunks of other threads' jobs."""
-    job = _first_job(operation)
+    job = _first_job(shared, operation)
     chunk = await_chunk(shared) if operation == HELP else _begin(shared, job)
     while chunk >= 0:
         _work(shared, chunk, scratch, tag)
@@ -48,8 +51,9 @@ def perform(shared, scratch, operation, tag):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _first_job(operation):  # type: ignore[no-untyped-def]
-    return NORM if operation in {NORM_LINEAR, NORM_GATE_UP} else operation
+def _first_job(shared, operation):  # type: ignore[no-untyped-def]
+    packed = operation in {LINEAR, GATE_UP} and argument(shared, cpu_products.CODE_BITS) != 0
+    return NORM if packed or operation in {NORM_LINEAR, NORM_GATE_UP} else operation
 
 
 @inlined

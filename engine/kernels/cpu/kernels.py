@@ -3,12 +3,15 @@
 A token's numbers do not depend on the other tokens: in steps of fewer than LONG_TOKENS tokens every product runs in one
 order, whatever else is in the step; longer steps, which are prefill, repack their weights and have another order.
 Attention of a row depends on that row alone in any step. An expert's products count its own tokens, not the step's. The
-number of threads changes nothing.
+number of threads changes nothing. Products of packed weights have one order in any step; their input is quantized to
+8 bits in blocks of 32 columns.
 
 Addresses go to machine code unchecked, so tensors must be as the interface requires: contiguous (of the cache, its last
 two dimensions), of the kernels' dtype; norms may be float32.
 docs/decisions/0002-cpu-kernels.md gives the reasons of this design, with figures.
 """
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +27,21 @@ from engine.kernels.cpu import products as cpu_products
 from engine.kernels.cpu import rope as cpu_rope
 from engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
 from engine.kernels.cpu.experts import add_experts, with_wide_router
+from engine.kernels.cpu.integer_units import unit_bytes
+from engine.kernels.cpu.ir import LANES
+from engine.kernels.cpu.panel_weight import CODES_A_BLOCK, UNIT, PanelWeight, has_panels, in_panels
 from engine.kernels.cpu.panels import PANEL_ROWS
 from engine.kernels.cpu.pool import Pool, usable_cores
-from engine.kernels.cpu.products import MAX_CHUNK_ROWS
+from engine.kernels.cpu.products import LONG_TOKENS, MAX_CHUNK_ROWS
 from engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
+from engine.kernels.packed_weight import PackedWeight, Weight
 from engine.kernels.reference import ReferenceKernels, activate, rms_norm
-from engine.kernels.unpacked import unpacked, unpacked_experts
 from wire.errors import Internal
 
 _ALL_POSITIONS = 1 << 30
 _CHUNKS_A_THREAD = 8
+_LONG_CHUNK_ROWS = 64
+"""Rows of a packed weight that many tokens share at a time: they stay in the second-level cache."""
 
 
 class CpuKernels(Kernels):
@@ -50,6 +58,7 @@ class CpuKernels(Kernels):
         self._pool = Pool(self._threads, lambda shared, scratch: cpu_jobs.perform(shared, scratch, cpu_jobs.HELP, tag))
         self._plain = ReferenceKernels()
         self._normed = torch.empty(0, dtype=dtype)
+        self._quantized = torch.empty(0, dtype=torch.uint8)
         self._items = torch.empty(0, dtype=torch.int64)
         self._partials = torch.empty(0)
         # Compiles, or reads an earlier start's code, while the model is loading and not in the first step.
@@ -60,21 +69,30 @@ class CpuKernels(Kernels):
         self._pool.close()
 
     def prepare(self, linear: Linear) -> Linear:
-        """Dequantizes a packed weight, keeps others; raises Internal for one that the machine code would misread."""
-        linear = unpacked(linear, self._dtype)
-        tensors = [linear.matrix] if linear.bias is None else [linear.matrix, linear.bias]
+        """Rearranges a packed weight, or dequantizes it where codes cannot be multiplied; keeps a plain one.
+
+        Raises Internal for one that the machine code would misread.
+        """
+        linear = replace(linear, weight=self._prepared(linear.weight))
+        tensors = [each for each in (linear.weight, linear.bias) if isinstance(each, Tensor)]
         if not all(each.is_contiguous() and each.dtype == self._dtype and is_cpu(each.device) for each in tensors):
-            raise Internal(f"CPU kernels for {self._dtype} were given another weight: {linear.matrix.dtype}, strided.")
+            raise Internal(f"CPU kernels for {self._dtype} were given a weight or bias of another dtype, or strided.")
         return linear
 
+    def _prepared(self, weight: Weight) -> Weight:
+        if not isinstance(weight, PackedWeight):
+            return weight
+        return in_panels(weight) if has_panels(weight) else weight.dequantized(self._dtype)
+
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Keeps weights but packed ones and the router's, which becomes float32; raises Internal as `prepare` does."""
-        experts = unpacked_experts(experts, self._dtype)
-        stacked = ((experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias))
-        for each in (experts.shared_gate_up, experts.shared_down, *(Linear(*pair) for pair in stacked)):
-            if each is not None:
-                self.prepare(each)
-        return with_wide_router(experts)
+        """Prepares each weight as `prepare` does; the router's become float32."""
+        gate_up = self.prepare(Linear(experts.gate_up, experts.gate_up_bias)).weight
+        down = self.prepare(Linear(experts.down, experts.down_bias)).weight
+        shared = (experts.shared_gate_up, experts.shared_down)
+        shared_gate_up, shared_down = (None if each is None else self.prepare(each) for each in shared)
+        return with_wide_router(
+            replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)
+        )
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
         """Looks up the rows of `table`; Internal with a feed, as tokens are always known on a CPU."""
@@ -92,6 +110,8 @@ class CpuKernels(Kernels):
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
     ) -> Tensor:
         """Computes RMSNorm and the gated product as two jobs."""
+        if not _halves_are_apart(gate_up.weight):
+            return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
         out = torch.empty(len(hidden), len(gate_up.weight) // 2, dtype=self._dtype)
         normed, gelu = self._normed_memory(hidden.numel()), activation == "gelu_tanh"
         self._product(cpu_jobs.NORM_GATE_UP, hidden, normed, norm, eps, gate_up, out, gelu=gelu)
@@ -99,7 +119,7 @@ class CpuKernels(Kernels):
 
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
         """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]."""
-        if activation != "silu":
+        if activation != "silu" or not _halves_are_apart(gate_up.weight):
             return activate(self.linear(x, gate_up), activation)
         out = torch.empty(len(x), len(gate_up.weight) // 2, dtype=self._dtype)
         self._product(cpu_jobs.GATE_UP, x, x, None, 0.0, gate_up, out)
@@ -215,13 +235,31 @@ class CpuKernels(Kernels):
     ) -> None:
         """Computes out [T, rows] = or (without a norm) += x · weightᵀ + bias; x is memory for the normed source."""
         tokens, k = source.shape
-        rows = out.shape[1]
-        self._pool.write(
-            cpu_products.PRODUCT, operation, 0, self._chunk_rows(rows, tokens, k), tokens, k, x.data_ptr(),
-            out.data_ptr(), linear.matrix.data_ptr(), _address(linear.bias), rows, norm is None, source.data_ptr(),
-            _address(norm), _is_wide(norm), gelu, eps,
+        rows, weight = out.shape[1], linear.weight
+        arguments = (
+            tokens, k, x.data_ptr(), out.data_ptr(), _codes_of(weight).data_ptr(), _address(linear.bias), rows,
+            norm is None, source.data_ptr(), _address(norm), _is_wide(norm), gelu, eps,
         )  # fmt: skip
+        if isinstance(weight, PanelWeight):
+            step = self._code_chunk_rows(rows, tokens)
+            more = self._code_arguments(weight, tokens)
+            self._pool.write(cpu_products.CODE_PRODUCT, operation, weight.bits, step, *arguments, *more)
+        else:
+            self._pool.write(cpu_products.PRODUCT, operation, 0, self._chunk_rows(rows, tokens, k), *arguments)
         self._perform(operation)
+
+    def _code_arguments(self, weight: PanelWeight, tokens: int) -> tuple[int, ...]:
+        """Returns the arguments of a product that only packed weights have, with memory for the quantized input."""
+        code_bytes = tokens * weight.inputs * unit_bytes() // UNIT
+        scale_bytes = tokens * weight.inputs // CODES_A_BLOCK * self._partials.element_size()
+        if self._quantized.numel() < code_bytes + 2 * scale_bytes:
+            self._quantized = torch.empty(code_bytes + 2 * scale_bytes, dtype=torch.uint8)
+        codes = self._quantized.data_ptr()
+        scales = weight.scales.data_ptr() if weight.scales.numel() else 0
+        return (
+            scales, _address(weight.offsets), weight.factors.data_ptr(), weight.group // CODES_A_BLOCK,
+            codes, codes + code_bytes, codes + code_bytes + scale_bytes,
+        )  # fmt: skip
 
     def _perform(self, operation: int) -> None:
         cpu_jobs.perform(self._pool.shared, self._pool.scratch, operation, self._tag)
@@ -232,6 +270,12 @@ class CpuKernels(Kernels):
             return PANEL_ROWS
         share = rows // (self._threads * _CHUNKS_A_THREAD)
         return min(max(share - share % 4, 8), MAX_CHUNK_ROWS)
+
+    def _code_chunk_rows(self, rows: int, tokens: int) -> int:
+        """Like `_chunk_rows`, in whole panels."""
+        most = MAX_CHUNK_ROWS if tokens < LONG_TOKENS else _LONG_CHUNK_ROWS
+        share = rows // (self._threads * _CHUNKS_A_THREAD)
+        return min(max(share - share % LANES, LANES), most)
 
     def _normed_memory(self, items: int) -> Tensor:
         if self._normed.numel() < items:
@@ -249,6 +293,15 @@ class CpuKernels(Kernels):
         partials = decode * min(group, QUERIES) * (shape.head_dim + 2)
         if blocks > 1 and self._partials.numel() < partials:
             self._partials = torch.empty(partials)
+
+
+def _codes_of(weight: Weight) -> Tensor:
+    return weight.codes if isinstance(weight, PackedWeight) else weight
+
+
+def _halves_are_apart(weight: Weight) -> bool:
+    """Returns True if gate and up rows can be multiplied by themselves: no panel has rows of both."""
+    return not isinstance(weight, PanelWeight) or weight.outputs // 2 % LANES == 0
 
 
 def _layer_address(cache: Tensor, layer: int) -> int:

@@ -3,7 +3,8 @@
 Every output is a dot product in the one order of `vector.dot_tile`, so it depends neither on the other tokens of the
 step nor on the partition of the work. Tokens come in blocks of eight, because sixteen accumulators (two weight rows by
 eight tokens) keep the multipliers busy with ten loads; a chunk's weights come from memory once and are in the
-second-level cache for the blocks that follow.
+second-level cache for the blocks that follow. Products of packed weights quantize their input first (`code_tiles.py`)
+and have one order of sums for any number of tokens.
 """
 
 import math
@@ -11,6 +12,9 @@ import struct
 
 import numpy as np
 
+from engine.kernels.cpu.code_tiles import code_rows, quantize_row, row_code_bytes
+from engine.kernels.cpu.ir import LANES
+from engine.kernels.cpu.panel_weight import CODES_A_BLOCK
 from engine.kernels.cpu.panels import PANEL_BYTES, PANEL_UNITS, panel_rows
 from engine.kernels.cpu.pool import argument, inlined, real
 from engine.kernels.cpu.tiles import BLOCK, dot_rows
@@ -37,28 +41,38 @@ LONG_TOKENS = 48
 TOKENS_A_PANEL = 512
 """Tokens that share a repacked panel; a thread's scratch memory holds it and two such blocks of outputs."""
 
-ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, WIDE_NORM, GELU, EPS = range(2, 16)
+CODE_BITS, ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, WIDE_NORM, GELU, EPS = range(
+    1, 16
+)
 """Indices of the arguments of a product out = x · weightᵀ + bias (0 = none), or out += that.
 
 x [tokens, k] is RMSNorm of `source`, or unchanged input. `rows` are the weight's, or those of each half for gate and
 up. `wide_norm` is 1 if the norm's weight is float32 whatever the model's dtype is, `gelu` 1 if gates have GELU and not
-SiLU.
+SiLU. `norm_weight` 0 leaves x as it is. `code_bits` is 0, or the bits of a packed weight's codes.
 """
 PRODUCT = struct.Struct("=15qd")
+SCALES, OFFSETS, FACTORS, GROUP_BLOCKS, X_CODES, X_SCALES, X_SUMS = range(16, 23)
+"""Indices of the further arguments of a product with a packed weight, as of `code_tiles.code_rows`."""
+CODE_PRODUCT = struct.Struct("=15qd7q")
 
 
 @inlined
 def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
-    """Computes some tokens of x = RMSNorm(source), rounded to the model's dtype once."""
+    """Computes some tokens of x = RMSNorm(source), rounded to the model's dtype once, and quantizes them if needed."""
     source, x, tokens, k = argument(shared, SOURCE), argument(shared, X), argument(shared, TOKENS), argument(shared, K)
     norm, eps = argument(shared, NORM_WEIGHT), real(shared, EPS)
     for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, tokens)):
         start = token * k * item_bytes(tag)
-        factor = norm_factor(source + start, eps, k, tag)
-        if argument(shared, WIDE_NORM) != 0:
-            wide_norm_row(source + start, factor, norm, x + start, k, tag)
-        else:
-            norm_row(source + start, factor, norm, x + start, k, tag)
+        if norm != 0:
+            factor = norm_factor(source + start, eps, k, tag)
+            if argument(shared, WIDE_NORM) != 0:
+                wide_norm_row(source + start, factor, norm, x + start, k, tag)
+            else:
+                norm_row(source + start, factor, norm, x + start, k, tag)
+        if argument(shared, CODE_BITS) != 0:
+            codes, before = argument(shared, X_CODES) + token * row_code_bytes(k), token * (k // CODES_A_BLOCK) * 4
+            scales, sums = argument(shared, X_SCALES) + before, argument(shared, X_SUMS) + before
+            quantize_row(x + start, codes, scales, sums, k, tag)
 
 
 @inlined
@@ -74,12 +88,38 @@ def repacks(tokens, k):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _code_rows(shared, row, n, token, tokens, out, out_stride, tag):  # type: ignore[no-untyped-def]
+    """Computes n rows of a packed weight from `row` on, which begins a panel, for some tokens from `token` on."""
+    k = argument(shared, K)
+    before = token * (k // CODES_A_BLOCK) * 4
+    code_rows(
+        argument(shared, CODE_BITS), argument(shared, WEIGHT), argument(shared, SCALES), argument(shared, OFFSETS),
+        argument(shared, FACTORS), row // LANES, _padded(n) // LANES, k, argument(shared, GROUP_BLOCKS),
+        argument(shared, X_CODES) + token * row_code_bytes(k), argument(shared, X_SCALES) + before,
+        argument(shared, X_SUMS) + before, tokens, out, out_stride, tag,
+    )  # fmt: skip
+
+
+@inlined
+def _padded(rows):  # type: ignore[no-untyped-def]
+    return (rows + LANES - 1) // LANES * LANES
+
+
+@inlined
 def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
     """Computes some weight rows of a product."""
     x, tokens, weight = argument(shared, X), argument(shared, TOKENS), argument(shared, WEIGHT)
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
     n = min(step, argument(shared, ROWS) - first)
+    if argument(shared, CODE_BITS) != 0:
+        y_stride = _padded(n) * F32_BYTES
+        for t in range(0, tokens, BLOCK):
+            block = min(BLOCK, tokens - t)
+            _code_rows(shared, first, n, t, block, scratch, y_stride, tag)
+            for i in range(block):
+                _finish_linear(shared, scratch + i * y_stride, t + i, first, n, tag)
+        return
     weight += first * stride
     if not repacks(tokens, k):
         for t in range(0, tokens, BLOCK):
@@ -115,6 +155,16 @@ def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
     k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
     first, stride = chunk * step, k * item_bytes(tag)
     n = min(step, rows - first)
+    if argument(shared, CODE_BITS) != 0:
+        y_stride = _padded(n) * F32_BYTES
+        ups = scratch + BLOCK * y_stride
+        for t in range(0, tokens, BLOCK):
+            block = min(BLOCK, tokens - t)
+            _code_rows(shared, first, n, t, block, scratch, y_stride, tag)
+            _code_rows(shared, rows + first, n, t, block, ups, y_stride, tag)
+            for i in range(block):
+                _finish_gate_up(shared, scratch + i * y_stride, ups + i * y_stride, t + i, first, n, tag)
+        return
     gate = argument(shared, WEIGHT) + first * stride
     up = gate + rows * stride
     if not repacks(tokens, k):

@@ -13,6 +13,7 @@ X86 = platform.machine() == "x86_64"
 SCRIPT = """
 import sys, torch
 sys.path.insert(0, "tests")
+from kernels.packed_cases import make_packed
 from kernels.steps import LAYER, assert_as_good, heads, make_step
 from engine.kernels.base import Linear
 from engine.kernels.cpu.kernels import CpuKernels
@@ -33,6 +34,12 @@ for dtype in map(torch.__dict__.get, sys.argv[1:]):
     for ours, baseline, exact in zip(*numbers):
         assert_as_good(ours, baseline, exact)
         print(ours.double().sum().item().hex())
+    for kind in ("int8", "int4_offsets"):
+        packed, x8 = make_packed(kind, (32, 128), 32), x[:5, :128].to(dtype)
+        ours = kernels.linear(x8, kernels.prepare(Linear(packed))).double()
+        exact = x8.double() @ packed.dequantized(torch.float64).T
+        assert (ours - exact).norm() <= 0.02 * exact.norm()
+        print(ours.sum().item().hex())
 """
 
 
