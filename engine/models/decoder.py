@@ -89,7 +89,7 @@ class DecoderModel:
         """See `Kernels.end_trials`."""
         self._kernels.end_trials()
 
-    def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: Tensor) -> None:
+    def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: KvCache) -> None:
         """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; see `forward`."""
         layer = self._layers[number]
         layout = layouts[layer.group]

@@ -10,9 +10,10 @@ from engine.config.kv import kv_groups
 from engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
 from engine.kernels.base import StepLayout
 from engine.kernels.packed_weight import Weight
+from engine.models.allocation import allocate_parameters
 from engine.models.decoder import DecoderModel
 from engine.models.families import places_of
-from engine.models.parameters import AttentionParameters, DenseParameters, allocate_parameters
+from engine.models.parameters import AttentionParameters, DenseParameters
 from engine.quantizer.calibration import CalibrationKernels, InputStatistics
 from engine.quantizer.codes import QuantizedWeight
 from engine.quantizer.source import Source
