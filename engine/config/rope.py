@@ -43,6 +43,8 @@ def parse_rope(config: Json, scaling: Json | None = None) -> RopeConfig:
     if kind not in _SUPPORTED:
         raise ModelError(f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_SUPPORTED)}.")
     theta = float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if not 0 < theta < math.inf:
+        raise ModelError(f"rope_theta {theta:g} is not supported; it must be above 0.")
     if kind == "default":
         return RopeConfig(theta=theta)
     # Phi-style files keep the original context at the top level, which takes precedence in transformers.

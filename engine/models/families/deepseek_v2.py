@@ -12,7 +12,15 @@ from engine.config.model import (
     ModelSpec,
 )
 from engine.config.rope import RopeConfig, parse_rope, yarn_temperature
-from engine.models.families.family import Family, Json, make_model, parse_activation, parse_dense, parse_expert_count
+from engine.models.families.family import (
+    Family,
+    Json,
+    check_sizes,
+    make_model,
+    parse_activation,
+    parse_dense,
+    parse_expert_count,
+)
 from engine.models.families.rows import with_halves
 from engine.models.parameters import LatentParameters, Parameters, Place, standard_places
 from wire.errors import ModelError
@@ -73,8 +81,13 @@ def _attention(config: Json) -> LatentAttention:
         v_dim=int(config["v_head_dim"]),
         scale=scale,
     )
-    if min(shape.heads, shape.latent, shape.rope, shape.nope, shape.v_dim) < 1:
-        raise ModelError("all sizes must be at least 1.")
+    check_sizes(
+        num_attention_heads=shape.heads,
+        kv_lora_rank=shape.latent,
+        qk_rope_head_dim=shape.rope,
+        qk_nope_head_dim=shape.nope,
+        v_head_dim=shape.v_dim,
+    )
     if shape.rope % 2:
         raise ModelError(f"qk_rope_head_dim {shape.rope} is not supported; rotary embedding needs pairs of dimensions.")
     if not config.get("rope_interleave", True):

@@ -1,5 +1,6 @@
 """The interface of a model family, and what most of them read from config.json in the same way."""
 
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,8 +92,7 @@ def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | Non
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     dim = int(config.get("head_dim") or head_dim or int(config["hidden_size"]) // heads)
-    if min(heads, kv_heads, dim) < 1:
-        raise ModelError("all sizes must be at least 1.")
+    check_sizes(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim)
     if heads % kv_heads:
         raise ModelError(f"{heads} attention heads do not divide into {kv_heads} key/value heads.")
     rotary = int(dim * rotary_fraction(config))
@@ -101,6 +101,13 @@ def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | Non
     return AttentionShape(
         heads, kv_heads, dim, dim**-0.5 if scale is None else scale, rotary_dims=None if rotary == dim else rotary
     )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ModelError for the first of the sizes, by the names of their fields, that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ModelError(f"{name} {size} is not supported; it must be at least 1.")
 
 
 def parse_window(config: Json) -> int | None:
@@ -169,8 +176,14 @@ def make_model(
         dtype=config.get("dtype") or config.get("torch_dtype"),
         **changes,
     )
-    if min(spec.vocab_size, spec.hidden_size, len(spec.layers), spec.max_context) < 1:
-        raise ModelError("all sizes must be at least 1.")
+    check_sizes(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_hidden_layers=len(spec.layers),
+        max_position_embeddings=spec.max_context,
+    )
+    if not 0 <= spec.norm_eps < math.inf:
+        raise ModelError(f"the epsilon {spec.norm_eps} of the norms is not supported; it must be a number from 0 on.")
     for experts in {layer.feed_forward for layer in layers}:
         if isinstance(experts, MixtureOfExperts):
             _check_experts(config, experts)
@@ -214,8 +227,8 @@ def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
 
 def _check_experts(config: Json, moe: MixtureOfExperts) -> None:
     router = moe.router
-    if min(moe.experts, moe.width, router.groups, router.top_groups) < 1:
-        raise ModelError("all sizes must be at least 1.")
+    check_sizes(num_experts=moe.experts, moe_intermediate_size=moe.width)
+    check_sizes(n_group=router.groups, topk_group=router.top_groups)
     if moe.experts % router.groups:
         raise ModelError(f"{moe.experts} experts do not divide into {router.groups} groups.")
     if router.top_groups > router.groups:
