@@ -21,9 +21,12 @@ _EVALUATION = 4
 """Every fourth block belongs to evaluation."""
 
 
-def sample_text(part: Part) -> str:
-    """Returns one part of the text. No paragraph is in both parts, as each is kept once."""
-    pages = [*(topics[name] for name in sorted(topics)), *_docs()]
+def sample_text(part: Part, *, docs: bool = True) -> str:
+    """Returns one part of the text. No paragraph is in both parts, as each is kept once.
+
+    Without `docs` it is the same at every commit.
+    """
+    pages = [*(topics[name] for name in sorted(topics)), *(_docs() if docs else ())]
     paragraphs = dict.fromkeys(paragraph.strip() for page in pages for paragraph in page.split("\n\n"))
     parts: dict[bool, list[str]] = {True: [], False: []}
     position = 0

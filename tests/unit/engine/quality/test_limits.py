@@ -36,7 +36,8 @@ class Yardstick:
     tokenizer: Tokenizer
 
     def samples(self, part: str, count: int = SAMPLES, tokens: int = TOKENS) -> list[Sequence[int]]:
-        return token_samples(self.tokenizer.encode, sample_text(part), count, tokens)  # type: ignore[arg-type]
+        text = sample_text(part, docs=False)  # type: ignore[arg-type]
+        return token_samples(self.tokenizer.encode, text, count, tokens)
 
     def kl(self, folder: Path) -> float:
         """The mean over the positions of both phases."""
