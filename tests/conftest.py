@@ -135,17 +135,6 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def float_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with all weights in float32, whatever a conversion keeps as codes."""
-    from cli.models.default_model import find_default_model
-    from engine.weights import gguf
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUF_SCHEMES", {}, raising=False)
-        return gguf.prepare_model(find_default_model(), tmp_path_factory.mktemp("float-model"))
-
-
-@pytest.fixture(scope="session")
 def _shelf(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shelf]:

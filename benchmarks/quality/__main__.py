@@ -8,7 +8,7 @@ scored as prompts and as decode steps, and how many numbers hidden in long texts
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from benchmarks.results import run_facts, save_result
 from cli.quantization.quality_view import quality_table
 from cli.quantization.sample_text import sample_text, text_hash, token_samples
 from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
+from engine.config.quantization import Codes
 from engine.models.load_spec import load_spec
 from engine.quality.loading import load_for_comparison
 from engine.quality.teacher_forced import COMPANY, compare
@@ -44,14 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
     """Loads both engines, compares them, prints the tables and returns the result for JSON."""
     folder = prepare_model(chosen.model)
-    other = folder if chosen.candidate is None else prepare_model(chosen.candidate)
+    # A GGUF file is served with its own codes, and is its own reference in float32.
+    other = folder if chosen.candidate is None else prepare_model(chosen.candidate, codes=True)
     context = load_spec(folder).max_context
     lengths = [tokens for tokens in chosen.needle if tokens < context]
     if skipped := [str(tokens) for tokens in chosen.needle if tokens >= context]:
         console.print(f"no needles in {', '.join(skipped)} tokens: the model's context is {context} tokens.")
     tokens = max([chosen.tokens * min(COMPANY, chosen.samples), *lengths])
-    reference = _load(chosen, folder, chosen.reference_dtype, tokens)
-    candidate = _load(chosen, other, chosen.dtype, tokens)
+    reference = load_for_comparison(_config(chosen, folder, chosen.reference_dtype), tokens)
+    packed = {"quantization": chosen.quantization, "kv_cache_dtype": chosen.kv_cache_dtype}
+    candidate = load_for_comparison(replace(_config(chosen, other, chosen.dtype), **packed), tokens)
     tokenizer, text = Tokenizer(folder), sample_text("evaluation")
     samples = token_samples(tokenizer.encode, text, chosen.samples, chosen.tokens)
     with Progress(console=console, transient=True) as progress:
@@ -75,6 +77,7 @@ def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
         "candidate": other.name,
         "reference_dtype": reference.facts.dtype,
         "dtype": candidate.facts.dtype,
+        **packed,
         "text": text_hash(text),
         "samples": chosen.samples,
         "tokens": chosen.tokens,
@@ -86,9 +89,8 @@ def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
     }
 
 
-def _load(chosen: argparse.Namespace, folder: Path, dtype: str, tokens: int) -> ModelRunner:
-    config = EngineConfig(folder, device=chosen.device, dtype=dtype, max_step_tokens=chosen.max_step_tokens)
-    return load_for_comparison(config, tokens)
+def _config(chosen: argparse.Namespace, folder: Path, dtype: str) -> EngineConfig:
+    return EngineConfig(folder, device=chosen.device, dtype=dtype, max_step_tokens=chosen.max_step_tokens)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -96,6 +98,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="the reference: Hugging Face folder or GGUF file")
     parser.add_argument("--candidate", type=Path, help="the model that is compared (the reference's own folder)")
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the candidate (auto)")
+    parser.add_argument("--quantization", choices=list(Codes), help="of the candidate's 16-bit weights, at load")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of the candidate: auto, int8 or fp8 (auto)")
     parser.add_argument("--reference-dtype", choices=_DTYPES, default="auto", help="(auto)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--samples", type=at_least(1), default=32, help="pieces of the text (32)")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.config.kv import kv_groups
 from engine.device import parse_device, parse_dtype, parse_page_tokens
+from engine.kernels.base import Kernels
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
 from engine.quality.teacher_forced import COMPANY
@@ -14,13 +15,16 @@ _SPARE_PAGES = 4
 """The page of no request, and what answers add to a prompt."""
 
 
-def load_for_comparison(config: EngineConfig, tokens: int, progress: Progress | None = None) -> ModelRunner:
+def load_for_comparison(
+    config: EngineConfig, tokens: int, progress: Progress | None = None, *, kernels: Kernels | None = None
+) -> ModelRunner:
     """Loads an engine whose cache holds `tokens` tokens, over at most `COMPANY` samples; raises as `ModelRunner.load`.
 
-    The setting `kv_cache_bytes` is replaced, and so is `max_batch_requests`.
+    The setting `kv_cache_bytes` is replaced, and so is `max_batch_requests`. `kernels` as for `ModelRunner.load`.
     """
     spec, device = load_spec(config.model), parse_device(config.device)
     padded = tokens + (COMPANY + _SPARE_PAGES) * parse_page_tokens(config, device)
     item_bytes = parse_dtype(config, device, spec).itemsize
     capacity = padded * item_bytes * sum(group.elements for group in kv_groups(spec))
-    return ModelRunner.load(replace(config, kv_cache_bytes=capacity, max_batch_requests=COMPANY), progress)
+    sized = replace(config, kv_cache_bytes=capacity, max_batch_requests=COMPANY)
+    return ModelRunner.load(sized, progress, kernels=kernels)

@@ -15,13 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from cli.quantization.sample_text import sample_text, token_samples
 from engine.config import EngineConfig
+from engine.kernels.base import Kernels
+from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
 from engine.quality.loading import load_for_comparison
 from engine.quality.teacher_forced import compare
 from engine.quantizer.quantize import Recipe, quantize
 from engine.quantizer.scheme import SCHEMES
 from router.text.tokenizer import Tokenizer
-from tests.unit.engine.quantizer.plain_reader import read_plainly, write_plain_copy
+from tests.unit.engine.quantizer.plain_reader import read_plainly
 
 SAMPLES, TOKENS = 4, 128
 LAYERS = 2
@@ -39,26 +41,42 @@ class Yardstick:
         text = sample_text(part, docs=False)  # type: ignore[arg-type]
         return token_samples(self.tokenizer.encode, text, count, tokens)
 
-    def kl(self, folder: Path) -> float:
-        """The mean over the positions of both phases."""
-        runner = load_for_comparison(EngineConfig(folder, threads=1), SAMPLES * TOKENS)
-        found = compare(self.runner, runner, self.samples("evaluation"))
+    def load(self, folder: Path, kernels: Kernels | None = None, **changes: str) -> ModelRunner:
+        return load_for_comparison(EngineConfig(folder, threads=1, **changes), SAMPLES * TOKENS, kernels=kernels)
+
+    def kl(self, runner: ModelRunner, reference: ModelRunner | None = None) -> float:
+        """The mean over the positions of both phases, from the model in float32 if no other is given."""
+        found = compare(reference or self.runner, runner, self.samples("evaluation"))
         phases = (found.prefill, found.decode)
         return sum(each.kl * each.positions for each in phases) / sum(each.positions for each in phases)
 
 
 @pytest.fixture(scope="module")
-def full(float_model_folder: Path) -> Yardstick:
-    runner = load_for_comparison(EngineConfig(float_model_folder, threads=1), SAMPLES * TOKENS)
-    return Yardstick(float_model_folder, runner, Tokenizer(float_model_folder))
+def full(model_folder: Path) -> Yardstick:
+    runner = load_for_comparison(EngineConfig(model_folder, threads=1), SAMPLES * TOKENS)
+    return Yardstick(model_folder, runner, Tokenizer(model_folder))
 
 
-@pytest.mark.parametrize(("scheme", "limit"), [("w8a16", 0.005), ("fp8", 0.03)])
-def test_weights_of_8_bits(scheme: str, limit: float, full: Yardstick, tmp_path: Path, tell: Tell) -> None:
-    quantize(full.folder, tmp_path / "out", Recipe(SCHEMES[scheme]), device=torch.device("cpu"))
-    kl = full.kl(write_plain_copy(tmp_path / "out", tmp_path / "copy"))
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [({"quantization": "int8"}, 0.005), ({"quantization": "fp8"}, 0.03), ({"kv_cache_dtype": "int8"}, 0.002)],
+    ids=["weights int8", "weights fp8", "KV int8"],
+)
+def test_codes_of_8_bits(changes: dict[str, str], limit: float, full: Yardstick, tell: Tell) -> None:
+    """With kernels that keep the inputs of products as they are: what the codes alone cost."""
+    kl = full.kl(full.load(full.folder, ReferenceKernels(), **changes))
     tell(f"KL {kl:.4f}, at most {limit}")
     assert kl <= limit
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the CPU's products round inputs to 8 bits as well, which costs 0.003, not 0.002"
+)
+def test_kernels_of_the_cpu_add_little_to_the_codes(full: Yardstick, tell: Tell) -> None:
+    plain = full.load(full.folder, ReferenceKernels(), quantization="int8")
+    kl = full.kl(full.load(full.folder, quantization="int8"), plain)
+    tell(f"KL {kl:.4f}, at most 0.002")
+    assert kl <= 0.002
 
 
 def test_gptq_halves_what_rounding_to_4_bits_costs(full: Yardstick, tmp_path: Path, tell: Tell) -> None:
@@ -71,7 +89,7 @@ def test_gptq_halves_what_rounding_to_4_bits_costs(full: Yardstick, tmp_path: Pa
         shutil.copytree(full.folder, whole, ignore=shutil.ignore_patterns("*.safetensors"))
         weights = load_file(full.folder / "model.safetensors") | read_plainly(out)
         save_file({name: each.contiguous() for name, each in weights.items()}, whole / "model.safetensors")
-        kl[method] = full.kl(whole)
+        kl[method] = full.kl(full.load(whole))
     tell(f"KL of {LAYERS} layers: GPTQ {kl['gptq']:.4f}, RTN {kl['rtn']:.4f}")
     assert kl["gptq"] <= kl["rtn"] / 2
 
