@@ -40,13 +40,20 @@ _DEQUANTIZED_COLUMNS = 1024
 
 def multiplies(weight: PackedWeight) -> bool:
     """Returns True if there is a product for the weight: pieces of its groups are wide enough for the matrix units."""
-    return len(weight.shape) == 2 and _columns(weight) >= _LEAST_COLUMNS
+    return len(weight.shape) == 2 and step_bytes(weight) >= _LEAST_COLUMNS
 
 
 def prepared(weight: PackedWeight) -> PackedWeight:
-    """Returns the weight with the scales of adjacent rows next to each other, as the kernels load them."""
-    offsets = None if weight.offsets is None else weight.offsets.t().contiguous().t()
-    return PackedWeight(weight.codes, weight.scales.t().contiguous().t(), offsets, weight.group)
+    """Returns the weight with float32 scales, those of adjacent rows next to each other.
+
+    Only loads of four bytes or more are issued some steps ahead of their use.
+    """
+    offsets = None if weight.offsets is None else _by_group(weight.offsets)
+    return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
+
+
+def _by_group(scales: Tensor) -> Tensor:
+    return scales.t().contiguous().float().t()
 
 
 def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
@@ -107,7 +114,7 @@ def launch(
     """
     (tokens, k), n = x.shape, out.shape[1]
     if tile is None:
-        tile = tile_for(tokens, n, k, op == GATE_UP.value, _columns(weight))
+        tile = tile_for(tokens, n, k, op == GATE_UP.value, step_bytes(weight))
     grid = (triton.cdiv(n, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
     packed_kernel[grid](
@@ -117,9 +124,9 @@ def launch(
         K=k, GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
         OFFSETS=weight.offsets is not None, OP=op, GELU=gelu,
         NORM=NO_NORM.value if norm is None else NORM_LAST.value, BIAS=bias is not None,
-        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits,
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
         VECTOR=min(16 // x.element_size(), tile.columns),
-        PDL=pdl, num_stages=tile.stages, num_warps=tile.warps, launch_pdl=pdl,
+        PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -162,7 +169,7 @@ def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tu
         yield rows, piece
 
 
-def _columns(weight: PackedWeight) -> int:
+def step_bytes(weight: PackedWeight) -> int:
     """Returns the most bytes of codes in a row that have a single scale wherever a step of that width begins."""
     columns = weight.shape[1]
     group = 0 if weight.group == columns else weight.group  # one scale a row bounds nothing

@@ -47,13 +47,27 @@ def nibbles_as(codes, centre: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _input(x_at, norm, columns, inside, present, folded, NORM: tl.constexpr, VECTOR: tl.constexpr):
+def _codes_at(rows_at, at, inside, EVEN: tl.constexpr):
+    """Loads some columns of codes; without a mask, which would make the loads narrow, where all are `inside`."""
+    if EVEN:
+        return tl.load(rows_at + at[None, :], eviction_policy="evict_first")
+    return tl.load(rows_at + at[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _input(x_at, norm, columns, inside, present, folded, EVEN: tl.constexpr, NORM: tl.constexpr, VECTOR: tl.constexpr):
     """Loads some columns of the tokens, times the norm's weight → [tokens, columns], and their squares summed."""
-    loaded = tl.load(x_at + columns[None, :], mask=present & inside[None, :], other=0.0)
+    if EVEN:
+        loaded = tl.load(x_at + columns[None, :], mask=present, other=0.0)
+    else:
+        loaded = tl.load(x_at + columns[None, :], mask=present & inside[None, :], other=0.0)
     if NORM:
         wide = loaded.to(tl.float32)
         folded += fold(wide * wide, VECTOR)
-        scale = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+        if EVEN:
+            scale = tl.load(norm + columns).to(tl.float32)
+        else:
+            scale = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
         loaded = (wide * scale[None, :]).to(loaded.dtype)
     return loaded, folded
 
@@ -110,6 +124,7 @@ def packed_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -121,6 +136,7 @@ def packed_kernel(
     """
     BYTES: tl.constexpr = K * BITS // 8
     STEPS: tl.constexpr = (BYTES + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
+    EVEN: tl.constexpr = BYTES % (COLUMNS * SPLITS) == 0
     GROUPED: tl.constexpr = GROUP < K
     GROUPS: tl.constexpr = K // GROUP
     MIDDLE: tl.constexpr = 0 if OFFSETS else CENTRE
@@ -142,16 +158,12 @@ def packed_kernel(
     folded = tl.zeros((TOKENS, COLUMNS // VECTOR), tl.float32)
     totals = tl.zeros((TOKENS,), tl.float32)
     within = tl.arange(0, COLUMNS)
-    for step in tl.range(0, STEPS):
+    for step in tl.range(0, STEPS, num_stages=STAGES):
         start = (split * STEPS + step) * COLUMNS
         inside = start + within < BYTES
-        held = tl.load(
-            rows_at + (start + within)[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first"
-        )
+        held = _codes_at(rows_at, start + within, inside, EVEN)
         if OP == GATE_UP:
-            held_up = tl.load(
-                up_rows_at + (start + within)[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first"
-            )
+            held_up = _codes_at(up_rows_at, start + within, inside, EVEN)
         first = start
         half = 0
         if BITS == 4:
@@ -159,8 +171,9 @@ def packed_kernel(
             first = tile * TILE + start % (TILE // 2)
             half = tl.minimum(TILE, K - tile * TILE) // 2
         for part in tl.static_range(8 // BITS):
-            at = first + part * half
-            loaded, folded = _input(x_at, norm, at + within, inside, present, folded, NORM, VECTOR)
+            # Known to be a multiple, so that loads are wide.
+            at = tl.multiple_of(first + part * half, COLUMNS)
+            loaded, folded = _input(x_at, norm, at + within, inside, present, folded, EVEN, NORM, VECTOR)
             total = totals
             if OFFSETS:
                 total = tl.sum(loaded.to(tl.float32), axis=1)

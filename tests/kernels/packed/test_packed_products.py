@@ -139,7 +139,7 @@ def test_dequantized_by_the_kernel(kind: str) -> None:
 )  # fmt: skip
 def test_pieces_never_cross_a_group(kind: str, k: int, group: int, columns: int) -> None:
     packed = make_packed(kind, (2, k), group)
-    assert packed_products._columns(packed) == columns
+    assert packed_products.step_bytes(packed) == columns
     assert packed_products.multiplies(packed)
 
 
