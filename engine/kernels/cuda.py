@@ -3,6 +3,7 @@
 Attention is paged decode attention for rows of one token and flash-attn-4 for longer ones.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -21,6 +22,8 @@ from engine.kernels.linear import triton_linear
 from engine.kernels.linear.gated_product import GatedProduct
 from engine.kernels.linear.triton_activation import gelu_mul
 from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
+from engine.kernels.packed import packed_products
+from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.rowwise import triton_rope
 from engine.kernels.rowwise.triton_embed import embed
 from engine.kernels.rowwise.triton_norm import norm_add, rms_norm
@@ -94,7 +97,10 @@ class CudaKernels(Kernels):
         return self._latent.capturable_tokens
 
     def prepare(self, linear: Linear) -> Linear:
-        """Dequantizes a packed weight."""
+        """Rearranges a packed weight's scales; dequantizes one that there is no product for."""
+        weight = linear.weight
+        if isinstance(weight, PackedWeight) and packed_products.multiplies(weight):
+            return replace(linear, weight=packed_products.prepared(weight))
         return unpacked(linear, self._dtype)
 
     def prepare_experts(self, experts: Experts) -> Experts:
@@ -124,6 +130,8 @@ class CudaKernels(Kernels):
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         """Computes RMSNorm and the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        if isinstance(linear.weight, PackedWeight):
+            return packed_products.norm_linear(hidden, norm, eps, linear, pdl=self._pdl)
         if not _streams(hidden, linear):
             return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
         x, scale = self._normed(hidden, norm, eps)
@@ -133,6 +141,8 @@ class CudaKernels(Kernels):
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
     ) -> Tensor:
         """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
+        if isinstance(gate_up.weight, PackedWeight):
+            return packed_products.norm_gate_up(hidden, norm, eps, gate_up, pdl=self._pdl, activation=activation)
         x, scale = self._normed(hidden, norm, eps, streamed=_streams(hidden, gate_up))
         return self._gate_up(x, scale, eps, gate_up, activation)
 
@@ -148,12 +158,17 @@ class CudaKernels(Kernels):
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        if isinstance(linear.weight, PackedWeight):
+            return packed_products.norm_linear(x, None, 0.0, linear, pdl=self._pdl)
         if _streams(x, linear):
             return triton_linear.norm_linear(x, None, 0.0, linear.matrix, linear.bias, pdl=self._pdl)
         return _product(x, linear)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`, as a streaming kernel for few tokens, else with cuBLAS."""
+        if isinstance(linear.weight, PackedWeight):
+            packed_products.linear_add(x, linear, hidden, pdl=self._pdl)
+            return
         if _streams(x, linear):
             triton_linear.linear_add(x, linear.matrix, linear.bias, hidden, pdl=self._pdl)
             return

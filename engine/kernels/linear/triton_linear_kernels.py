@@ -29,7 +29,7 @@ def _load_columns(pointers, columns, K, EVEN: tl.constexpr, POLICY: tl.constexpr
 
 
 @triton.jit
-def _fold(numbers, VECTOR: tl.constexpr):
+def fold(numbers, VECTOR: tl.constexpr):
     """Sums [rows, columns] → [rows, columns / VECTOR] within a thread, without a shuffle."""
     parts: tl.constexpr = numbers.shape[1] // VECTOR
     return tl.sum(tl.reshape(numbers, (numbers.shape[0], parts, VECTOR)), axis=2)
@@ -93,26 +93,26 @@ def gemv_kernel(
     if K <= COLUMNS:
         wide = _load_columns(x_at, columns, K, EVEN, "evict_last").to(tl.float32)
         if NORM:
-            squares = _fold(wide * wide, VECTOR)
+            squares = fold(wide * wide, VECTOR)
             wide *= scale.to(tl.float32)
-        sums = _fold(held.to(tl.float32) * wide, VECTOR)
+        sums = fold(held.to(tl.float32) * wide, VECTOR)
         if OP == GATE_UP:
-            sums_up = _fold(held_up.to(tl.float32) * wide, VECTOR)
+            sums_up = fold(held_up.to(tl.float32) * wide, VECTOR)
     else:
         for start in tl.range(0, K, COLUMNS):
             later = columns + start + COLUMNS
             coming = tl.load(first + start + COLUMNS, mask=later[None, :] < K, other=0.0, eviction_policy="evict_first")
             wide = _load_columns(x_at + start, columns + start, K, EVEN, "evict_last").to(tl.float32)
             if NORM:
-                squares += _fold(wide * wide, VECTOR)
+                squares += fold(wide * wide, VECTOR)
                 wide *= scale.to(tl.float32)
                 scale = tl.load(norm_at + start + COLUMNS, mask=later[None, :] < K, other=0.0)
-            sums += _fold(held.to(tl.float32) * wide, VECTOR)
+            sums += fold(held.to(tl.float32) * wide, VECTOR)
             if OP == GATE_UP:
                 coming_up = tl.load(
                     second + start + COLUMNS, mask=later[None, :] < K, other=0.0, eviction_policy="evict_first"
                 )
-                sums_up += _fold(held_up.to(tl.float32) * wide, VECTOR)
+                sums_up += fold(held_up.to(tl.float32) * wide, VECTOR)
                 held_up = coming_up
             held = coming
     factor = 1.0
@@ -161,6 +161,44 @@ def _finish(
     if OP == ADD:
         sums += tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish_split(
+    sums, sums_up, squares, bias, out, partials, counters, rows, tokens, split, T, N, eps,
+    K: tl.constexpr, OP: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Finishes an output tile; if it is split, stores the sums, which the last program to arrive adds in order."""
+    if SPLITS == 1:
+        _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
+    else:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        area: tl.constexpr = ROWS * TOKENS
+        slot: tl.constexpr = (2 if OP == GATE_UP else 1) * area + TOKENS
+        within = tl.arange(0, ROWS)[:, None] + tl.arange(0, TOKENS)[None, :] * ROWS
+        base = partials + tile.to(tl.int64) * (SPLITS * slot)
+        mine = base + split * slot
+        tl.store(mine + within, sums)
+        if OP == GATE_UP:
+            tl.store(mine + area + within, sums_up)
+        if NORM == NORM_LAST:
+            tl.store(mine + (slot - TOKENS) + tl.arange(0, TOKENS), squares)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            sums = tl.zeros((ROWS, TOKENS), tl.float32)
+            sums_up = tl.zeros((ROWS, TOKENS), tl.float32)
+            squares = tl.zeros((TOKENS,), tl.float32)
+            for part in tl.static_range(SPLITS):
+                sums += tl.load(base + part * slot + within, cache_modifier=".cg")
+                if OP == GATE_UP:
+                    sums_up += tl.load(base + part * slot + area + within, cache_modifier=".cg")
+                if NORM == NORM_LAST:
+                    theirs = base + part * slot + (slot - TOKENS) + tl.arange(0, TOKENS)
+                    squares += tl.load(theirs, cache_modifier=".cg")
+            _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
+            tl.store(counters + tile, 0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -235,7 +273,7 @@ def skinny_kernel(
         if NORM:
             wide = scaled.to(tl.float32)
             if NORM == NORM_LAST:
-                folded += _fold(wide * wide, VECTOR)
+                folded += fold(wide * wide, VECTOR)
             else:
                 wide *= factor[:, None]
             scaled = (wide * scale.to(tl.float32)[None, :]).to(x.dtype.element_ty)
@@ -247,32 +285,7 @@ def skinny_kernel(
             held_up = _load_columns(up_rows_at[:, None] + at[None, :], at, K, EVEN, "evict_first")
             sums_up = tl.dot(held_up, right, sums_up, input_precision="ieee")
     squares = tl.sum(folded, axis=1)
-    if SPLITS == 1:
-        _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
-    else:
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        area: tl.constexpr = ROWS * TOKENS
-        slot: tl.constexpr = (2 if OP == GATE_UP else 1) * area + TOKENS
-        within = tl.arange(0, ROWS)[:, None] + tl.arange(0, TOKENS)[None, :] * ROWS
-        base = partials + tile.to(tl.int64) * (SPLITS * slot)
-        mine = base + split * slot
-        tl.store(mine + within, sums)
-        if OP == GATE_UP:
-            tl.store(mine + area + within, sums_up)
-        if NORM == NORM_LAST:
-            tl.store(mine + (slot - TOKENS) + tl.arange(0, TOKENS), squares)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
-            sums = tl.zeros((ROWS, TOKENS), tl.float32)
-            sums_up = tl.zeros((ROWS, TOKENS), tl.float32)
-            squares = tl.zeros((TOKENS,), tl.float32)
-            for part in tl.static_range(SPLITS):
-                sums += tl.load(base + part * slot + within, cache_modifier=".cg")
-                if OP == GATE_UP:
-                    sums_up += tl.load(base + part * slot + area + within, cache_modifier=".cg")
-                if NORM == NORM_LAST:
-                    theirs = base + part * slot + (slot - TOKENS) + tl.arange(0, TOKENS)
-                    squares += tl.load(theirs, cache_modifier=".cg")
-            _finish(sums, sums_up, squares, bias, out, rows, tokens, T, N, eps, K, OP, GELU, NORM, BIAS)
-            tl.store(counters + tile, 0)
+    finish_split(
+        sums, sums_up, squares, bias, out, partials, counters, rows, tokens, split, T, N, eps,
+        K, OP, GELU, NORM, BIAS, ROWS, TOKENS, SPLITS,
+    )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Products with a packed weight on GPUs, by how many tokens share the weight.
+
+Up to FUSED_TOKENS the codes are unpacked in registers, as the left operand of the matrix units: few tokens stream
+codes instead of numbers, and from some dozens on a tile's unpacking is shared by its tokens. Beyond, some rows of the
+weight at a time are dequantized into scratch memory for the library's product.
+
+Activations stay in the model's dtype. A group's products are summed before they are scaled, in float32. The same inputs
+give the same bits in every run; a token's bits are the same in all steps with the same tile (`tile_for`).
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import gcd
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from engine.kernels.base import Linear
+from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
+from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, reserve_scratch
+from engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
+from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, fits_scratch
+from engine.kernels.linear.triton_linear_tiles import Skinny
+from engine.kernels.packed.triton_packed import dequantize_kernel, packed_kernel
+from engine.kernels.packed_weight import TILE, PackedWeight
+from engine.kernels.rowwise.triton_norm import rms_norm
+
+FUSED_TOKENS = 1024
+"""The largest step whose product unpacks codes in registers: beyond, dequantizing once costs less than in each tile."""
+SCRATCH_ITEMS = 1 << 25
+"""Elements of a weight that are dequantized at a time: 64 MiB in 16 bits."""
+_MULTIPROCESSORS = 132
+_MOST_SPLITS = 8
+_LEAST_COLUMNS = 16
+"""The least number of columns that the matrix units multiply."""
+_DEQUANTIZED_COLUMNS = 1024
+
+
+def multiplies(weight: PackedWeight) -> bool:
+    """Returns True if there is a product for the weight: pieces of its groups are wide enough for the matrix units."""
+    return len(weight.shape) == 2 and step_bytes(weight) >= _LEAST_COLUMNS
+
+
+def prepared(weight: PackedWeight) -> PackedWeight:
+    """Returns the weight with float32 scales, those of adjacent rows next to each other.
+
+    Only loads of four bytes or more are issued some steps ahead of their use.
+    """
+    offsets = None if weight.offsets is None else _by_group(weight.offsets)
+    return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
+
+
+def _by_group(scales: Tensor) -> Tensor:
+    return scales.t().contiguous().float().t()
+
+
+def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
+    """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
+    x, norm = _normed(hidden, norm, eps, pdl)
+    weight = _packed(linear)
+    out = x.new_empty(len(x), len(weight))
+    if len(x) <= FUSED_TOKENS:
+        launch(x, norm, eps, weight, linear.bias, out, STORE.value, pdl=pdl)
+    else:
+        for rows, matrix in _dequantized_pieces(weight, x.dtype):
+            out[:, rows] = F.linear(x, matrix, None if linear.bias is None else linear.bias[rows])
+    return out
+
+
+def norm_gate_up(
+    hidden: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, *, pdl: bool, activation: str = "silu"
+) -> Tensor:
+    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
+    gelu = activation == "gelu_tanh"
+    x, norm = _normed(hidden, norm, eps, pdl)
+    if len(x) > FUSED_TOKENS:
+        both = norm_linear(x, None, eps, gate_up, pdl=pdl)
+        return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
+    weight = _packed(gate_up)
+    out = x.new_empty(len(x), len(weight) // 2)
+    launch(x, norm, eps, weight, gate_up.bias, out, GATE_UP.value, pdl=pdl, gelu=gelu)
+    return out
+
+
+def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
+    """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    if len(x) <= FUSED_TOKENS:
+        launch(x, None, 0.0, _packed(linear), linear.bias, hidden, ADD.value, pdl=pdl)
+        return
+    for rows, matrix in _dequantized_pieces(_packed(linear), x.dtype):
+        hidden[:, rows].addmm_(x, matrix.t())
+    if linear.bias is not None:
+        hidden += linear.bias
+
+
+def launch(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    op: int,
+    *,
+    pdl: bool,
+    gelu: bool = False,
+    tile: Skinny | None = None,
+) -> None:
+    """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
+
+    A tile's `columns` are bytes of codes; they have to divide those of `tile_for`.
+    """
+    (tokens, k), n = x.shape, out.shape[1]
+    if tile is None:
+        tile = tile_for(tokens, n, k, op == GATE_UP.value, step_bytes(weight))
+    grid = (triton.cdiv(n, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)
+    partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
+    packed_kernel[grid](
+        x, x if norm is None else norm, weight.codes.view(torch.uint8), weight.scales,
+        weight.scales if weight.offsets is None else weight.offsets, x if bias is None else bias, out, partials,
+        counters, tokens, n, eps, *weight.scales.stride(),
+        K=k, GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
+        OFFSETS=weight.offsets is not None, OP=op, GELU=gelu,
+        NORM=NO_NORM.value if norm is None else NORM_LAST.value, BIAS=bias is not None,
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
+        VECTOR=min(16 // x.element_size(), tile.columns),
+        PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def tile_for(tokens: int, n: int, k: int, paired: bool, columns: int) -> Skinny:
+    """Returns the tile for a step of `tokens` and n outputs; `columns` bytes of codes have a single scale.
+
+    No measured tiles yet: two programs per multiprocessor where the outputs are few, as for plain weights.
+    """
+    bucket = next((size for size in (16, 32, 64) if tokens <= size), 128)
+    rows, warps = (128, 8) if bucket == 128 and not paired else (64, 4)
+    tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
+    splits = 1
+    while tiles * splits < 3 * _MULTIPROCESSORS // 2 and k >= splits * 4 * TILE and splits < _MOST_SPLITS:
+        splits *= 2
+    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages=5, warps=warps), tiles, paired):
+        splits //= 2
+    return tile
+
+
+def dequantize(weight: PackedWeight, out: Tensor) -> None:
+    """Computes the weight [N, K] into `out`, rounded to its dtype once."""
+    columns = weight.codes.shape[1]
+    dequantize_kernel[(len(weight), triton.cdiv(columns, _DEQUANTIZED_COLUMNS))](
+        weight.codes.view(torch.uint8), weight.scales, weight.scales if weight.offsets is None else weight.offsets, out,
+        *weight.scales.stride(), K=out.shape[1], GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
+        OFFSETS=weight.offsets is not None, COLUMNS=_DEQUANTIZED_COLUMNS,
+    )  # fmt: skip
+
+
+def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yields some rows of the weight after the others, in the same scratch memory."""
+    n, k = weight.shape
+    step = min(max(SCRATCH_ITEMS // k, 1), n)
+    scratch = torch.empty(step, k, dtype=dtype, device=weight.device)
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        piece = scratch[: rows.stop - first]
+        dequantize(weight[rows], piece)
+        yield rows, piece
+
+
+def step_bytes(weight: PackedWeight) -> int:
+    """Returns the most bytes of codes in a row that have a single scale wherever a step of that width begins."""
+    columns = weight.shape[1]
+    group = 0 if weight.group == columns else weight.group  # one scale a row bounds nothing
+    if weight.bits == 8:
+        return gcd(TILE, group)
+    return gcd(gcd(TILE // 2, group), columns % TILE // 2)
+
+
+def _is_float(weight: PackedWeight) -> bool:
+    return weight.codes.dtype.is_floating_point
+
+
+def _normed(hidden: Tensor, norm: Tensor | None, eps: float, pdl: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the input of a product, and the norm that its kernel has to apply.
+
+    float16 cannot hold x ∘ norm of every x.
+    """
+    if norm is None or (len(hidden) <= FUSED_NORM_TOKENS and hidden.dtype != torch.float16):
+        return hidden, norm
+    return rms_norm(hidden, norm, eps, pdl=pdl), None
+
+
+def _packed(linear: Linear) -> PackedWeight:
+    assert isinstance(linear.weight, PackedWeight)
+    return linear.weight

@@ -1,0 +1,148 @@
+"""Products with packed weights in Triton: those of the dequantized weight, for every form of codes and scales."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.base import Linear
+from engine.kernels.linear.triton_linear_tiles import Skinny
+from engine.kernels.packed import packed_products
+from engine.kernels.packed.triton_packed import bytes_as, nibbles_as
+from engine.kernels.packed_weight import PackedWeight
+from engine.kernels.reference import ReferenceKernels
+from tests.kernels.packed_cases import KINDS, make_packed
+from tests.kernels.product_cases import DEVICE, EPS
+from tests.kernels.steps import assert_as_good
+
+REFERENCE = ReferenceKernels()
+# Triton's interpreter multiplies the bit patterns of bfloat16 as integers: float16 is tested for both on the CPU.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+PDL = False
+SHAPES = [(1, 40, 256, 128), (3, 70, 192, 64), (17, 64, 96, 32), (2, 32, 576, 576)]
+"""(tokens, rows, k, group): whole tiles of 4-bit codes and a shorter last one, several groups and one scale a row."""
+
+
+class Case:
+    """Random inputs of a product that every dtype holds exactly, in float64, and its packed weight."""
+
+    def __init__(self, kind: str, tokens: int, rows: int, k: int, group: int, *, bias: bool) -> None:
+        generator = torch.Generator().manual_seed(tokens)
+
+        def random(*sizes: int) -> Tensor:
+            return (torch.randn(*sizes, generator=generator) * 16).round().clamp(-64, 64).double().to(DEVICE) / 16
+
+        packed = make_packed(kind, (rows, k), group, seed=k)
+        parts = [None if part is None else part.to(DEVICE) for part in (packed.codes, packed.scales, packed.offsets)]
+        codes, scales, offsets = parts
+        assert codes is not None
+        assert scales is not None
+        self.packed = packed_products.prepared(PackedWeight(codes, scales, offsets, group))
+        self.x, self.norm, self.residual = random(tokens, k), random(k), random(tokens, rows)
+        self.bias = random(rows) if bias else None
+
+    def linear(self, dtype: torch.dtype, dequantized: torch.dtype | None = None) -> Linear:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return Linear(self.packed if dequantized is None else self.packed.dequantized(dequantized).to(dtype), bias)
+
+    def ours(self, operation: str, dtype: torch.dtype) -> Tensor:
+        x, norm, linear = self.x.to(dtype), self.norm.to(dtype), self.linear(dtype)
+        if operation == "norm_linear":
+            return packed_products.norm_linear(x, norm, EPS, linear, pdl=PDL)
+        if operation in {"silu", "gelu_tanh"}:
+            return packed_products.norm_gate_up(x, norm, EPS, linear, pdl=PDL, activation=operation)
+        hidden = self.residual.to(dtype)
+        packed_products.linear_add(x, linear, hidden, pdl=PDL)
+        return hidden
+
+    def torch(self, operation: str, dtype: torch.dtype, weight: torch.dtype) -> Tensor:
+        x, norm, linear = self.x.to(dtype), self.norm.to(dtype), self.linear(dtype, weight)
+        if operation == "norm_linear":
+            return REFERENCE.norm_linear(x, norm, EPS, linear)
+        if operation in {"silu", "gelu_tanh"}:
+            return REFERENCE.norm_gate_up(x, norm, EPS, linear, operation)
+        hidden = self.residual.to(dtype, copy=True)
+        REFERENCE.linear_add(x, linear, hidden)
+        return hidden
+
+
+def check(operation: str, cases: list[Case], dtype: torch.dtype) -> None:
+    found = torch.cat([case.ours(operation, dtype).flatten() for case in cases])
+    baseline = torch.cat([case.torch(operation, dtype, dtype).flatten() for case in cases])
+    exact = torch.cat([case.torch(operation, torch.float64, torch.float64).flatten() for case in cases])
+    assert_as_good(found, baseline, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", ["norm_linear", "silu", "gelu_tanh", "linear_add"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_the_dequantized_weight(kind: str, operation: str, dtype: torch.dtype) -> None:
+    check(operation, [Case(kind, *shape, bias=number % 2 == 0) for number, shape in enumerate(SHAPES)], dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", ["norm_linear", "silu", "linear_add"])
+def test_long_prompts_are_multiplied_by_dequantized_pieces(
+    kind: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_products, "FUSED_TOKENS", 4)
+    monkeypatch.setattr(packed_products, "FUSED_NORM_TOKENS", 4)
+    monkeypatch.setattr(packed_products, "SCRATCH_ITEMS", 30 * 192)
+    check(operation, [Case(kind, 5, 64, 192, 64, bias=True), Case(kind, 7, 64, 192, 192, bias=False)], torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["int8_offsets", "int4", "int4_offsets"])
+@pytest.mark.parametrize("operation", ["norm_linear", "silu"])
+@pytest.mark.parametrize("group", [64, 320])
+def test_programs_share_the_columns(kind: str, operation: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps of columns are divided among two programs, the second of which has one less."""
+    tile = Skinny(rows=32, tokens=16, columns=32, splits=2, stages=2, warps=4)
+    monkeypatch.setattr(packed_products, "tile_for", lambda *_: tile)
+    check(operation, [Case(kind, 3, 64, 320, group, bias=True)], torch.float32)
+
+
+@triton.jit
+def _convert(bytes_, nibbles, out, FP8: tl.constexpr, CENTRE: tl.constexpr):
+    at = tl.arange(0, 256)
+    held = tl.load(bytes_ + at)
+    tl.store(out + at, bytes_as(held, FP8, tl.bfloat16).to(tl.float32))
+    tl.store(nibbles + at[None, :], nibbles_as((held & 15)[None, :], CENTRE, tl.bfloat16).to(tl.float32))
+
+
+@pytest.mark.parametrize(("dtype", "centre"), [(torch.int8, 0), (torch.float8_e4m3fn, 8)])
+def test_every_code_as_bfloat16(dtype: torch.dtype, centre: int) -> None:
+    codes = torch.arange(256, device=DEVICE).to(torch.uint8)
+    wide, nibbles = torch.zeros(2, 256, device=DEVICE)
+    _convert[(1,)](codes, nibbles, wide, FP8=dtype != torch.int8, CENTRE=centre)
+    expected = codes.view(dtype).float()
+    finite = expected.isfinite()
+    assert torch.equal(wide[finite], expected[finite])
+    assert torch.equal(nibbles, (codes & 15).float() - centre)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantized_by_the_kernel(kind: str) -> None:
+    for _, rows, k, group in SHAPES:
+        packed = Case(kind, 1, rows, k, group, bias=False).packed
+        out = torch.empty(rows, k, dtype=torch.float32, device=DEVICE)
+        packed_products.dequantize(packed, out)
+        assert torch.allclose(out, packed.dequantized(torch.float32), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "group", "columns"),
+    [
+        ("int8", 4096, 4096, 128), ("int8", 4096, 32, 32), ("fp8", 4096, 128, 128), ("int4", 4096, 128, 64),
+        ("int4", 4096, 32, 32), ("int4", 576, 576, 32), ("int4", 192, 64, 32), ("int4", 96, 32, 16),
+    ],
+)  # fmt: skip
+def test_pieces_never_cross_a_group(kind: str, k: int, group: int, columns: int) -> None:
+    packed = make_packed(kind, (2, k), group)
+    assert packed_products.step_bytes(packed) == columns
+    assert packed_products.multiplies(packed)
+
+
+def test_groups_that_are_too_narrow_have_no_product() -> None:
+    assert not packed_products.multiplies(make_packed("int8", (2, 24), 8))
+    assert not packed_products.multiplies(make_packed("int8", (3, 2, 64), 64))
