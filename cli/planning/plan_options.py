@@ -24,6 +24,10 @@ class ShapeOptions:
     shape: Annotated[str, typer.Option(help="A model's shape: llama-3-8b, qwen3-32b, …")] = "llama-3-8b"
     model: Annotated[Path | None, typer.Option(help="A model folder with config.json, used instead.")] = None
 
+    quantization: Annotated[
+        str | None, typer.Option(help="Weights rounded at load, as with `tandem up`: int8, fp8 or int4.")
+    ] = None
+
     @property
     def name(self) -> str:
         """The name of the shape or of the model folder."""
@@ -32,17 +36,20 @@ class ShapeOptions:
     def config(self) -> ModelSpec:
         """Returns the model's specification.
 
-        InvalidArgument for an unknown shape; ModelError, as from `tandem up`, for a folder that cannot be served.
+        InvalidArgument for an unknown shape or quantization; ModelError, as from `tandem up`, for a folder that cannot
+        be served.
         """
-        from engine.models.load_spec import load_spec
+        from engine.models.load_spec import load_spec, quantized_at_load
         from engine.models.shapes import shape_config, shape_names
         from wire.errors import InvalidArgument
 
         if self.model is None:
             if self.shape not in shape_names():
                 raise InvalidArgument("--shape", f"{self.shape!r} is none of {', '.join(shape_names())}")
-            return shape_config(self.shape)
-        return load_spec(self.model)
+            spec = shape_config(self.shape)
+        else:
+            spec = load_spec(self.model)
+        return quantized_at_load(spec, self.quantization)
 
 
 @dataclass(frozen=True, slots=True)

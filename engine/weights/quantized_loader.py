@@ -13,11 +13,11 @@ from engine.weights.quantized import FORMATS
 from engine.weights.quantized.format import StoredTensor
 from engine.weights.quantized.rounding import rounded
 from engine.weights.safetensors_file import TensorEntry
-from engine.weights.tensor_reader import DTYPES, FLOATS, read_tensors
+from engine.weights.tensor_reader import DTYPES, FLOATS, MAX_THREADS, PIECE_BYTES, read_tensors
 from wire.errors import ModelError
 
-_BATCH_BYTES = 256 << 20
-"""Bytes that are read at once, beyond which nothing of a checkpoint is held twice."""
+_BATCH_BYTES = MAX_THREADS * PIECE_BYTES
+"""Bytes that are read at once, one piece a thread; nothing else of a checkpoint is held twice."""
 
 
 def stored_tensors(name: str, place: Place, scheme: WeightScheme | None) -> dict[str, StoredTensor]:

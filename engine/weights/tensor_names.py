@@ -11,6 +11,7 @@ from engine.models.load_spec import text_part
 _T = TypeVar("_T")
 _PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 """Pairs of prefixes of the text model's tensors: in multimodal checkpoints, and in those of text models."""
+_ATTENTION_SCALES = tuple(f".{part}_{kind}" for part in ("q", "k", "v", "kv") for kind in ("scale", "zero_point"))
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -38,9 +39,11 @@ class TensorNames:
     def is_harmless(self, name: str) -> bool:
         """Returns True for tensors that may be left out.
 
-        They are RoPE's constants and copies of tied embeddings in old exports, and the layers that predict further
-        tokens.
+        They are RoPE's constants and copies of tied embeddings in old exports, the layers that predict further tokens,
+        and the scales with which other servers quantize queries, keys and values.
         """
+        if self.spec.quantization is not None and name.endswith(_ATTENTION_SCALES):
+            return True
         if name.endswith("rotary_emb.inv_freq") or (self.spec.tied_embeddings and name == "lm_head.weight"):
             return True
         layer, own = _LAYER.match(name), len(self.spec.layers)

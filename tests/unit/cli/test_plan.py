@@ -26,6 +26,15 @@ def short_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"simulation.search.knee.{name}", value)
 
 
+def test_quantized_weights_take_fewer_bytes() -> None:
+    plain, packed = (run(*LOAD, "--rate", "200", "--no-simulate", *more) for more in ((), ("--quantization", "int8")))
+    assert "weights 15.0 GiB" in plain.stdout
+    assert "weights 8.5 GiB" in packed.stdout
+    refused = run(*LOAD, "--rate", "200", "--quantization", "int3")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: --quantization: 'int3' is not known")
+
+
 def test_it_sizes_a_cluster_for_a_load() -> None:
     result = run(*LOAD, "--rate", "200", "--no-simulate")
     assert result.exit_code == 0, result.stderr

@@ -223,6 +223,18 @@ def test_schemes_that_are_not_served(quantization: dict[str, Any], words: str, t
     assert words in message
 
 
+def test_tensors_that_are_not_in_use_may_be_there(tmp_path: Path) -> None:
+    folder, twin = write_quantized(tmp_path, "fp8 tensor")
+    attention = "model.layers.0.self_attn."
+    names = [f"{attention}k_scale", f"{attention}v_proj.v_scale", f"{MODULE}input_scale"]
+    save_file(load_file(folder / WEIGHTS) | {name: torch.ones(1) for name in names}, folder / WEIGHTS)
+    wanted = loaded(twin)
+    for name, found in loaded(folder).items():
+        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+    save_file(load_file(folder / WEIGHTS) | {f"{MODULE}weight_sparse": torch.ones(1)}, folder / WEIGHTS)
+    assert f"has tensor {MODULE}weight_sparse" in refusal(folder)
+
+
 def test_the_configuration_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
     folder, twin = write_quantized(tmp_path, "gptq asymmetric")
     config = json.loads((folder / "config.json").read_text())
