@@ -9,8 +9,6 @@ and none where the chunks that the answers tolerate suffice. Placement works wit
 of strict requests.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

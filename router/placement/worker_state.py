@@ -85,8 +85,6 @@ class WorkerState:
         self._last_prompt_s = -math.inf
         self.refresh()
 
-    # ---- requests in flight ----
-
     def add_prompt(self, request_id: str, work: PromptWork) -> None:
         """Count a prompt that is sent there."""
         self._prompts[request_id], self._unreported[request_id] = work, False
@@ -126,8 +124,6 @@ class WorkerState:
         """The requests that this worker is still needed for."""
         return {*self._prompts, *self._answers}
 
-    # ---- what the worker reports ----
-
     def report(self, load: WorkerLoad) -> None:
         """Take a load report, which the worker sends after a step."""
         self._fresh = True
@@ -162,7 +158,9 @@ class WorkerState:
         """Drop a load report older than the last call, as a worker without work sends none. Called periodically."""
         if not self._fresh:
             self._reported = _NOTHING
-            self._unreported = {each: self._unreported.get(each, True) for each in self._prompts}
+            self._unreported = {
+                each: self._unreported.get(each, True) for each, work in self._prompts.items() if work.tokens
+            }
             self.refresh()
         self._fresh = False
 
@@ -174,8 +172,6 @@ class WorkerState:
     def refusing(self) -> bool:
         """True if it refused a request within `REFUSAL_PAUSE_S` or reports that it is not ready."""
         return bool(self.info.not_ready) or self.clock() < self._refused_until_s
-
-    # ---- targets ----
 
     @property
     def margin(self) -> float:
@@ -211,8 +207,6 @@ class WorkerState:
             self._step_limit = step_limit(self.cost, self.info.assignment, decode)
         return self._step_limit
 
-    # ---- derived attributes ----
-
     def refresh(self) -> None:
         """Compute all derived attributes."""
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
@@ -242,19 +236,14 @@ class WorkerState:
 
     def _refresh_prompts(self) -> None:
         own = self._own_tokens
-        self.backlog = None
-        self.prefill_idle = own == 0
-        """True if none of this router's prompts is computed there."""
         waiting = self._reported[0] + sum(self._prompts[each].tokens for each in self._unreported)
         if self.prefill_tokens and not waiting:
             self._last_prompt_s = self.clock()
-        self.prefill_tokens = waiting
-        if not own:
-            self.prefill_pairs = chunk_pairs(waiting, 0)
-        elif waiting >= own:
-            self.prefill_pairs = self._own_pairs * waiting / own
-        else:  # the last tokens of a prompt attend to the most
+        self.prefill_idle, self.prefill_tokens, self.backlog = own == 0, waiting, None
+        if waiting < own:  # the last tokens of a prompt attend to the most
             self.prefill_pairs = self._own_pairs * (1 - (1 - waiting / own) ** 2)
+        else:
+            self.prefill_pairs = self._own_pairs * waiting / own if own else chunk_pairs(waiting, 0)
         self.prompt_rank = waiting + self.decode_requests
         """Its order for prompts. Decode rows count as well: a prompt delays them."""
         if self.on_change is not None:
@@ -268,10 +257,8 @@ class WorkerState:
         self.pages_free = self.info.pages_total - pages_used
         """Pages that are neither reserved nor in use; may be negative."""
         # The contexts of other routers' requests are not known: as long as the own ones', else as their pages.
-        if own:
-            self.decode_context = self._context * rows // own
-        else:
-            self.decode_context = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
+        other = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
+        self.decode_context = self._context * rows // own if own else other
         self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
         """A decode step there, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
