@@ -75,8 +75,7 @@ class PlacementPolicy:
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
         """Return the number of workers that share prompts like that of `request`."""
         reserved = self._reserved(request, fleet)
-        workers = len(fleet.prefills)
-        return workers - fleet.both_roles + len(reserved) if reserved else workers
+        return len(fleet.prefills) - (fleet.both_roles - len(reserved) if reserved else 0)
 
     def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> PromptPrediction | None:
         """Predict the soonest first token, with capacity now or not; None without a worker for it."""
