@@ -30,16 +30,14 @@ _PACE = 4 * _OVER
 """The amount by which one larger observation raises the margin."""
 
 
+@dataclass(slots=True)
 class LearnedMargin:
     """Learns the 99.5th percentile of observed ÷ predicted, by which gap targets are divided.
 
     Stochastic approximation (Robbins and Monro 1951): an observation moves `value` by a constant, however large it is.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: float) -> None:
-        self.value = value
+    value: float
 
     def observe(self, ratio: float, weight: float = 1.0) -> None:
         """Add an observation of observed ÷ predicted that counts as `weight` steps."""

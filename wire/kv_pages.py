@@ -8,6 +8,7 @@ number and then by group: page n of group g is entry n · groups + g.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 FREED = -1
 """The entry of a page that the request holds no longer, or never held."""
@@ -52,12 +53,9 @@ class KvPages:
         Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
         with a chunk of the prompt, or one token if the request is only `decoding`.
         """
-        numbers, chunk = self.numbers(tokens), 1 if decoding else self.step_tokens
+        numbers, flight = self.numbers(tokens), 2 * (1 if decoding else self.step_tokens)
         return sum(
-            [
-                numbers if window is None else min(numbers, self.numbers(window + 2 * chunk) + 1)
-                for window in self.windows
-            ]
+            [numbers if each is None else min(numbers, self.numbers(each + flight) + 1) for each in self.windows]
         )
 
     def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
@@ -74,12 +72,8 @@ class KvPages:
     def seen(self, position: int, first: int, end: int) -> list[int]:
         """Returns the entries of pages number `first` to `end - 1` that tokens from `position` on see, in order."""
         groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
-        return [
-            number * groups + group
-            for number in range(first, end)
-            for group in range(groups)
-            if number >= starts[group]
-        ]
+        entries = product(range(first, end), range(groups))
+        return [number * groups + group for number, group in entries if number >= starts[group]]
 
     def sent(self, tokens: int, skipped: int) -> list[int]:
         """Returns the entries that a hand-over of `tokens` positions sends, in order, to a worker with `skipped` pages.
@@ -107,9 +101,7 @@ class KvPages:
         Of each group with a window, pages in a row are held: what is before the first of them is freed already.
         """
         found = []
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
+        for group in range(self.groups):
             end = min(self.first(group, position), len(pages) // self.groups)
             for entry in range((end - 1) * self.groups + group, -1, -self.groups):
                 if pages[entry] == FREED:

@@ -1,7 +1,5 @@
 """The live workers in the order in which placement considers them, and what they are known to hold and to reject."""
 
-from __future__ import annotations
-
 import heapq
 import time
 from bisect import bisect_left, insort

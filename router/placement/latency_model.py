@@ -6,8 +6,6 @@
 Every prediction of the router is made here, from the step costs that the worker itself fits (`costs/step_cost.py`).
 """
 
-from __future__ import annotations
-
 import math
 
 from costs.chunks import ConcurrentDecode, chunks_within

@@ -3,8 +3,6 @@
 The cost of a placement is defined in `router/placement/latency_model.py`, its limits in docs/decisions/0014.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, product
@@ -41,8 +39,6 @@ class Placement(NamedTuple):
     decode: PeerRef | None
     """None = no token follows the one that prefill generates."""
     ttft_s: float
-    compute_s: float
-    """The part of `ttft_s` in which the prompt itself is computed."""
     itl_s: float
     cached_tokens: int
     computed_tokens: int
@@ -79,8 +75,7 @@ class PlacementPolicy:
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
         """Return the number of workers that share prompts like that of `request`."""
         reserved = self._reserved(request, fleet)
-        workers = len(fleet.prefills)
-        return workers - fleet.both_roles + len(reserved) if reserved else workers
+        return len(fleet.prefills) - (fleet.both_roles - len(reserved) if reserved else 0)
 
     def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> PromptPrediction | None:
         """Predict the soonest first token, with capacity now or not; None without a worker for it."""
@@ -151,7 +146,6 @@ class PlacementPolicy:
             prefill=prompt.worker.peer,
             decode=None if answer is None else answer.worker.peer,
             ttft_s=prompt.ttft_s,
-            compute_s=prompt.compute_s,
             itl_s=0.0 if answer is None else answer.step_s,
             cached_tokens=prompt.cached,
             computed_tokens=prompt.computed,

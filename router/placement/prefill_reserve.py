@@ -9,8 +9,6 @@ and none where the chunks that the answers tolerate suffice. Placement works wit
 of strict requests.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence
@@ -68,7 +66,11 @@ class PrefillReserve:
         served, count = (elsewhere + len(both) * shared) / arriving, 0
         if served >= 1.0:
             return NO_WORKERS
-        limit = _decode_limit(decoding, request)
+        # The share of all answers that one worker could decode within the gap target.
+        like, answers = decoding[0], 1 + sum(worker.decode_requests for worker in decoding)
+        context = request.decode_context + sum(worker.decode_context for worker in decoding)
+        rows = like.cost.rows_within(like.step_target(request.slo), context / answers)
+        limit = min(rows, like.max_batch_requests) / answers
         for more in range(1, len(decoding)):
             share = min(1.0, (elsewhere + more * alone) / arriving, (len(decoding) - more) * limit)
             if share > served:
@@ -91,14 +93,6 @@ def _prefill_rate(worker: WorkerState, request: QueuedRequest, chunk: Chunks, de
         tokens, pairs, tokens, rows=rows, context_tokens=context, pause=chunk.pause
     )
     return tokens / max(seconds, sys.float_info.epsilon)
-
-
-def _decode_limit(decoding: Sequence[WorkerState], request: QueuedRequest) -> float:
-    """Return the share of all answers that one worker could decode within the gap target of `request`."""
-    like, answers = decoding[0], 1 + sum(worker.decode_requests for worker in decoding)
-    context = request.decode_context + sum(worker.decode_context for worker in decoding)
-    rows = like.cost.rows_within(like.step_target(request.slo), context / answers)
-    return min(rows, like.max_batch_requests) / answers
 
 
 def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest, times: float) -> float:

@@ -1,13 +1,9 @@
 """The queue of requests that wait for workers: fair between tenants, by priority and slack within each.
 
-Retried and preempted requests go first: their client reads already, and has been charged for them.
-
-A tenant's requests are ordered by priority, lower first as in vLLM, then by the time at which their prompt must start
-to meet the target. Priorities order the requests of one tenant only.
-
-Tenants are charged for the tokens they are given (virtual token counters: Sheng et al., Fairness in Serving Large
-Language Models, OSDI 2024). The tenant that was given least goes first; among equal ones the request that must start
-soonest. A tenant that comes, or comes back, begins level with those that wait.
+Retried and preempted requests go first: their client reads already, and has been charged for them. Then the tenant that
+was given the fewest tokens is next (virtual token counters: Sheng et al., Fairness in Serving Large Language Models,
+OSDI 2024); one that comes, or comes back, begins level with those that wait. A tenant's requests are ordered by
+priority, lower first as in vLLM, then by the time at which their prompt must start to meet the target.
 """
 
 from bisect import bisect_left, insort
@@ -35,7 +31,7 @@ class QueuedRequest:
     """The names of the prompt's full pages (`wire.page_digests`); () = unknown."""
     tenant: str = ""
     priority: int = 0
-    """Lower goes first, among the requests of its tenant."""
+    """Lower goes first, among its tenant's."""
     slo: SloClass = BEST_EFFORT
     """The class it is served under: the requested one, or best effort if that could not be kept."""
     answered: int = 0
@@ -81,9 +77,6 @@ class QueuedRequest:
         return self.prefill_tokens + int(self.mean_tokens) // 2
 
 
-_Entry = tuple[int, float, int, QueuedRequest]
-
-
 def _key(request: QueuedRequest) -> tuple[int, float, int]:
     return request.priority, request.start_by_s, request.sequence
 
@@ -93,7 +86,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[str, QueuedRequest] = {}
-        self._tenants: dict[str, list[_Entry]] = {}
+        self._tenants: dict[str, list[QueuedRequest]] = {}
         """The waiting requests by tenant, sorted, without those of the next two dictionaries."""
         self._resumed: dict[str, QueuedRequest] = {}
         """Requests that go first."""
@@ -120,9 +113,9 @@ class RequestQueue:
         It is at most all that is more urgent, and at most its tenant's own times the number of tenants. Answers of
         resumed requests count as well.
         """
-        turns, entries = len({*self._tenants, tenant}), chain.from_iterable(self._tenants.values())
-        earlier = [request for *_, request in entries if request.start_by_s <= start_by_s]
-        own = [request for request in earlier if request.tenant == tenant]
+        turns, waiting = len({*self._tenants, tenant}), chain.from_iterable(self._tenants.values())
+        earlier = [each for each in waiting if each.start_by_s <= start_by_s]
+        own = [each for each in earlier if each.tenant == tenant]
         seconds, own_s = (sum(each.service_s for each in requests) for requests in (earlier, own))
         answers, own_answers = (sum(each.decodes for each in requests) for requests in (earlier, own))
         return min(seconds, own_s * turns), len(self._resumed) + min(answers, own_answers * turns)
@@ -137,13 +130,13 @@ class RequestQueue:
             level = min((self._given[tenant] for tenant in self._tenants), default=self._level)
             self._given[request.tenant] = max(self._given.get(request.tenant, 0.0), level)
             self._tenants[request.tenant] = []
-        insort(self._tenants[request.tenant], (*_key(request), request))
+        insort(self._tenants[request.tenant], request, key=_key)
 
     def head(self) -> QueuedRequest | None:
         """Return the next request; it stays in the queue."""
         if self._resumed:
             return min(self._resumed.values(), key=lambda request: request.sequence)
-        heads = [entries[0][3] for entries in self._tenants.values()]
+        heads = [waiting[0] for waiting in self._tenants.values()]
         return min(heads, key=lambda each: (self._given[each.tenant], each.start_by_s, each.sequence), default=None)
 
     def remove(self, request: QueuedRequest) -> None:
@@ -153,7 +146,7 @@ class RequestQueue:
         if any(some.pop(request.wire_id, None) is not None for some in (self._resumed, self._skipped)):
             return
         mine = self._tenants[request.tenant]
-        del mine[bisect_left(mine, _key(request))]
+        del mine[bisect_left(mine, _key(request), key=_key)]
         if not mine:
             del self._tenants[request.tenant]
             lowest = min((self._given[each] for each in self._tenants), default=self._given[request.tenant])

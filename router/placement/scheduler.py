@@ -21,10 +21,7 @@ class AdmissionController:
 
     def __init__(self, policy: PlacementPolicy, fleet: Fleet, queue: RequestQueue, deferral_s: float) -> None:
         """`deferral_s` is the time after which a request without a target goes before new ones."""
-        self._policy = policy
-        self._fleet = fleet
-        self._queue = queue
-        self._deferral_s = deferral_s
+        self._policy, self._fleet, self._queue, self._deferral_s = policy, fleet, queue, deferral_s
 
     def admit(self, request: QueuedRequest, others: int = 0) -> None:
         """Set the request's position in the queue. `others` arrive with it or before it and are not queued yet.
@@ -36,14 +33,13 @@ class AdmissionController:
         if prediction is not None:
             request.service_s = prediction.compute_s
         self.schedule(request)
-        if prediction is None or not prediction.worker.cost.parameters.observed or not request.slo.has_targets:
+        if prediction is None or not prediction.worker.cost.parameters.observed:
             return
         refused = self._check_ttft(request, prediction) or self._check_itl(request, others)
-        if refused is None:
-            return
-        if request.slo.overload is Overload.REJECT:
+        if refused is not None and request.slo.overload is Overload.REJECT:
             raise refused
-        self.degrade(request)
+        if refused is not None:
+            self.degrade(request)
 
     def degrade(self, request: QueuedRequest) -> None:
         """Serve it without targets, after the requests that have some."""
@@ -109,9 +105,7 @@ class RequestScheduler:
     def __init__(self, config: RouterConfig, policy: PlacementPolicy, fleet: Fleet, clock: Clock) -> None:
         self._limit, self._tenant_limit = config.max_queued_requests, config.tenant_queue_limit
         self._retry_after_s = config.retry_after_s
-        self._policy = policy
-        self._fleet = fleet
-        self._clock = clock
+        self._policy, self._fleet, self._clock = policy, fleet, clock
         self.queue = RequestQueue()
         """The waiting requests; one whose attempt failed or was refused is pushed again, at its old position."""
         self._admission = AdmissionController(policy, fleet, self.queue, config.max_deferral_s)
@@ -128,9 +122,7 @@ class RequestScheduler:
             message = f"{self._limit} requests are waiting, the most this router queues; try again later"
             raise Refused(Refusal.QUEUE_FULL, message, retry_after_s=self._retry_after_s)
         if self.queue.count_of(request.tenant) + more + held_own >= self._tenant_limit:
-            message = (
-                f"{self._tenant_limit} requests with this API key are waiting, the most it may have; try again later"
-            )
+            message = f"{self._tenant_limit} requests with this API key are waiting, the most of one; try again later"
             raise Refused(Refusal.TENANT_QUEUE_FULL, message, retry_after_s=self._retry_after_s)
         self.expect_answer(request)
         self._admission.admit(request, more + held)
@@ -157,11 +149,9 @@ class RequestScheduler:
         if placement is None:
             return None
         self.queue.remove(request)
-        if not request.resumed:
-            # Charged once: a request that a worker refused has been given nothing more.
-            tokens = placement.computed_tokens
-            self.queue.charge(request.tenant, max(0, tokens - request.charged))
-            request.charged = max(tokens, request.charged)
+        if not request.resumed:  # charged once: a request that a worker refused has been given nothing more
+            self.queue.charge(request.tenant, max(0, placement.computed_tokens - request.charged))
+            request.charged = max(placement.computed_tokens, request.charged)
         return placement
 
     def skip_hopeless(self, request: QueuedRequest) -> bool:

@@ -36,7 +36,6 @@ class AnswerWork(NamedTuple):
     slo: SloClass
 
 
-_COMPUTED = PromptWork(0)
 _NOTHING = (0, 0, 0)
 
 
@@ -63,8 +62,9 @@ class WorkerState:
         self.gap_targets: tuple[float, ...] = ()
         """The longest gaps that the answers there tolerate, one per class, in seconds, sorted."""
         self._prompts: dict[str, PromptWork] = {}
-        self._own_tokens, self._own_pairs = 0, 0.0
-        """The tokens and pairs of these prompts that are not computed yet."""
+        """Prompts that are not computed yet."""
+        self._computed: set[str] = set()
+        """Prompts whose KV may still be in transfer."""
         self._unreported: dict[str, bool] = {}
         """Prompts that the last load report did not include: True if the worker has accepted the prompt since then."""
         self.prefill_tokens = 0
@@ -85,12 +85,10 @@ class WorkerState:
         self._last_prompt_s = -math.inf
         self.refresh()
 
-    # ---- requests in flight ----
-
     def add_prompt(self, request_id: str, work: PromptWork) -> None:
         """Count a prompt that is sent there."""
         self._prompts[request_id], self._unreported[request_id] = work, False
-        self._count_prompts()
+        self._refresh_prompts()
 
     def prompt_accepted(self, request_id: str) -> None:
         """Note that the next load report includes the prompt."""
@@ -99,15 +97,17 @@ class WorkerState:
 
     def prompt_computed(self, request_id: str) -> None:
         """Note that nothing of the prompt is left to compute; its KV may still be in transfer."""
-        if self._prompts.get(request_id, _COMPUTED).tokens:
-            self._prompts[request_id] = _COMPUTED
+        if self._prompts.pop(request_id, None) is not None:
+            self._computed.add(request_id)
             self._unreported.pop(request_id, None)
-            self._count_prompts()
+            if not self._prompts:
+                self._reported = (0, *self._reported[1:])  # it may be idle now, and then sends no further report
+            self._refresh_prompts()
 
     def remove_prompt(self, request_id: str) -> None:
         """Remove a prompt with which the worker's prefill half is done."""
         self.prompt_computed(request_id)
-        self._prompts.pop(request_id, None)
+        self._computed.discard(request_id)
 
     def add_answer(self, request_id: str, work: AnswerWork) -> None:
         """Count an answer that is going to be decoded there."""
@@ -124,20 +124,15 @@ class WorkerState:
     @property
     def request_ids(self) -> set[str]:
         """The requests that this worker is still needed for."""
-        return {*self._prompts, *self._answers}
-
-    # ---- what the worker reports ----
+        return {*self._prompts, *self._computed, *self._answers}
 
     def report(self, load: WorkerLoad) -> None:
         """Take a load report, which the worker sends after a step."""
         self._fresh = True
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
         unreported = {each: False for each, accepted in self._unreported.items() if not accepted}
-        new_cost = load.cost != self.cost.parameters
-        if new_cost:
-            self.cost = StepCost(load.cost)
-        if new_cost or reported != self._reported or len(unreported) < len(self._unreported):
-            self._reported, self._unreported = reported, unreported
+        if (load.cost, reported, unreported) != (self.cost.parameters, self._reported, self._unreported):
+            self.cost, self._reported, self._unreported = StepCost(load.cost), reported, unreported
             self.refresh()
 
     def learn_transfer(self, transfer: TransferStats) -> None:
@@ -175,8 +170,6 @@ class WorkerState:
         """True if it refused a request within `REFUSAL_PAUSE_S` or reports that it is not ready."""
         return bool(self.info.not_ready) or self.clock() < self._refused_until_s
 
-    # ---- targets ----
-
     @property
     def margin(self) -> float:
         """Gap at the client ÷ predicted decode step, 99.5th percentile; the worker's own margin before any gap came."""
@@ -211,21 +204,12 @@ class WorkerState:
             self._step_limit = step_limit(self.cost, self.info.assignment, decode)
         return self._step_limit
 
-    # ---- derived attributes ----
-
     def refresh(self) -> None:
         """Compute all derived attributes."""
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""
         self._refresh_targets()
         self._refresh_answers()
-
-    def _count_prompts(self) -> None:
-        self._own_tokens = sum(work.tokens for work in self._prompts.values())
-        self._own_pairs = sum(chunk_pairs(*work) for work in self._prompts.values())
-        if not self._own_tokens:
-            self._reported = (0, *self._reported[1:])  # it may be idle now, and then sends no further report
-        self._refresh_prompts()
 
     def _count_answer(self, work: AnswerWork, sign: int) -> None:
         self._pages += sign * work.pages
@@ -241,20 +225,17 @@ class WorkerState:
         self.gap_targets = tuple(sorted(self.gap_target(slo) for slo in self._classes))
 
     def _refresh_prompts(self) -> None:
-        own = self._own_tokens
-        self.backlog = None
-        self.prefill_idle = own == 0
-        """True if none of this router's prompts is computed there."""
+        own, own_pairs = 0, 0.0
+        for work in self._prompts.values():
+            own, own_pairs = own + work.tokens, own_pairs + chunk_pairs(*work)
         waiting = self._reported[0] + sum(self._prompts[each].tokens for each in self._unreported)
         if self.prefill_tokens and not waiting:
             self._last_prompt_s = self.clock()
-        self.prefill_tokens = waiting
-        if not own:
-            self.prefill_pairs = chunk_pairs(waiting, 0)
-        elif waiting >= own:
-            self.prefill_pairs = self._own_pairs * waiting / own
-        else:  # the last tokens of a prompt attend to the most
-            self.prefill_pairs = self._own_pairs * (1 - (1 - waiting / own) ** 2)
+        self.prefill_idle, self.prefill_tokens, self.backlog = own == 0, waiting, None
+        if waiting < own:  # the last tokens of a prompt attend to the most
+            self.prefill_pairs = own_pairs * (1 - (1 - waiting / own) ** 2)
+        else:
+            self.prefill_pairs = own_pairs * waiting / own if own else chunk_pairs(waiting, 0)
         self.prompt_rank = waiting + self.decode_requests
         """Its order for prompts. Decode rows count as well: a prompt delays them."""
         if self.on_change is not None:
@@ -268,10 +249,8 @@ class WorkerState:
         self.pages_free = self.info.pages_total - pages_used
         """Pages that are neither reserved nor in use; may be negative."""
         # The contexts of other routers' requests are not known: as long as the own ones', else as their pages.
-        if own:
-            self.decode_context = self._context * rows // own
-        else:
-            self.decode_context = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
+        other = pages_used * self.kv.page_tokens // self.kv.groups if rows else 0
+        self.decode_context = self._context * rows // own if own else other
         self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
         """A decode step there, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free

@@ -167,7 +167,7 @@ class RouterProcess:
     def left(self) -> str:
         """Return the state that the router still keeps; "" if there is none."""
         dispatcher = self.dispatcher
-        links = [link for link in dispatcher.pool.links if not link.state.idle or len(link.leases)]
+        links = [link for link in dispatcher.pool.links if link.request_ids or len(link.leases)]
         live = dispatcher._live
         busy = live or live._by_client_id or dispatcher.waiting or len(dispatcher._calls) or links
         return f"{list(live.values())} {links}" if busy else ""

@@ -299,7 +299,7 @@ def test_every_code_begins_at_zero(metrics: RouterMetrics) -> None:
 
 
 def test_predictions_and_regret(metrics: RouterMetrics) -> None:
-    prediction = Placement(PeerRef("p", 1), None, 0.2, 0.2, 0.01, 0, 10, 0.3, 0.35)
+    prediction = Placement(PeerRef("p", 1), None, 0.2, 0.01, 0, 10, 0.3, 0.35)
     record = PlacementRecord("r", "p", "d", "tight", prediction, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
     metrics.placed(record)
     metrics.placed(replace(record, itl_s=None, ttft_s=0.2))

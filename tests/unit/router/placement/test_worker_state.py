@@ -78,6 +78,14 @@ class TestPrompts:
         worker.expire_report()
         assert worker.prefill_tokens == 1000
 
+    def test_a_report_may_expire_between_the_end_of_a_prompt_and_its_removal(self, worker: WorkerState) -> None:
+        worker.add_prompt("a", PromptWork(1000))
+        worker.prompt_computed("a")
+        worker.expire_report()
+        worker.remove_prompt("a")
+        worker.add_prompt("b", PromptWork(500))
+        assert worker.prefill_tokens == 500
+
     def test_another_attempt_there_begins_anew(self, at: TestFleet, worker: WorkerState) -> None:
         worker.add_prompt("a", PromptWork(1000))
         worker.prompt_accepted("a")

@@ -159,4 +159,4 @@ async def test_what_the_mode_leaves_no_worker_for_is_in_nobodys_way(
 
 
 def _has_mode(placement: object, mode: Mode) -> bool:
-    return bool(placement._mode is mode)  # type: ignore[attr-defined]
+    return bool(placement.mode is mode)  # type: ignore[attr-defined]
