@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def quality_table(quality: Quality) -> Table:
     """Returns one row for the positions scored as prompts and one for those scored as decode steps."""
     table = Table(title="predictions of the same text: this model, and the one before")
-    for heading in ("phase", "positions", "KL in nats", "top-1", "perplexity", "before", "change"):
+    for heading in ("phase", "tokens", "KL in nats", "top-1", "perplexity", "before", "change"):
         table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
     for phase, each in (("prefill", quality.prefill), ("decode", quality.decode)):
         table.add_row(
