@@ -129,7 +129,8 @@ class UnmeasuredPolicy(PlacementPolicy):
     def place(self, request: QueuedRequest, fleet: Fleet, waited_s: float) -> Placement | None:
         for worker in fleet.live:
             worker.page_transfer_s = 0.0
-            worker.learn_cost(StepCost())
+            worker.cost = StepCost()
+            worker.refresh()
         return super().place(request, fleet, waited_s)
 
 
