@@ -54,6 +54,8 @@ class KvPages:
         with a chunk of the prompt, or one token if the request is only `decoding`.
         """
         numbers, flight = self.numbers(tokens), 2 * (1 if decoding else self.step_tokens)
+        if self.windows == (None,):
+            return numbers
         return sum(
             [numbers if each is None else min(numbers, self.numbers(each + flight) + 1) for each in self.windows]
         )

@@ -210,6 +210,7 @@ class WorkerState:
         """A decode step of one request with little context."""
         self._refresh_targets()
         self._refresh_answers()
+        self._refresh_prompts()
 
     def _count_answer(self, work: AnswerWork, sign: int) -> None:
         self._pages += sign * work.pages
@@ -236,7 +237,10 @@ class WorkerState:
             self.prefill_pairs = own_pairs * (1 - (1 - waiting / own) ** 2)
         else:
             self.prefill_pairs = own_pairs * waiting / own if own else chunk_pairs(waiting, 0)
-        self.prompt_rank = waiting + self.decode_requests
+        self._rank()
+
+    def _rank(self) -> None:
+        self.prompt_rank = self.prefill_tokens + self.decode_requests
         """Its order for prompts. Decode rows count as well: a prompt delays them."""
         if self.on_change is not None:
             self.on_change(self)
@@ -256,4 +260,5 @@ class WorkerState:
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
         self.answer_rank = step_s * self.info.pages_total / free if free > 0 else math.inf
         """Its order for answers: step seconds / free share of pages."""
-        self._refresh_prompts()
+        self.backlog = None
+        self._rank()
