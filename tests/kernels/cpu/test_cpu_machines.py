@@ -35,7 +35,7 @@ for dtype in map(torch.__dict__.get, sys.argv[1:]):
         assert_as_good(ours, baseline, exact)
         print(ours.double().sum().item().hex())
     for kind in ("int8", "int4_offsets"):
-        packed, x8 = make_packed(kind, (32, 128), 32), x[:5, :128].to(dtype)
+        packed, x8 = make_packed(kind, (32, 128), 32), x[:5, :128].to(dtype).contiguous()
         ours = kernels.linear(x8, kernels.prepare(Linear(packed))).double()
         exact = x8.double() @ packed.dequantized(torch.float64).T
         assert (ours - exact).norm() <= 0.02 * exact.norm()
