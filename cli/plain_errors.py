@@ -22,6 +22,7 @@ SETTINGS = {
     "device": "--device",
     "dtype": "--dtype",
     "quantization": "--quantization",
+    "kv_cache_dtype": "--kv-cache-dtype",
     "page_tokens": "--page-tokens",
     "kv_cache_bytes": "--kv-cache-gib",
     "memory_fraction": "--memory-fraction",

@@ -16,7 +16,7 @@ from wire.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_KV_DTYPES = {"int8": torch.int8}
 _KV_SCALE_ITEMS = 4
 """The keys of one token and head must be whole 32-bit words, as checksums and scales are."""
 _CAPABILITY = (8, 0)
@@ -75,13 +75,11 @@ def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec)
     if name == "auto":
         return parse_dtype(config, device, model)
     if name not in _KV_DTYPES:
-        raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {' or '.join(_KV_DTYPES)}.")
+        raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {', '.join(_KV_DTYPES)}.")
     if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
         raise InvalidArgument("kv_cache_dtype", f"latents are not cached as {name}; use auto.")
     if device.type == "cuda":
         raise InvalidArgument("kv_cache_dtype", f"there are no kernels for {name} on GPUs yet; use auto.")
-    if name == "fp8":
-        raise InvalidArgument("kv_cache_dtype", "the kernels of CPUs have int8 and not fp8; use int8 or auto.")
     if any(each.dim % _KV_SCALE_ITEMS for each in kv_groups(model)):
         raise InvalidArgument("kv_cache_dtype", f"{name} needs heads of a multiple of {_KV_SCALE_ITEMS} dimensions.")
     return _KV_DTYPES[name]

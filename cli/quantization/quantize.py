@@ -37,13 +37,14 @@ def quantize(
         ),
     ] = "gptq",
     group_size: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale, with 4 bits; default: 128, 64 or 32, as divides all.")
+        int | None,
+        typer.Option(min=1, help="Inputs that share a scale, with 4 bits; default: 128, 64 or 32, as divides all."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="File of text to calibrate on, as the model will see; default: a built-in one.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Pieces of the text to calibrate on.")] = 128,
-    tokens: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Pieces of the text to calibrate on.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a piece.")] = 512,
     device: Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu",
     quality: Annotated[
         bool, typer.Option("--quality/--no-quality", help="Compare predictions with the model's own afterwards.")
@@ -57,7 +58,10 @@ def quantize(
     from engine.quantizer.quantize import quantize as write_quantized
     from engine.quantizer.scheme import parse_scheme
     from engine.weights.gguf import prepare_model
+    from wire.errors import InvalidArgument
 
+    if text is not None and method == "rtn":
+        raise InvalidArgument("text", "rtn reads no text; choose another --method.")
     console = Console()
     recipe = Recipe(parse_scheme(scheme), method, group_size)
     target = parse_device(device)

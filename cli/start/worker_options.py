@@ -135,7 +135,7 @@ class EngineOptions:
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
     kv_cache_dtype: Annotated[
         str,
-        typer.Option(help="Of the KV cache: auto (as --dtype), int8 or fp8; 8 bits hold up to twice the tokens."),
+        typer.Option(help="Of the KV cache: auto (as --dtype), or int8, which holds up to twice the tokens."),
     ] = "auto"
     quantization: Annotated[
         str | None,

@@ -132,6 +132,12 @@ def at_load(name: str) -> Quantization:
     return Quantization(name, ((r"model\.layers\..*", scheme),))
 
 
+def check_patterns(quantization: Quantization) -> None:
+    """Raises re.error for a rule that is no regular expression."""
+    for pattern, _ in quantization.rules:
+        _compiled(pattern)
+
+
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)

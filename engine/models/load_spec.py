@@ -1,12 +1,13 @@
 """Reading of a model's specification from a folder in Hugging Face layout."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.config.model import ModelSpec
-from engine.config.quantization import Codes, at_load
+from engine.config.quantization import Codes, at_load, check_patterns
 from engine.models.families import family_of, is_supported
 from engine.models.families.family import Json, parse_eos
 from engine.models.quantization_config import parse_quantization
@@ -49,7 +50,12 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
     config = text_part(config)
     spec = family_of(config).parse(config)
     if quantization := _quantization(config):
-        spec = replace(spec, quantization=parse_quantization(dict(quantization)))
+        found = parse_quantization(dict(quantization))
+        try:
+            check_patterns(found)
+        except re.error as error:
+            raise ModelError(f"quantization_config names modules by {error.pattern!r}: {error}.") from error
+        spec = replace(spec, quantization=found)
     # Chat models may end a turn with another token than a text, and the generation configuration names it.
     ends = parse_eos(generation or {})
     return replace(spec, eos_token_ids=ends) if ends else spec

@@ -76,7 +76,7 @@ def _gptq(config: Json) -> Quantization:
         symmetric=bool(config.get("sym", True)),
         scattered=bool(config.get("desc_act")) and not config.get("static_groups"),
     )
-    skipped = tuple((str(pattern).removeprefix("-:") + ".*", None) for pattern in config.get("dynamic") or ())
+    skipped = tuple((_prefix(str(pattern).removeprefix("-:")), None) for pattern in config.get("dynamic") or ())
     plain = _plain(config, _EMBEDDING, *(() if config.get("lm_head") else (_OUTPUT,)))
     return Quantization("gptq", (*skipped, (_EVERY, scheme)), plain)
 
@@ -84,12 +84,10 @@ def _gptq(config: Json) -> Quantization:
 def _fp8(config: Json) -> Quantization:
     if (fmt := config.get("fmt") or "e4m3") != "e4m3":
         raise refusal(f"fp8, {fmt}", "which is not supported; e4m3 is")
-    block = config.get("weight_block_size")
-    scheme = (
-        WeightScheme(WeightFormat.FP8_BLOCKS, Codes.FLOAT8, int(block[1]), block_rows=int(block[0]))
-        if block
-        else WeightScheme(_FLOAT, Codes.FLOAT8)
-    )
+    scheme = WeightScheme(_FLOAT, Codes.FLOAT8)
+    if config.get("weight_block_size"):
+        rows, columns = _block("fp8", "weight_block_size", config["weight_block_size"])
+        scheme = WeightScheme(WeightFormat.FP8_BLOCKS, Codes.FLOAT8, columns, block_rows=rows)
     return Quantization("fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
 
 
@@ -142,15 +140,23 @@ def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
         raise refusal(f"{name}, strategy {strategy}", "which is not supported")
     columns, block_rows = weights.get("group_size"), 1
     if strategy == "block":
-        block_rows, columns = map(int, weights["block_structure"])
+        block_rows, columns = _block(name, "block_structure", weights.get("block_structure"))
     return WeightScheme(
         WeightFormat(str(found)),
         codes,
         _group(name, columns) if strategy in {"group", "block"} else None,
         block_rows,
         symmetric=bool(weights.get("symmetric", True)),
-        scattered=weights.get("actorder") in {"group", True},
+        scattered=weights.get("actorder") in {"group", "dynamic", True},
     )
+
+
+def _block(scheme: str, name: str, size: object) -> tuple[int, int]:
+    """Returns rows and columns of a block, from two numbers or `128x128`; ModelError unless both are at least 1."""
+    parts = size.split("x") if isinstance(size, str) else size
+    if not isinstance(parts, list) or len(parts) != 2 or min(found := [int(part) for part in parts]) < 1:
+        raise refusal(f"{scheme}, {name} {size}", "which is not the size of a block, two numbers from 1 on")
+    return found[0], found[1]
 
 
 def _group(scheme: str, size: object) -> int | None:

@@ -101,6 +101,13 @@ def check_calibrated(spec: ModelSpec, source: Source) -> None:
         raise ModelError(
             f"{source.folder} ({spec.architecture}) has {what}, for which there is no calibration; use --method rtn."
         )
+    places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+    changed = sorted(name for name, place in places.items() if place.transform is not None and "layers." in name)
+    if changed:  # what a layer holds could not be written under its name
+        raise ModelError(
+            f"{source.folder} ({spec.architecture}) stores {changed[0]} in another form than layers compute with, for"
+            " which there is no calibration; use --method rtn."
+        )
 
 
 def embedded(source: Source, samples: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

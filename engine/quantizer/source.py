@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.config.model import GroupedQueryAttention, ModelSpec
 from engine.models.load_spec import text_part
-from engine.weights.checkpoint import check_model
+from engine.weights.checkpoint import check_model, weight_files
 from wire.errors import ModelError
 
 _PRODUCT = re.compile(r"\.(?:(?:q|k|v|o|qkv|gate|up|down|gate_up)_proj|experts\.\d+\.w[123])\.weight$")
@@ -29,7 +29,8 @@ class Source:
         self.folder = folder
         self.spec: ModelSpec = check_model(folder)
         self.config: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self._files: list[Any] = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
+        self._paths = weight_files(folder)
+        self._files: list[Any] = [safe_open(file, "pt") for file in self._paths]
         self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - no dict
         self._check()
 
@@ -61,7 +62,7 @@ class Source:
     @property
     def total_bytes(self) -> int:
         """Bytes of the files of weights."""
-        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in self._paths)
 
     @property
     def side_files(self) -> list[Path]:
@@ -80,7 +81,7 @@ class Source:
 
     def _check(self) -> None:
         kinds = {type(layer.attention) for layer in self.spec.layers}
-        if self.config.get("quantization_config") or self.config.get("compression_config"):
+        if self.spec.quantization is not None:
             raise ModelError(f"{self.folder} is quantized already; quantize the model it was made from.")
         if text_part(self.config) is not self.config:
             raise ModelError(f"{self.folder} is a multimodal model; only models of text alone can be quantized.")

@@ -117,7 +117,8 @@ def stored_dtype(folder: Path) -> str:
     return str(DTYPES.get(largest.dtype, largest.dtype)).removeprefix("torch.")
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files of the folder's weights, those of its index if it has one; ModelError if any is missing."""
     index = folder / _INDEX
     if not index.is_file():
         if not (folder / _SINGLE).is_file():
@@ -135,7 +136,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _read_entries(folder: Path) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         for name, entry in read_header(file).items():
             if name in found:
                 raise ModelError(f"tensor {name} is in both {found[name].file} and {file}; keep one.")

@@ -79,7 +79,7 @@ class IncompatiblePairs:
 
 
 class Fleet:
-    """Workers `join` and `leave`, and are live between."""
+    """The workers: each may be live between `join` and `leave`."""
 
     def __init__(self) -> None:
         self.prefixes = PrefixIndex()
@@ -88,7 +88,7 @@ class Fleet:
         self._by_slot: dict[int, WorkerState] = {}
         self._free_slots: list[int] = []
         self.prefills = Ranking()
-        """The live workers that prefill, by the prompt tokens that wait there."""
+        """The live workers that prefill, by the prompt tokens that wait there and the decode rows."""
         self.decodes = Ranking()
         """The live workers that decode, by `step seconds / free share of pages`."""
         self.both_roles = 0

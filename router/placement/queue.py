@@ -39,7 +39,7 @@ class QueuedRequest:
     resumed: bool = False
     """True for a retried or preempted request whose client has received tokens: it goes first."""
     expected_tokens: int | None = None
-    """The forecast of the answer's length, rarely exceeded; None = `max_tokens`."""
+    """The forecast of the answer's length, which one answer in five exceeds; None = `max_tokens`."""
     mean_tokens: float = 0.0
     """The mean length of such answers."""
     start_by_s: float = 0.0
@@ -107,15 +107,16 @@ class RequestQueue:
         """Return the number of waiting requests of `tenant`, without resumed ones."""
         return len(self._tenants.get(tenant, ())) + sum(each.tenant == tenant for each in self._skipped.values())
 
-    def ahead(self, tenant: str, start_by_s: float) -> tuple[float, int]:
-        """Estimate the work before a request of `tenant` that must start by then: seconds of prefill, and answers.
+    def ahead(self, request: QueuedRequest) -> tuple[float, int]:
+        """Estimate the work before a request that is about to be queued: seconds of prefill, and answers.
 
         It is at most all that is more urgent, and at most its tenant's own times the number of tenants. Answers of
         resumed requests count as well.
         """
-        turns, waiting = len({*self._tenants, tenant}), chain.from_iterable(self._tenants.values())
-        earlier = [each for each in waiting if each.start_by_s <= start_by_s]
-        own = [each for each in earlier if each.tenant == tenant]
+        own = [each for each in self._tenants.get(request.tenant, ()) if _key(each) < _key(request)]
+        turns, waiting = len({*self._tenants, request.tenant}), chain.from_iterable(self._tenants.values())
+        others = (each for each in waiting if each.tenant != request.tenant)
+        earlier = [*own, *(each for each in others if each.start_by_s <= request.start_by_s)]
         seconds, own_s = (sum(each.service_s for each in requests) for requests in (earlier, own))
         answers, own_answers = (sum(each.decodes for each in requests) for requests in (earlier, own))
         return min(seconds, own_s * turns), len(self._resumed) + min(answers, own_answers * turns)

@@ -60,7 +60,7 @@ class AdmissionController:
         if target_s > self._deferral_s:
             return None
         limit_s = target_s / prediction.worker.margin
-        ahead_s = self._queue.ahead(request.tenant, request.start_by_s)[0]
+        ahead_s = self._queue.ahead(request)[0]
         ttft_s = ahead_s / max(1, self._policy.prefill_workers(request, self._fleet)) + prediction.ttft_s
         if ttft_s <= limit_s:
             return None
@@ -85,7 +85,7 @@ class AdmissionController:
         """
         if not request.decodes or not request.slo.has_gap_target:
             return None
-        ahead = self._queue.ahead(request.tenant, request.start_by_s)[1] + others
+        ahead = self._queue.ahead(request)[1] + others
         answer = self._policy.predict_answer(request, self._fleet, ahead)
         if answer is None or not answer.crowded:
             return None

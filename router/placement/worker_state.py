@@ -29,7 +29,7 @@ class PromptWork(NamedTuple):
 
 
 class AnswerWork(NamedTuple):
-    """An answer to decode: at most `pages`, and about `context` tokens to attend to."""
+    """An answer to decode: `pages` by its forecast, and about `context` tokens to attend to."""
 
     pages: int
     context: int
@@ -42,7 +42,8 @@ _NOTHING = (0, 0, 0)
 class WorkerState:
     """One run of one worker.
 
-    Counts are the larger of this router's own requests and the worker's load report, which includes other routers'.
+    Decode rows and pages are the larger of this router's own and those of the worker's load report, which includes
+    other routers'; prompt tokens are the report's and those of own prompts that it does not include yet.
     Placement reads plain attributes, which are computed when something changes: reads are far more frequent.
     """
 
@@ -50,7 +51,7 @@ class WorkerState:
         self.peer, self.clock = info.peer, clock
         self.update(info)
         self.slot = -1
-        """Its number in the fleet, -1 outside of it."""
+        """Its number in the fleet; -1 before it joins."""
         self.live = False
         """True if it is connected and takes new work."""
         self.on_change: Callable[[WorkerState], None] | None = None

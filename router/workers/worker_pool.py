@@ -111,10 +111,15 @@ class WorkerPool:
         return self._links[peer]
 
     def sweep(self) -> None:
-        """Close links of workers that left and have no requests any more; expire old load reports."""
+        """Close links of workers that left, and expire old load reports. Called periodically."""
         self.fleet.changes += self.fleet.incompatible.forget_old()
         for link in self.links:
             link.state.expire_report()
+        self._drop_retired()
+
+    def _drop_retired(self) -> None:
+        """Close links of workers that left and have no requests any more."""
+        for link in self.links:
             if link.retired and not (link.connected and link.request_ids):
                 self._drop(link)
 
@@ -191,7 +196,7 @@ class WorkerPool:
             self.mode = membership.mode
             self._observer.on_mode(self.mode)
         self._learn_model(membership)
-        self.sweep()
+        self._drop_retired()
         self._observer.on_change()
 
     def _open(self, info: WorkerInfo) -> WorkerLink:

@@ -84,13 +84,17 @@ def _norm_head(shared, source, norm, scratch, tag):  # type: ignore[no-untyped-d
 
 @inlined
 def _store_codes(shared, source, plane, token, scratch, tag):  # type: ignore[no-untyped-def]
-    """Stores head_dim `tag` elements as codes and a scale, as the `token`th of the page's tokens at `plane`."""
+    """Stores head_dim `tag` elements as codes and a scale, as the `token`th of the page's tokens at `plane`.
+
+    The scale is NaN if any of them is infinite or NaN.
+    """
     head_dim, page_tokens = argument(shared, HEAD_DIM), argument(shared, PAGE_TOKENS)
-    most = np.float32(0)
+    most, poison = np.float32(0), np.float32(0)
     for i in range(head_dim):
         value = load(source, i, tag)
         store(scratch, i, value, F32)
         most = max(most, abs(value))
+        poison += value - value  # 0, or NaN for one that is not finite
     factor = np.float32(LARGEST_CODE) / most if most > 0 else np.float32(0)
     scale_row(scratch, factor, plane + token * head_dim, head_dim, INT8)
-    store(plane + page_tokens * head_dim, token, most / np.float32(LARGEST_CODE), F32)
+    store(plane + page_tokens * head_dim, token, most / np.float32(LARGEST_CODE) + poison, F32)

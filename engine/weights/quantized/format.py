@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.config.quantization import Codes, Packing, WeightScheme
 from engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbles
+from wire.errors import ModelError
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
 """The dtypes of scales, in the spelling of safetensors."""
@@ -135,3 +136,17 @@ def group_count(scheme: WeightScheme, columns: int) -> int:
 
 def _same(stored: Tensor) -> Tensor:
     return stored
+
+
+def checked_groups(scheme: WeightScheme, index: Tensor | None, columns: int) -> Tensor | None:
+    """Returns each column's group where they are scattered; ModelError for groups that do not exist."""
+    if index is None:
+        return None
+    found, count = index.long(), group_count(scheme, columns)
+    if bool(((found < 0) | (found >= count)).any()):
+        raise ModelError(f"has a g_idx outside of its {count} groups")
+    if scheme.scattered:
+        return found
+    if not torch.equal(found, torch.arange(columns, device=found.device) // (scheme.group or columns)):
+        raise ModelError("has a g_idx in another order than that of the columns, though none is configured")
+    return None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.config.quantization import WeightFormat, WeightScheme
 from engine.weights.quantized.format import Format, GroupedCodes, Shape, StoredTensor
+from wire.errors import ModelError
 
 BLOCKS = {
     WeightFormat.Q8_0: (32, 34),
@@ -34,6 +35,8 @@ Parts = tuple[Tensor, Tensor, Tensor | None]
 
 def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:
     elements, size = BLOCKS[scheme.format]
+    if columns % elements:
+        raise ModelError(f"{columns} columns are no whole blocks of {elements} elements of {scheme.format}")
     return (StoredTensor("weight", ((rows, -(-columns // elements) * size),), frozenset({"U8"})),)
 
 

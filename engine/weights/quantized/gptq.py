@@ -6,12 +6,11 @@ scales   [G, N]
 g_idx    I32 [K]: each input's group; it may be missing where columns are not scattered
 
 weight = (code - zero) · scale. A symmetric scheme has the centre of the codes as every zero, and checkpoints of either
-format have been published under the other's name: there the values tell.
+format have been published under the other's name: there the values tell. Of asymmetric ones nothing tells.
 """
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from engine.config.quantization import Codes, WeightFormat, WeightScheme
@@ -24,6 +23,7 @@ from engine.weights.quantized.format import (
     GroupedCodes,
     Shape,
     StoredTensor,
+    checked_groups,
     codes_of,
     group_count,
     in_word,
@@ -49,7 +49,7 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
     rows, columns = shape
     codes = codes_of(tensors["qweight"].t(), scheme.codes)[:, :columns]
     stored = codes_of(tensors["qzeros"], scheme.codes)[:, :rows].t()
-    groups = _groups(scheme, tensors.get("g_idx"), columns)
+    groups = checked_groups(scheme, tensors.get("g_idx"), columns)
     zeros = _zeros(scheme, stored)
     return integers(scheme, codes.contiguous(), tensors["scales"].t().contiguous(), zeros, groups)
 
@@ -66,20 +66,6 @@ def _zeros(scheme: WeightScheme, stored: Tensor) -> Tensor | None:
         return stored
     # Zero - 1 has wrapped around where the zero is 0.
     return (stored + 1) & 15 if four else stored + 1
-
-
-def _groups(scheme: WeightScheme, index: Tensor | None, columns: int) -> Tensor | None:
-    """Returns each column's group where they are scattered; ModelError for groups that do not exist."""
-    if index is None:
-        return None
-    found, count = index.long(), group_count(scheme, columns)
-    if bool(((found < 0) | (found >= count)).any()):
-        raise ModelError(f"has a g_idx outside of its {count} groups")
-    if scheme.scattered:
-        return found
-    if not torch.equal(found, torch.arange(columns, device=found.device) // (scheme.group or columns)):
-        raise ModelError("has a g_idx in another order than that of the columns, though desc_act is false")
-    return None
 
 
 FORMAT = Format(_tensors, _read)

@@ -18,6 +18,7 @@ from engine.weights.quantized.format import (
     GroupedCodes,
     Shape,
     StoredTensor,
+    checked_groups,
     codes_of,
     group_count,
     in_word,
@@ -35,10 +36,9 @@ def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTenso
     )
     if not scheme.symmetric:
         found += (StoredTensor("weight_zero_point", ((-(-rows // word), groups),), WORDS),)
-    if scheme.scattered:
-        found += (StoredTensor("weight_g_idx", ((columns,),), WORDS),)
+    found += (StoredTensor("weight_g_idx", ((columns,),), WORDS, required=scheme.scattered),)
     names = {each.name for each in found}
-    more = unread("weight_shape", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
+    more = unread("weight_shape", "weight_zero_point", "input_scale", "input_zero_point")
     return (*found, *(each for each in more if each.name not in names))
 
 
@@ -51,7 +51,7 @@ def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> 
     zeros = None
     if not scheme.symmetric:
         zeros = codes_of(tensors["weight_zero_point"].t(), scheme.codes).t()[:rows]
-    groups = tensors["weight_g_idx"].long() if scheme.scattered else None
+    groups = checked_groups(scheme, tensors.get("weight_g_idx"), columns)
     return integers(scheme, codes.contiguous(), scales, zeros, groups)
 
 

@@ -121,3 +121,14 @@ def test_float8_is_refused(kernels: CpuKernels, dtype: torch.dtype) -> None:
     step = make_step([(1, 17)], SHAPES["gqa"])
     with pytest.raises(Internal, match="int8 keys and values"):
         attend(kernels, step, quantized(step.cache, torch.float8_e4m3fn), dtype)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_keys_and_values_that_are_not_finite_stay_so(value: float, kernels: CpuKernels, dtype: torch.dtype) -> None:
+    step = make_step([(3, 3)], SHAPES["gqa"], filled=False)
+    cache, qkv = quantized(step.cache), step.qkv.to(dtype, copy=True)
+    qkv[1, -1] = value
+    kernels.rope_and_store(qkv, step.rope, None, None, 1e-6, cache, LAYER, step.layout, step.shape)
+    slot = int(step.layout.slots[1])
+    scales = cache.scales[slot // 16, LAYER, 1, :, slot % 16]
+    assert scales.isnan().tolist() == [False, False, True]

@@ -30,8 +30,12 @@ def test_settings_are_options(message: str, read: str) -> None:
 
 
 def test_every_setting_of_an_engine_is_an_option_of_up() -> None:
-    up = get_command(app).commands["up"]  # type: ignore[attr-defined]
-    options = {name for option in up.params for name in option.opts}
-    assert set(SETTINGS.values()) <= options
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    up, others = (
+        {name if name.startswith("-") else name.upper() for option in commands[each].params for name in option.opts}
+        for each in ("up", "quantize")
+    )
+    assert set(SETTINGS.values()) <= up | others
+    assert {SETTINGS[field.name] for field in fields(EngineConfig) if field.name in SETTINGS} <= up
     by_others = {"cuda_graphs"}  # of benchmarks and tests
     assert {field.name for field in fields(EngineConfig)} - by_others <= SETTINGS.keys()

@@ -33,6 +33,7 @@ def test_it_says_what_it_wrote(folder: Path, tmp_path: Path) -> None:
         (["--group-size", "48", "--method", "rtn"], 2, "error: --group-size: the model's products have 64, 96 inputs"),
         (["--method", "spqr"], 2, "error: --method: 'spqr' is not known"),
         (["--method", "smoothquant"], 2, "error: --method: smoothquant is for 8-bit activations"),
+        (["--method", "rtn", "--text", "/nowhere/text"], 2, "error: --text: rtn reads no text"),
         (["--text", "/nowhere/text"], 2, "error: --text: /nowhere/text cannot be read"),
         (
             ["--scheme", "fp8", "--group-size", "32", "--method", "rtn"],

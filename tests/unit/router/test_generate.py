@@ -679,7 +679,7 @@ async def test_hundreds_of_requests_cancelled_at_random_leave_nothing(cluster: C
         await asyncio.gather(*(one(number) for number in range(150)))
     await cluster.settled()
     queue = cluster.router._dispatcher._scheduler.queue
-    assert (len(queue._tenants), queue.ahead("", float(2**40))) == (0, (0.0, 0))
+    assert (len(queue), len(queue._tenants), len(queue._resumed)) == (0, 0, 0)
     # Text of ended requests may not be delivered yet; a count keeps no request alive, as a list would.
     await until(lambda: _living(RoutedRequest) == 0, "every request is gone from memory")
 

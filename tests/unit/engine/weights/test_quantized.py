@@ -17,6 +17,7 @@ from engine.model_runner import ModelRunner
 from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.families import places_of
 from engine.models.parameters import named_weights, tensors_of
+from engine.models.quantization_config import parse_quantization
 from engine.steps.batch import StepBatch
 from engine.weights.checkpoint import check_model, load_weights, stored_dtype
 from tests.factories import row, tiny_engine_config, write_tiny_model
@@ -164,8 +165,9 @@ TENSORS: list[tuple[str, Callable[[Tensors], Tensors], list[str]]] = [
     ("awq", changed("qweight", lambda each: each.long()), [f"{MODULE}qweight is stored as I64; only I32"]),
     ("gptq asymmetric", without("qzeros"), [f"lacks tensor {MODULE}qzeros"]),
     ("gptq symmetric", changed("qzeros", lambda each: each * 0), ["zero points other than the centre"]),
-    ("gptq asymmetric", changed("g_idx", lambda each: each.flip(0)), ["g_idx in another order", "desc_act"]),
+    ("gptq asymmetric", changed("g_idx", lambda each: each.flip(0)), ["g_idx in another order"]),
     ("gptq desc_act", changed("g_idx", lambda each: each + 1), ["g_idx outside of its 3 groups"]),
+    ("W4A16", lambda found: found | {MODULE + "weight_g_idx": torch.arange(96).flip(0).int() // 32}, ["another order"]),
     ("gptq desc_act", without("g_idx"), [f"lacks tensor {MODULE}g_idx"]),
     ("W4A16", without("weight_scale"), [f"lacks tensor {MODULE}weight_scale", "pack-quantized"]),
     ("W4A16 asymmetric", without("weight_zero_point"), [f"lacks tensor {MODULE}weight_zero_point"]),
@@ -195,6 +197,9 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq, marlin"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "gptq, dynamic"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8, e5m2"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "fp8, weight_block_size [128]"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8, weight_block_size [0, 128]"),
+    ({"quant_method": "fp8", "weight_block_size": "128x0"}, "fp8, weight_block_size 128x0"),
     ({"quant_method": "compressed-tensors"}, "config_groups"),
 ]
 
@@ -209,6 +214,7 @@ CONFIGS += [
     (of_group("pack-quantized", num_bits=3, type="int"), "pack-quantized, int3"),
     (of_group("marlin-24", num_bits=4, type="int", strategy="group", group_size=32), "marlin-24"),
     (of_group("int-quantized", num_bits=8, type="int", strategy="token"), "strategy token"),
+    (of_group("float-quantized", num_bits=8, type="float", strategy="block"), "block_structure None"),
     (CASES["W4A16"][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     (CASES["W4A16"][0] | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
 ]
@@ -221,6 +227,21 @@ def test_schemes_that_are_not_served(quantization: dict[str, Any], words: str, t
     message = refusal(tmp_path)
     assert "the checkpoint is quantized (" in message
     assert words in message
+
+
+def test_a_name_that_is_no_regular_expression(tmp_path: Path) -> None:
+    folder, _ = write_quantized(tmp_path, "W4A16")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["re:*lm_head("]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "names modules by '(?:*lm_head().*'" in refusal(folder)
+
+
+def test_columns_that_are_ordered_dynamically_are_scattered() -> None:
+    config = of_group("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, actorder="dynamic")
+    ((_, scheme),) = parse_quantization(config).rules
+    assert scheme is not None
+    assert scheme.scattered
 
 
 def test_tensors_that_are_not_in_use_may_be_there(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_the_departed_are_forgotten_and_who_comes_back_keeps_the_place() -> None
     assert len(queue) == 2
     queue.push(first)
     assert drained(queue) == [each.wire_id for each in (first, second, third)]
-    assert (len(queue._tenants), queue.ahead("", 1e9)) == (0, (0.0, 0))
+    assert (len(queue._tenants), queue.ahead(queued("next", 9, 1e9))) == (0, (0.0, 0))
 
 
 def test_memory_is_bounded_by_its_members() -> None:
@@ -103,7 +103,13 @@ def test_the_requests_of_a_tenant_are_counted() -> None:
 def test_how_much_is_ahead() -> None:
     flood = [queued(f"flood-{n}", n, start_by_s=1.0, tenant="flood") for n in range(10)]
     queue = filled(RequestQueue(), *flood, queued("mine", 20, start_by_s=2.0, tenant="me"))
-    assert queue.ahead("flood", 1.0)[0] == 5.0
-    assert queue.ahead("flood", 0.5)[0] == 0.0, "less urgent ones are not before it"
-    assert queue.ahead("me", 3.0)[0] == 1.0, "own work, and as much of the others'"
-    assert queue.ahead("third", 3.0)[0] == 0.0
+
+    def ahead(tenant: str, start_by_s: float, priority: int = 0) -> float:
+        return queue.ahead(queued("next", 99, start_by_s, tenant=tenant, priority=priority))[0]
+
+    assert ahead("flood", 1.0) == 5.0
+    assert ahead("flood", 0.5) == 0.0, "less urgent ones are not before it"
+    assert ahead("flood", 9.0, priority=-1) == 0.0, "it goes before its tenant's others"
+    assert ahead("flood", 0.5, priority=1) == 5.0, "its tenant's others go before it"
+    assert ahead("me", 3.0) == 1.0, "own work, and as much of the others'"
+    assert ahead("third", 3.0) == 0.0
