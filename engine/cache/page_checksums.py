@@ -35,7 +35,7 @@ class PageChecksums(Protocol):
 def page_checksums(cache: KvCache) -> PageChecksums:
     """Returns checksums over a cache [pages, layers, 2, kv_heads, page_tokens, head_dim] of any dtype, on its device.
 
-    ValueError when one token's keys of one head are not whole 32-bit words: head_dim would be odd.
+    ValueError when one token's keys of one head are not whole 32-bit words.
     """
     words = as_words(cache)
     if words.words.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Packed weights for kernels that have no product for them: dequantized once, after loading."""
+"""Packed weights for kernels that have no product for them: dequantized to a tensor."""
 
 from dataclasses import replace
 
