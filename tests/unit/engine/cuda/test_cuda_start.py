@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,7 +32,8 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     shape = replace(whole, max_context=context, layers=whole.layers[:1])
     config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
     told: list[str] = []
-    model = cast(Any, SimpleNamespace(spec=shape, dtype=torch.bfloat16, end_trials=lambda: told.append("trials are over")))
+    over = partial(told.append, "trials are over")
+    model = cast(Any, SimpleNamespace(spec=shape, dtype=torch.bfloat16, end_trials=over))
     probe = cuda_start._one_row(config, model, PAGE, torch.float32, CPU)
     packer = StepPacker(step_limits(shape, probe))
     sizes = []
