@@ -8,7 +8,7 @@ from engine.quality.teacher_forced import StepRows
 from engine.steps.batch import StepBatch
 
 DEPTHS = (0.1, 0.5, 0.9)
-"""Where the number stands, as a part of the text."""
+"""The places of the number, as parts of the text."""
 _ANSWER_TOKENS = 12
 """Tokens within which the number must be said: 6 digits take at most so many, with a space."""
 

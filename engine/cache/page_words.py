@@ -15,14 +15,13 @@ class PageWords:
     """The memory of a pool of pages as 32-bit words.
 
     A row is one head's keys or values of a layer: `token_words` words of each of its `page_tokens` tokens, then a scale
-    of each if `scaled`. Rows are in the order of the memory, whatever that of the cache's dimensions is.
+    of each if there are any. Rows are in the order of the memory, whatever that of the cache's dimensions is.
     """
 
     words: Tensor
     """[pages, rows, words of a row] int32."""
     page_tokens: int
     token_words: int
-    scaled: bool = False
 
     def tokens(self) -> Tensor:
         """Returns the token position of each word of a row: [words of a row] int64, on the words' device."""
@@ -44,4 +43,4 @@ def as_words(cache: KvCache) -> PageWords:
     ordered = codes.permute(0, *outer, 4, 5).view(torch.int32)
     assert ordered.stride(3) == row_words
     words = ordered.as_strided((pages, rows, row_words), (ordered.stride(0), row_words, 1))
-    return PageWords(words, page_tokens, token_words, scaled)
+    return PageWords(words, page_tokens, token_words)

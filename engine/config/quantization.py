@@ -1,4 +1,4 @@
-"""Which of a model's weights are quantized, and how each of them is stored and kept.
+"""The quantization of a model's weights: which have a scheme, how they are stored, and how they are kept in memory.
 
 A weight is [N, K]: N outputs, K inputs (columns). All formats share one formula, weight = code · scale + offset, with a
 scale for a group of columns of a row.
@@ -12,7 +12,7 @@ from functools import cache
 
 
 class WeightFormat(StrEnum):
-    """How a checkpoint stores a quantized weight; each has a file in `engine/weights/quantized/`."""
+    """A checkpoint's format of a quantized weight; each is read by a file in `engine/weights/quantized/`."""
 
     AWQ = "awq"
     GPTQ = "gptq"
@@ -66,7 +66,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How the weight of a module is quantized."""
+    """The quantization of one module's weight."""
 
     format: WeightFormat
     codes: Codes

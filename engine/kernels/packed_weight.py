@@ -57,11 +57,13 @@ class PackedWeight:
 
     def __getitem__(self, index: int | slice) -> PackedWeight:
         """Returns a view of some rows, or of one of several stacked weights."""
-        offsets = None if self.offsets is None else self.offsets[index]
-        return PackedWeight(self.codes[index], self.scales[index], offsets, self.group)
+        return self._at(index)
 
     def rows(self, index: Tensor) -> PackedWeight:
         """Returns a copy of the rows that `index` [T] int64 names."""
+        return self._at(index)
+
+    def _at(self, index: int | slice | Tensor) -> PackedWeight:
         offsets = None if self.offsets is None else self.offsets[index]
         return PackedWeight(self.codes[index], self.scales[index], offsets, self.group)
 

@@ -77,13 +77,13 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 class SavedBytes(NamedTuple):
-    """What packed weights take less than plain ones."""
+    """The bytes that packed weights take less than plain ones."""
 
     every_step: int
-    """Of the matrices that every step reads."""
+    """Those of the matrices that every step reads."""
     experts: int
     table: int
-    """Of an embedding that is not the output layer as well."""
+    """Those of an embedding that is not the output layer as well."""
 
 
 def saved_bytes(spec: ModelSpec, item_bytes: int) -> SavedBytes:

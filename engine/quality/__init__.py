@@ -1,1 +1,1 @@
-"""How much a candidate's predictions differ from a reference's: teacher-forced, on the engine that serves."""
+"""Compares a candidate's predictions with a reference's: teacher-forced, on the engine that serves."""

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from engine.cache.paged_cache import cache_bytes
 from engine.config import EngineConfig
 from engine.config.kv import kv_groups
-from engine.device import parse_device, parse_dtype, parse_page_tokens
+from engine.device import parse_device, parse_kv_dtype, parse_page_tokens
 from engine.kernels.base import Kernels
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
@@ -12,7 +13,7 @@ from engine.quality.teacher_forced import COMPANY
 from engine.weights.checkpoint import Progress
 
 _SPARE_PAGES = 4
-"""The page of no request, and what answers add to a prompt."""
+"""Pages of what answers add to a prompt."""
 
 
 def load_for_comparison(
@@ -23,8 +24,8 @@ def load_for_comparison(
     The setting `kv_cache_bytes` is replaced, and so is `max_batch_requests`. `kernels` as for `ModelRunner.load`.
     """
     spec, device = load_spec(config.model), parse_device(config.device)
-    padded = tokens + (COMPANY + _SPARE_PAGES) * parse_page_tokens(config, device)
-    item_bytes = parse_dtype(config, device, spec).itemsize
-    capacity = padded * item_bytes * sum(group.elements for group in kv_groups(spec))
+    page_tokens = parse_page_tokens(config, device)
+    pages = (-(-tokens // page_tokens) + COMPANY + _SPARE_PAGES) * len(kv_groups(spec))
+    capacity = cache_bytes(spec, pages, page_tokens, parse_kv_dtype(config, device, spec))
     sized = replace(config, kv_cache_bytes=capacity, max_batch_requests=COMPANY)
     return ModelRunner.load(sized, progress, kernels=kernels)

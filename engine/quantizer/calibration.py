@@ -60,7 +60,7 @@ class CalibrationKernels(ReferenceKernels):
 
     def __init__(self) -> None:
         self.statistics: dict[int, InputStatistics] = {}
-        """By the weight's address; empty = nothing is added up."""
+        """The statistics of each product, by its weight's address; empty = nothing is added up."""
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         """Applies RMSNorm, then the product."""

@@ -24,7 +24,7 @@ class Fold:
     divided: tuple[Tensor, ...]
     """Tensors [S] or [S, …], in place; S = K but for attention's output product."""
     dtype: torch.dtype
-    """In which the divided tensors are stored if they are not quantized."""
+    """The dtype in which the divided tensors are stored if they are not quantized."""
     kv_heads: int = 1
     shared_by: int = 1
     """Heads of attention that read the same values, and so share a scale."""

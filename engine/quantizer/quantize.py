@@ -32,7 +32,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model is quantized."""
+    """The scheme, method and group size with which a model is quantized."""
 
     scheme: OutputScheme
     method: str = "rtn"
@@ -51,7 +51,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What was written."""
+    """The folder that was written, and its size."""
 
     folder: Path
     group: int | None

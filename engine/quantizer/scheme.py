@@ -11,7 +11,7 @@ GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True, slots=True)
 class OutputScheme:
-    """What a linear layer's weight becomes."""
+    """The form that a linear layer's weight is written in."""
 
     name: str
     bits: int

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are the text model's, under which names, and which of the others may be left out."""
+"""Names the text model's tensors of a checkpoint, and those of the others that may be left out."""
 
 import re
 from collections.abc import Mapping

@@ -80,6 +80,21 @@ def make_step(
     )
 
 
+def row_alone(layout: StepLayout, number: int) -> tuple[slice, StepLayout]:
+    """Returns the tokens of a step's row, and the layout of a step of this row alone."""
+    mine = slice(int(layout.row_starts[number]), int(layout.row_starts[number + 1]))
+    tokens = mine.stop - mine.start
+    return mine, StepLayout(
+        positions=layout.positions[mine].clone(),
+        slots=layout.slots[mine].clone(),
+        row_starts=torch.tensor([0, tokens], dtype=torch.int32),
+        context_lens=layout.context_lens[number : number + 1].clone(),
+        page_table=layout.page_table[number : number + 1].clone(),
+        max_row_tokens=tokens,
+        max_context=int(layout.context_lens[number]),
+    )
+
+
 def head_major(cache: Tensor) -> Tensor:
     """Returns a copy with the same dimensions, in whose memory a page's heads are outermost."""
     return cache.permute(0, 3, 1, 2, 4, 5).contiguous().permute(0, 2, 3, 1, 4, 5)

@@ -166,6 +166,28 @@ def _keys_at_once(shared, key, stop):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _rows(shared, plane, token, n, wide, tag):  # type: ignore[no-untyped-def]
+    """Returns the address of n keys or values as `tag` elements: in the cache, or in `wide`, where codes are widened.
+
+    They are those of a page's tokens from `token` on; `plane` as in `_plane`.
+    """
+    head_dim = argument(shared, HEAD_DIM)
+    if argument(shared, QUANTIZED) == 0:
+        return argument(shared, CACHE) + (plane + token * head_dim) * item_bytes(tag)
+    widen_row(argument(shared, CACHE) + plane + token * head_dim, wide, n * head_dim, tag)
+    return wide
+
+
+@inlined
+def _apply_scales(shared, plane, token, n, numbers, queries):  # type: ignore[no-untyped-def]
+    """Multiplies n numbers of each query by the scales of these keys or values, if the cache has any."""
+    if argument(shared, QUANTIZED) != 0:
+        scales = argument(shared, CACHE) + plane + argument(shared, PAGE_TOKENS) * argument(shared, HEAD_DIM)
+        for i in range(queries):
+            multiply_row(numbers + i * KEYS * F32_BYTES, scales + token * F32_BYTES, n, F32)
+
+
+@inlined
 def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # type: ignore[no-untyped-def]
     """Computes scores[q][key - begin] = q · key, page by page."""
     page_tokens, head_dim, size = argument(shared, PAGE_TOKENS), argument(shared, HEAD_DIM), item_bytes(tag)
@@ -173,17 +195,9 @@ def _score(shared, row, head, begin, stop, qs, queries, scores, wide, tag):  # t
     while key < stop:
         n = _keys_at_once(shared, key, stop)
         plane, token = _plane(shared, row, head, key, False), key % page_tokens
-        keys = argument(shared, CACHE) + (plane + token * head_dim) * size
-        target = scores + (key - begin) * F32_BYTES
-        if argument(shared, QUANTIZED) != 0:
-            codes = argument(shared, CACHE) + plane
-            widen_row(codes + token * head_dim, wide, n * head_dim, tag)
-            keys = wide
+        keys, target = _rows(shared, plane, token, n, wide, tag), scores + (key - begin) * F32_BYTES
         dot_rows(keys, head_dim * size, n, qs, head_dim * size, queries, head_dim, target, KEYS * F32_BYTES, tag)
-        if argument(shared, QUANTIZED) != 0:
-            scales = argument(shared, CACHE) + plane + page_tokens * head_dim + token * F32_BYTES
-            for i in range(queries):
-                multiply_row(target + i * KEYS * F32_BYTES, scales, n, F32)
+        _apply_scales(shared, plane, token, n, target, queries)
         key += n
 
 
@@ -215,14 +229,8 @@ def _mix(shared, row, head, begin, stop, scores, queries, sums, q_stride, wide, 
     while key < stop:
         n = _keys_at_once(shared, key, stop)
         plane, token = _plane(shared, row, head, key, True), key % page_tokens
-        values = argument(shared, CACHE) + (plane + token * head_dim) * size
-        weights = scores + (key - begin) * F32_BYTES
-        if argument(shared, QUANTIZED) != 0:
-            codes = argument(shared, CACHE) + plane
-            widen_row(codes + token * head_dim, wide, n * head_dim, tag)
-            values, scales = wide, codes + page_tokens * head_dim + token * F32_BYTES
-            for i in range(queries):
-                multiply_row(weights + i * KEYS * F32_BYTES, scales, n, F32)
+        values, weights = _rows(shared, plane, token, n, wide, tag), scores + (key - begin) * F32_BYTES
+        _apply_scales(shared, plane, token, n, weights, queries)
         mix_rows(values, head_dim * size, n, weights, KEYS * F32_BYTES, queries, sums, q_stride, head_dim, tag)
         key += n
 

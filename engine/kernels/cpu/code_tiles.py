@@ -38,6 +38,7 @@ from engine.kernels.cpu.ir import (
     load_vector,
     loop,
     multiply_add,
+    nearest,
     pointer,
     prefetch,
     row_addresses,
@@ -204,8 +205,7 @@ def _emit_quantize(builder: Builder, tag: Any, args: Any) -> None:
 
 def _rounded(builder: Builder, x: Value) -> Value:
     """Rounds sixteen float32 to integers of at most TOP_CODE, others and NaN to 0."""
-    rint = builder.module.declare_intrinsic("llvm.rint.v16f32", fnty=ir.FunctionType(VEC, [VEC]))
-    found = builder.call(rint, [x])
+    found = nearest(builder, x)
     inside = builder.and_(
         builder.fcmp_ordered("<=", found, constant(VEC, TOP_CODE)),
         builder.fcmp_ordered(">=", found, constant(VEC, -TOP_CODE)),

@@ -16,7 +16,7 @@ CODES_A_BLOCK = 32
 UNIT = 4
 """Columns that one 32-bit lane of a product multiplies."""
 WIDE_CENTRE = 128
-"""What is added to 8-bit codes, to make them unsigned."""
+"""The number that is added to 8-bit codes to make them unsigned."""
 _PIECE = 1 << 22
 """Codes that are rearranged at a time, to bound temporary memory."""
 

@@ -47,6 +47,14 @@ def nibbles_as(codes, centre: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _numbers(held, part, BITS: tl.constexpr, FP8: tl.constexpr, centre: tl.constexpr, dtype: tl.constexpr):
+    """Converts bytes of codes: 8-bit ones, or the lower (`part` 0) or upper halves minus `centre`."""
+    if BITS == 4:
+        return nibbles_as((held >> (4 * part)) & 15, centre, dtype)
+    return bytes_as(held, FP8, dtype)
+
+
+@triton.jit
 def _codes_at(rows_at, at, inside, EVEN: tl.constexpr):
     """Loads some columns of codes; without a mask, which would make the loads narrow, where all are `inside`."""
     if EVEN:
@@ -180,18 +188,12 @@ def packed_kernel(
                 totals += total
             right = tl.trans(loaded)
             group = tl.minimum(at // GROUP, GROUPS - 1)
-            if BITS == 4:
-                weights = nibbles_as((held >> (4 * part)) & 15, MIDDLE, dtype)
-            else:
-                weights = bytes_as(held, FP8, dtype)
+            weights = _numbers(held, part, BITS, FP8, MIDDLE, dtype)
             sums = _add_products(
                 sums, weights, right, total, scales_at, offsets_at, group, group_stride, GROUPED, OFFSETS
             )
             if OP == GATE_UP:
-                if BITS == 4:
-                    weights = nibbles_as((held_up >> (4 * part)) & 15, MIDDLE, dtype)
-                else:
-                    weights = bytes_as(held_up, FP8, dtype)
+                weights = _numbers(held_up, part, BITS, FP8, MIDDLE, dtype)
                 sums_up = _add_products(
                     sums_up, weights, right, total, up_scales_at, up_offsets_at, group, group_stride, GROUPED, OFFSETS
                 )

@@ -1,4 +1,4 @@
-"""What the formats of quantized weights have in common. N are rows (outputs), K columns (inputs), G groups of a row."""
+"""The common parts of the formats of quantized weights. N are rows (outputs), K columns (inputs), G groups of a row."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class GroupedCodes:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a checkpoint stores quantized weights."""
+    """A format of quantized weights in checkpoints: the tensors, and how they are read."""
 
     tensors: Callable[[WeightScheme, int, int], tuple[StoredTensor, ...]]
     """Returns the tensors that store a weight of N rows and K columns, the one with the codes first."""

@@ -10,7 +10,7 @@ from engine.config.attention import AttentionShape
 from engine.kernels.base import Kernels
 from engine.kernels.cpu.kernels import CpuKernels
 from engine.kernels.reference import ReferenceKernels
-from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step, with_sinks
+from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step, row_alone, with_sinks
 from tests.pairwise import pairwise
 
 REFERENCE = ReferenceKernels()
@@ -100,18 +100,8 @@ def test_a_row_is_the_same_alone_and_in_any_step(
     rows = [(1, 300), (1, 1025), (40, 90), (1, 17), (3, 600)]
     step = make_step(rows, shape)
     together, q, cache = attend(kernels, step, dtype), step.q.to(dtype), step.cache_as(dtype)
-    layout = step.layout
-    for number, (tokens, context) in enumerate(rows):
-        mine = slice(int(layout.row_starts[number]), int(layout.row_starts[number + 1]))
-        alone = type(layout)(
-            positions=layout.positions[mine].clone(),
-            slots=layout.slots[mine].clone(),
-            row_starts=torch.tensor([0, tokens], dtype=torch.int32),
-            context_lens=layout.context_lens[number : number + 1].clone(),
-            page_table=layout.page_table[number : number + 1].clone(),
-            max_row_tokens=tokens,
-            max_context=context,
-        )
+    for number in range(len(rows)):
+        mine, alone = row_alone(step.layout, number)
         assert torch.equal(kernels.attention(q[mine], cache, LAYER, alone, shape), together[mine])
 
 

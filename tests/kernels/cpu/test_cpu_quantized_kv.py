@@ -12,7 +12,7 @@ from engine.kernels.cpu.kernels import CpuKernels
 from engine.kernels.kv_cache import QuantizedKv, dequantize_kv, quantize_kv
 from engine.kernels.reference import ReferenceKernels
 from tests.kernels.cpu.quantized_kv import quantized
-from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, with_sinks
+from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, row_alone, with_sinks
 from tests.pairwise import pairwise
 from wire.errors import Internal
 
@@ -64,20 +64,10 @@ def test_attention_is_as_exact_as_torch(
 def test_a_row_is_the_same_alone_and_in_any_step(kernels: CpuKernels, dtype: torch.dtype) -> None:
     rows = [(1, 300), (1, 1025), (40, 90), (1, 17)]
     step = make_step(rows, SHAPES["gqa"])
-    cache, layout = quantized(step.cache), step.layout
+    cache = quantized(step.cache)
     together = attend(kernels, step, cache, dtype)
-    for number, (tokens, context) in enumerate(rows):
-        mine = slice(int(layout.row_starts[number]), int(layout.row_starts[number + 1]))
-        alone = replace(
-            layout,
-            positions=layout.positions[mine].clone(),
-            slots=layout.slots[mine].clone(),
-            row_starts=torch.tensor([0, tokens], dtype=torch.int32),
-            context_lens=layout.context_lens[number : number + 1].clone(),
-            page_table=layout.page_table[number : number + 1].clone(),
-            max_row_tokens=tokens,
-            max_context=context,
-        )
+    for number in range(len(rows)):
+        mine, alone = row_alone(step.layout, number)
         out = kernels.attention(step.q[mine].to(dtype), cache, LAYER, alone, step.shape)
         assert torch.equal(out, together[mine])
 

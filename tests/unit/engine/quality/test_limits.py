@@ -71,7 +71,7 @@ def test_codes_of_8_bits(changes: dict[str, str], limit: float, full: Yardstick,
 
 
 def test_the_cpu_rounds_inputs_to_8_bits_too(full: Yardstick, tell: Tell) -> None:
-    """As served on a CPU. Products whose weights and inputs both have 8 bits may cost 0.045; seen were 0.0072."""
+    """Products as served on a CPU. Those whose weights and inputs both have 8 bits may cost 0.045; seen were 0.0072."""
     kl = full.kl(full.load(full.folder, quantization="int8", kv_cache_dtype="int8"))
     tell(f"KL {kl:.4f}, at most 0.015")
     assert kl <= 0.015
