@@ -60,7 +60,8 @@ class Size:
     @property
     def bytes(self) -> int:
         """Bytes of KV that one call reads."""
-        return 2 * sum(self.lengths) * self.shape.kv_heads * self.shape.head_dim * DTYPE.itemsize
+        seen = sum(min(length, self.shape.window or length) for length in self.lengths)
+        return 2 * seen * self.shape.kv_heads * self.shape.head_dim * DTYPE.itemsize
 
 
 @dataclass(frozen=True, slots=True)

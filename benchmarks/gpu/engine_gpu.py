@@ -31,6 +31,8 @@ from engine.weights.gguf import default_cache
 
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
+LONG_DECODE = (128, 4096)
+"""Rows and context of a decode step that is bound by KV."""
 PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
 UNEVEN = ((12, 2048), (48, 2048))
@@ -69,7 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
         del engine, cache
         gc.collect()
         torch.cuda.empty_cache()
-        result |= _attention(spec.attention_shapes[0], copy) if spec.attention_shapes else _latents(spec, copy)
+        shapes = sorted(spec.attention_shapes, key=lambda shape: shape.window is not None)
+        result |= _attention(shapes[0], copy) if shapes else _latents(spec, copy)
         if arguments.eager:
             result |= _without_graphs(config, result)
     result |= {"shape": arguments.shape, "dtype": "bfloat16", **run_facts(arguments.device)}
@@ -88,7 +91,7 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
     batches = _held(engine)
     for batch in batches:
         seconds = engine.decode_seconds(batch, CONTEXT)
-        share = engine.decode_bytes(batch, CONTEXT) / seconds / copy
+        share = engine.decode_bytes([CONTEXT] * batch) / seconds / copy
         device = engine.graph_seconds([CONTEXT] * batch)
         spans = engine.decode_spans(batch, CONTEXT)
         idle = idle_share(spans)
@@ -104,6 +107,7 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
             f" idle {idle:.2%}",
             flush=True,
         )
+    found |= _long_decode(engine, copy)
     for batch in sorted({32, 256}.intersection(batches)):
         sampled = engine.decode_seconds(batch, CONTEXT, sampled=True)
         found[f"decode_sampled_ms_b{batch}"] = round(sampled * 1e3, 4)
@@ -112,12 +116,27 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
     return found
 
 
+def _long_decode(engine: GpuEngine, copy: float) -> Figures:
+    """Measures decode steps of `LONG_DECODE` if the KV cache holds them."""
+    rows, context = LONG_DECODE
+    if not engine.holds(rows, context + DECODE_STEPS // 2):
+        print(f"decode b{rows:<4} left out: the KV cache holds fewer rows of {context} tokens", flush=True)
+        return {}
+    seconds = engine.decode_seconds(rows, context)
+    share = engine.decode_bytes([context] * rows) / seconds / copy
+    print(f"decode b{rows:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy: contexts of {context} tokens", flush=True)
+    return {
+        f"decode_bw_ratio_{rows}x{context}": round(share, 4),
+        f"decode_ms_{rows}x{context}": round(seconds * 1e3, 4),
+    }
+
+
 def _uneven_decode(engine: GpuEngine, batch: int, copy: float) -> Figures:
     """Measures the device alone for a step of rows of uneven lengths."""
     longest = engine.runner.facts.max_context - 1
     contexts = [min(length, longest) for length in uneven(batch, CONTEXT)]
     seconds = engine.graph_seconds(contexts)
-    share = (engine.weight_bytes(batch) + engine.kv_bytes(sum(contexts))) / seconds / copy
+    share = engine.decode_bytes(contexts) / seconds / copy
     print(
         f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy: the device alone, uneven rows", flush=True
     )
@@ -163,7 +182,10 @@ def _prefill(engine: GpuEngine) -> Figures:
 
 
 def _attention(shape: AttentionShape, copy: float) -> Figures:
-    """Measures the model's decode attention alone: KV bytes per second, with layers in turn to exceed the caches."""
+    """Measures decode attention of a layer, without a window if there is one: KV bytes per second.
+
+    Layers take turns, so that their KV exceeds the caches.
+    """
     found: Figures = {}
     for rows, tokens in ATTENTIONS:
         size = Size(f"{rows}x{tokens}", (tokens,) * rows, shape)

@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.gpu.device_spans import Span, last_steps, record_spans
 from costs.roofline import ModelSizes
+from costs.step_work import StepWork
 from engine.cuda.cuda_stepper import CudaStepper
 from engine.cuda.step_graph import StepGraph
 from engine.model_runner import ModelRunner
@@ -111,10 +112,9 @@ class GpuEngine:
         drawn = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
         return StepBatch([StepRow(drawn[row], 0, pages[row], _GREEDY) for row in range(rows)])
 
-    def decode_bytes(self, batch: int, context: int) -> float:
-        """Returns the bytes that a decode step must read."""
-        sizes = self._sizes
-        return self.weight_bytes(batch) + sizes.context_bytes(batch, batch * context)
+    def decode_bytes(self, contexts: Sequence[int]) -> float:
+        """Returns the bytes that a decode step of rows with these contexts must read."""
+        return self.weight_bytes(len(contexts)) + sum(self._sizes.context_bytes(1, context) for context in contexts)
 
     def weight_bytes(self, batch: int = 1) -> float:
         """Returns the bytes of the weights that a step of `batch` tokens reads."""
@@ -131,9 +131,8 @@ class GpuEngine:
 
     def prefill_flops(self, rows: int, tokens: int) -> float:
         """Returns the FLOPs of `rows` prompts of `tokens` tokens."""
-        sizes = self._sizes
-        attention = sizes.attention_flop_per_pair * tokens * tokens / 2
-        return rows * (2 * (sizes.weights - sizes.output_weights) * tokens + attention)
+        work = StepWork(prefill_tokens=rows * tokens, prefill_pairs=rows * tokens * tokens / 2)
+        return float(self._sizes.step_flops(work))
 
     @property
     def _sizes(self) -> ModelSizes:

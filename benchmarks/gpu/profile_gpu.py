@@ -35,7 +35,7 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
     found |= _roofline(
         "decode_step",
         engine.decode_flops(_BATCH, _CONTEXT),
-        engine.decode_bytes(_BATCH, _CONTEXT),
+        engine.decode_bytes([_CONTEXT] * _BATCH),
         engine.decode_seconds(_BATCH, _CONTEXT),
         ceilings,
     )

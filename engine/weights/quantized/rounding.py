@@ -15,7 +15,9 @@ def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
     *outer, columns = weight.shape
     grouped = weight.to(torch.float32).reshape(*outer, columns // packing.group, packing.group)
     largest = grouped.abs().amax(-1, keepdim=True)
-    scales = torch.where(largest > 0, largest / _LARGEST[packing.codes], 1.0)
+    # GPUs would multiply by the reciprocal of a number, and a last bit of a scale decides over the codes at its ends.
+    ends = torch.full_like(largest, _LARGEST[packing.codes])
+    scales = torch.where(largest > 0, largest / ends, 1.0)
     values = (grouped / scales).reshape(weight.shape)
     if packing.codes is Codes.FLOAT8:
         codes = values.to(torch.float8_e4m3fn)

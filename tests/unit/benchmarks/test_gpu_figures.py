@@ -67,11 +67,11 @@ def engine(runner: RecordedRunner) -> GpuEngine:
 def test_a_decode_step_reads_all_weights_once_and_the_kv_of_every_row(
     engine: GpuEngine, batch: int, context: int
 ) -> None:
-    assert engine.decode_bytes(batch, context) == 2 * (LAYERS * LAYER + HEAD) + batch * context * KV_OF_A_TOKEN
+    assert engine.decode_bytes([context] * batch) == 2 * (LAYERS * LAYER + HEAD) + batch * context * KV_OF_A_TOKEN
 
 
 def test_the_bytes_of_llama_3_8b_in_numbers(engine: GpuEngine) -> None:
-    assert engine.decode_bytes(1, 1024) == 15_143_534_592
+    assert engine.decode_bytes([1024]) == 15_143_534_592
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 512), (1, 2048), (8, 2048)])
