@@ -66,8 +66,13 @@ _ENGINE: dict[str, Floors] = {
         "prefill_flops_ratio_1x2048": Floor(0.50),
         "prefill_flops_ratio_1x8192": Floor(0.68),
     },
+    "deepseek-v2-lite": {
+        "decode_bw_ratio_b1": Floor(0.45),
+        "decode_bw_ratio_b32": Floor(0.78),
+        "decode_bw_ratio_128x4096": Floor(0.72),
+    },
 }
-"""Floors for one H200, bfloat16, by shape."""
+"""Floors for one H100 or H200, bfloat16, by shape."""
 _STEPS = Floor(1.03, at_most=True)
 """The bound of a step with transfers: at most 3 % longer than without."""
 _KV_TWO_GPUS: Floors = {
