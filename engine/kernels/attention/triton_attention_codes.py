@@ -99,7 +99,9 @@ def _add_product(a, b, sums):
 
 
 @triton.jit
-def _scales_at(plane, page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
+def _scales_at(
+    plane, page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr
+):
     """Returns pointers [BLOCK_TOKENS] to the scales of a tile's tokens; `plane` as the codes of page 0."""
     token = tl.arange(0, BLOCK_TOKENS)
     scales = plane + page.to(tl.int64) * page_stride + PAGE_TOKENS * ROW

@@ -48,7 +48,9 @@ def torch_of(step: Step, cache: QuantizedKv, dtype: torch.dtype) -> Tensor:
     return REFERENCE.attention(step.q.to(dtype), cache, LAYER, step.layout, step.shape, step.sinks)
 
 
-def check(step: Step, kind: torch.dtype, dtype: torch.dtype, cache: QuantizedKv | None = None, **options: object) -> None:
+def check(
+    step: Step, kind: torch.dtype, dtype: torch.dtype, cache: QuantizedKv | None = None, **options: object
+) -> None:
     cache = quantized(step.cache, kind) if cache is None else cache
     ours = run(attention_of(step, dtype, kv_dtype=kind, **options), step, cache, dtype)
     assert_as_good(ours, torch_of(step, cache, dtype), torch_of(step, cache, torch.float64), LUCK)
