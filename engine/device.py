@@ -16,7 +16,9 @@ from wire.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_DTYPES = {"int8": torch.int8}
+_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_FLOAT8_CAPABILITY = (8, 9)
+"""The oldest GPUs that convert 8-bit floating-point numbers."""
 _KV_SCALE_ITEMS = 4
 """The keys of one token and head must be whole 32-bit words, as checksums and scales are."""
 _CAPABILITY = (8, 0)
@@ -78,11 +80,23 @@ def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec)
         raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {', '.join(_KV_DTYPES)}.")
     if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
         raise InvalidArgument("kv_cache_dtype", f"latents are not cached as {name}; use auto.")
-    if device.type == "cuda":
-        raise InvalidArgument("kv_cache_dtype", f"there are no kernels for {name} on GPUs yet; use auto.")
+    if _KV_DTYPES[name] == torch.float8_e4m3fn:
+        _check_float8(device)
     if any(each.dim % _KV_SCALE_ITEMS for each in kv_groups(model)):
         raise InvalidArgument("kv_cache_dtype", f"{name} needs heads of a multiple of {_KV_SCALE_ITEMS} dimensions.")
     return _KV_DTYPES[name]
+
+
+def _check_float8(device: torch.device) -> None:
+    """Raises InvalidArgument for a device without kernels for KV of 8-bit floating-point numbers."""
+    if device.type == "cpu":
+        raise InvalidArgument("kv_cache_dtype", "fp8 is served on GPUs only; use int8, which is as small, or auto.")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FLOAT8_CAPABILITY:
+        has, needs = ".".join(map(str, capability)), ".".join(map(str, _FLOAT8_CAPABILITY))
+        raise InvalidArgument(
+            "kv_cache_dtype", f"fp8 needs a GPU of compute capability {needs}, this one has {has}; use int8 or auto."
+        )
 
 
 def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
@@ -97,13 +111,19 @@ def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
 
 
 def choose_kernels(
-    config: EngineConfig, model: ModelSpec, device: torch.device, dtype: torch.dtype, page_tokens: int
+    config: EngineConfig,
+    model: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_tokens: int,
+    *,
+    kv_dtype: torch.dtype,
 ) -> Kernels:
     """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
     if device.type == "cuda":
         from engine.kernels.cuda import CudaKernels
 
-        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests)
+        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
     if dtype in {torch.float32, torch.bfloat16}:
         # Imported here, as compiling takes seconds and processes on GPUs need none of it.
         from engine.kernels.cpu.kernels import CpuKernels

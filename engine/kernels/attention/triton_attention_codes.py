@@ -161,7 +161,7 @@ def attend_to_codes(
     total = tl.zeros([GROUP_TILE], tl.float32)
     mixed_even = tl.zeros([GROUP_TILE, DIM_PADDED // 2], tl.float32)
     mixed_odd = tl.zeros([GROUP_TILE, DIM_PADDED // 2], tl.float32)
-    if SINKS:
+    if SINKS:  # noqa: SIM102 - a constant
         if split == 0:
             highest = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
             total += 1.0

@@ -10,7 +10,7 @@ _ROUNDING = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.constexpr, rounded: tl.constexpr):
-    """Stores one head of some tokens, as codes and a scale if CODES; arguments as of `_store_codes`, all pointers alike."""
+    """Stores one head of some tokens, if CODES as `_store_codes` does; `scale_at` has the type of `at`."""
     if CODES:
         scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
         _store_codes(at, scale_at, first, second, gap, mask, present, rounded)

@@ -260,9 +260,11 @@ def _rope_and_store(
         kept += kind_stride + (head - HEADS - KV_HEADS) * head_stride
         scale += kind_stride + (head - HEADS - KV_HEADS) * head_stride
         for number in tl.static_range(GROUP):
-            first, second = heads[number]
             to, scale_at = kept + number * head_stride, scale + number * head_stride
-            store_head(to, scale_at, first, second, gap, stored, slot >= 0, CODES, qkv_ptr.dtype.element_ty)
+            store_head(
+                to, scale_at, heads[number][0], heads[number][1], gap, stored, slot >= 0, CODES,
+                qkv_ptr.dtype.element_ty,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -142,5 +142,5 @@ def test_repeated_calls_give_the_same_bits(choose: PlanFunction) -> None:
 
 def test_another_cache_than_the_scratch_is_refused() -> None:
     step = decode_step([3], SHAPES["gqa"], 16)
-    with pytest.raises(ValueError, match="a cache of torch.float8_e4m3fn, but scratch for torch.int8"):
+    with pytest.raises(ValueError, match=r"a cache of torch\.float8_e4m3fn, but scratch for torch\.int8"):
         run(attention_of(step, kv_dtype=torch.int8), step, quantized(step.cache, torch.float8_e4m3fn), torch.float16)
