@@ -68,6 +68,27 @@ _ENGINE: dict[str, Floors] = {
     },
 }
 """Floors for one H200, bfloat16, by shape."""
+_QUANTIZED_MS = {
+    "_kv-int8": (3.87, 5.0, 7.6, 11.5),
+    "_int8": (2.38, 4.0, 9.0, 15.3),
+    "_fp8": (2.38, 4.0, 8.2, 13.4),
+    "_int4": (1.72, 3.45, 9.3, 15.3),
+    "_fp8_kv-int8": (2.38, 3.55, 6.1, 9.7),
+    "_int4_kv-int8": (1.72, 2.98, 7.3, 11.5),
+}
+"""Milliseconds of decode steps of llama-3-8b with quantized weights or KV, by scheme: of 1, 32, 128 and 256 rows."""
+_KV_8_BIT = {
+    "attention_bw_ratio_64x2048_int8": Floor(0.85),
+    **{f"prefill_over_before_{size}": Floor(0.97) for size in ("1x2048", "1x8192", "8x2048")},
+}
+_ENGINE |= {
+    f"llama-3-8b{scheme}": {
+        f"decode_ms_b{batch}": Floor(limit, at_most=True)
+        for batch, limit in zip((1, 32, 128, 256), limits, strict=True)
+    }
+    | (_KV_8_BIT if scheme.endswith("kv-int8") else {})
+    for scheme, limits in _QUANTIZED_MS.items()
+}
 _STEPS = Floor(1.03, at_most=True)
 """The bound of a step with transfers: at most 3 % longer than without."""
 _KV_TWO_GPUS: Floors = {
