@@ -87,7 +87,7 @@ class CudaKernels(Kernels):
     def _prefill(self) -> PrefillAttention:
         chosen = self._prefill_soon.result()
         if self._copies is not None and isinstance(chosen, FlashPrefill):
-            return QuantizedPrefill(chosen, self._copies, pdl=self._pdl)
+            return QuantizedPrefill(chosen, self._copies)
         return chosen
 
     @cached_property

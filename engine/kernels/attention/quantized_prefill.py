@@ -43,11 +43,10 @@ class QuantizedPrefill:
     copies do not fit are computed one after another. Copies of positions after a row's context are 0.
     """
 
-    def __init__(self, attention: PrefillAttention, copies: Tensor, *, pdl: bool) -> None:
+    def __init__(self, attention: PrefillAttention, copies: Tensor) -> None:
         """Takes the attention of 16-bit pages and the memory of `make_copies`, which calls share."""
         self._attention = attention
         self._copies = copies
-        self._pdl = pdl
         self._begun = threading.local()
 
     @property
@@ -100,7 +99,7 @@ class QuantizedPrefill:
         assert isinstance(cache, QuantizedKv)
         out: Tensor | None = None
         for rows, part, later in self._begun.parts:
-            dequantize_pages(cache, layer, layout, rows, shape.window, self._copies, pdl=self._pdl)
+            dequantize_pages(cache, layer, layout, rows, shape.window, self._copies)
             found = self._attention(q, self._copies[:, None], 0, part, shape, 0, sinks)
             out = found if out is None else torch.where(later, found, out)
         assert out is not None

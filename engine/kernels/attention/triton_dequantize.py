@@ -6,23 +6,24 @@ from torch import Tensor
 
 from engine.kernels.base import StepLayout
 from engine.kernels.kv_cache import QuantizedKv
-from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 _TOKENS = 32
 """Tokens of which a program holds the keys or values at a time."""
 _PROGRAMS = 2048
 """Programs of all rows: several times as many as run at a time, so that none waits for a few."""
 _WARPS = 4
+_ROWS = tl.constexpr(32)
+"""Rows whose contexts a program reads together."""
 
 
 def dequantize_pages(
-    cache: QuantizedKv, layer: int, layout: StepLayout, rows: range, window: int | None, pages: Tensor, *, pdl: bool
+    cache: QuantizedKv, layer: int, layout: StepLayout, rows: range, window: int | None, pages: Tensor
 ) -> None:
     """Writes the keys and values of `layer` that the tokens of `rows` see to `pages`, row after row.
 
     pages [n, 2, kv_heads, page_tokens, head_dim] float16, bfloat16 or float32. Row r gets as many pages as its context
     has, behind those of the rows before it; what does not fit is left out. Positions after a row's context are 0. Pages
-    before the window of a row's first token are not read, and not written.
+    before the window of a row's first token are not read, and not written. The launch overlaps no other.
     """
     _, _, _, kv_heads, page_tokens, head_dim = cache.shape
     contexts, table = layout.context_lens[rows.start : rows.stop], layout.page_table[rows.start : rows.stop]
@@ -46,11 +47,8 @@ def dequantize_pages(
         HEAD_DIM=head_dim,
         DIM_PADDED=triton.next_power_of_2(head_dim),
         KV_HEADS=kv_heads,
-        ROWS=triton.next_power_of_2(len(rows)),
         TOKENS=_TOKENS,
-        PDL=pdl,
         num_warps=_WARPS,
-        launch_pdl=pdl,
     )
 
 
@@ -76,18 +74,15 @@ def _dequantize(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Program (n, head, row) copies every `num_programs(0)`th tile of the row's tokens, starting with the n-th."""
-    launch_dependents(PDL)
-    wait_for_inputs(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts_ptr + row)
-    other = tl.arange(0, ROWS)
-    before = tl.load(contexts_ptr + other, mask=other < row, other=0)
-    first_page = tl.sum(tl.cdiv(before, PAGE_TOKENS))
+    first_page = 0
+    for first in tl.range(0, row, _ROWS):
+        other = first + tl.arange(0, _ROWS)
+        first_page += tl.sum(tl.cdiv(tl.load(contexts_ptr + other, mask=other < row, other=0), PAGE_TOKENS))
     begin = 0
     if WINDOW > 0:
         tokens = tl.load(starts_ptr + row + 1) - tl.load(starts_ptr + row)

@@ -34,7 +34,7 @@ def made(shape: AttentionShape, page_tokens: int, pages: int = 64) -> QuantizedP
     copies = torch.full(
         (pages, 2, shape.kv_heads, page_tokens, shape.head_dim), float("nan"), dtype=torch.bfloat16, device=GPU
     )
-    return QuantizedPrefill(FlashPrefill(page_tokens, pdl=True), copies, pdl=True)
+    return QuantizedPrefill(FlashPrefill(page_tokens, pdl=True), copies)
 
 
 @pairwise(rows=ROWS, shape=SHAPES, kind=KINDS, pages=[64, 5])

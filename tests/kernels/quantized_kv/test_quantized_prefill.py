@@ -70,7 +70,7 @@ def test_copies_are_the_dequantized_numbers(kind: torch.dtype, page_tokens: int,
     cache, rows = quantized(step.cache, kind), range(first_row, len(ROWS))
     used = [-(-context // page_tokens) for _, context in ROWS[first_row:]]
     copies = copies_of(sum(used) + 1, step.shape, page_tokens)
-    dequantize_pages(moved(cache, DEVICE), LAYER, to_device(step.layout, DEVICE), rows, None, copies, pdl=PDL)
+    dequantize_pages(moved(cache, DEVICE), LAYER, to_device(step.layout, DEVICE), rows, None, copies)
     found, at = copies.cpu(), 0
     for row, pages in zip(rows, used, strict=True):
         ids, context = step.layout.page_table[row, :pages].long(), ROWS[row][1]
@@ -88,7 +88,7 @@ def test_pages_before_the_window_are_neither_read_nor_written() -> None:
     for row, first in enumerate(firsts):
         step.layout.page_table[row, :first] = 1 << 30
     layout = to_device(step.layout, DEVICE)
-    dequantize_pages(moved(cache, DEVICE), LAYER, layout, range(2), 40, copies, pdl=PDL)
+    dequantize_pages(moved(cache, DEVICE), LAYER, layout, range(2), 40, copies)
     unwritten = (copies.cpu() == -7).flatten(1).all(1)
     assert unwritten.tolist() == [number < firsts[0] or 25 <= number < 25 + firsts[1] for number in range(25 + 19)]
 
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     step = make_step([(100, 100), (40, 40)], GQA, 16)
     copies = copies_of(10, GQA, 16)
     layout = to_device(step.layout, DEVICE)
-    dequantize_pages(moved(quantized(step.cache), DEVICE), LAYER, layout, range(2), None, copies[:8], pdl=PDL)
+    dequantize_pages(moved(quantized(step.cache), DEVICE), LAYER, layout, range(2), None, copies[:8])
     written = (copies.cpu() != -7).flatten(1).all(1)
     assert written.tolist() == [True] * 8 + [False] * 2
 
@@ -107,7 +107,7 @@ def test_flash_attention_over_the_copies(
     flash: Flash, shape: AttentionShape, kind: torch.dtype, first_row: int, pages: int
 ) -> None:
     step = make_step(ROWS, shape, PAGE)
-    attention = QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(pages, shape), pdl=PDL)
+    attention = QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(pages, shape))
     check(attention, step, quantized(step.cache, kind), first_row)
     calls = 1 if pages == 64 else -(-(len(ROWS) - first_row) // (pages // 3))
     assert len(flash.calls) == calls
@@ -115,14 +115,14 @@ def test_flash_attention_over_the_copies(
 
 def test_sinks(flash: Flash) -> None:
     step = with_sinks(make_step(ROWS, WINDOWED, PAGE))
-    check(QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(9, WINDOWED), pdl=PDL), step, quantized(step.cache))
+    check(QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(9, WINDOWED)), step, quantized(step.cache))
     assert flash.sinks is not None
 
 
 def test_short_prompts_next_to_long_contexts_are_one_launch(flash: Flash) -> None:
     step = make_step([(1, 3000), (5, 5), (9, 9)], GQA, PAGE)
     step = replace(step, layout=replace(step.layout, max_cached=0))
-    attention = QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(2, GQA), pdl=PDL)
+    attention = QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(2, GQA))
     check(attention, step, quantized(step.cache), first_row=1)
     assert len(flash.calls) == 1
 
@@ -131,7 +131,7 @@ def test_groups_of_layers_share_the_copies(flash: Flash) -> None:
     """Only their pages differ: what begins a step for the first group is right for all."""
     step = make_step(ROWS, GQA, PAGE)
     other = make_step(ROWS, GQA, PAGE, seed=1)
-    attention = QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(64, GQA), pdl=PDL)
+    attention = QuantizedPrefill(FlashPrefill(PAGE, PDL), copies_of(64, GQA))
     caches = [moved(quantized(each.cache), DEVICE) for each in (step, other)]
     layouts = [replace(to_device(each.layout, DEVICE), group=group) for group, each in enumerate((step, other))]
     for group in (1, 0):
