@@ -73,15 +73,25 @@ def parse_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) ->
 
 def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
     """Returns the dtype of the KV cache; InvalidArgument for one that is unknown or not served for this model here."""
-    name = config.kv_cache_dtype
-    if name == "auto":
+    dtype = quantized_kv_dtype(config.kv_cache_dtype, model)
+    if dtype is None:
         return parse_dtype(config, device, model)
+    if dtype == torch.float8_e4m3fn:
+        _check_float8(device)
+    return dtype
+
+
+def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
+    """Returns the 8-bit dtype that `--kv-cache-dtype` names, None for `auto`.
+
+    InvalidArgument for an unknown one, or a model whose KV has none.
+    """
+    if name == "auto":
+        return None
     if name not in _KV_DTYPES:
         raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {', '.join(_KV_DTYPES)}.")
     if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
         raise InvalidArgument("kv_cache_dtype", f"latents are not cached as {name}; use auto.")
-    if _KV_DTYPES[name] == torch.float8_e4m3fn:
-        _check_float8(device)
     if any(each.dim % _KV_SCALE_ITEMS for each in kv_groups(model)):
         raise InvalidArgument("kv_cache_dtype", f"{name} needs heads of a multiple of {_KV_SCALE_ITEMS} dimensions.")
     return _KV_DTYPES[name]
