@@ -147,8 +147,8 @@ def attend_to_codes(
         (head < GROUP)[:, None] & (word < WORDS)[None, :],
         dtype,
     )
-    BIASED: tl.constexpr = not FP8
-    FACTOR: tl.constexpr = TINY if BIASED and dtype == tl.float16 and not _WIDE else 1.0
+    BIASED: tl.constexpr = not FP8 and not wide
+    FACTOR: tl.constexpr = TINY if BIASED and not _WIDE else 1.0
     first_scores = tl.zeros([GROUP_TILE, BLOCK_TOKENS], tl.float32)
     if BIASED:
         summed = tl.sum(even.to(tl.float32), axis=1) + tl.sum(odd.to(tl.float32), axis=1)
