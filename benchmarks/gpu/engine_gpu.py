@@ -57,10 +57,12 @@ def run(arguments: argparse.Namespace) -> None:
         kv_cache_dtype=arguments.kv_cache_dtype,
     )
     scheme = _scheme(arguments)
-    before = _in_16_bits(config) if arguments.before else {}
+    began, before = psutil.Process().create_time(), Figures()
+    if arguments.before:
+        before, began = _in_16_bits(config), time.time()
     engine = GpuEngine(ModelRunner.load(config, _print_progress))
     engine.prefill_seconds(1, 16, rounds=1)
-    started = time.time() - psutil.Process().create_time()
+    started = time.time() - began
     cache = engine.runner.cache
     result: Figures = {"start_seconds": round(started, 2), "kv_tokens": cache.kv_pages.tokens_in(cache.pages)}
     print(f"start to first token {started:.1f} s", flush=True)
