@@ -66,7 +66,14 @@ _CPU_OPTIONS = {
     "prefill_tokens": DEFAULTS.prefill,
     "rounds": DEFAULTS.rounds,
 }
-_GPU_OPTIONS = {"shape": "llama-3-8b", "eager": False, "profile": None}
+_GPU_OPTIONS = {
+    "shape": "llama-3-8b",
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "before": False,
+    "eager": False,
+    "profile": None,
+}
 """Defaults of the options that only one device uses."""
 
 
@@ -224,6 +231,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     gpu = parser.add_argument_group("with --device cuda")
     gpu.add_argument("--shape", choices=shape_names(), help="whose shape the random weights have (llama-3-8b)")
+    gpu.add_argument("--quantization", choices=["int8", "fp8", "int4"], help="of the layers' weights")
+    gpu.add_argument("--kv-cache-dtype", choices=["auto", "int8", "fp8"], help="(auto)")
+    gpu.add_argument("--before", action="store_true", default=None, help="measure the same steps in 16 bits first")
     gpu.add_argument("--eager", action="store_true", default=None, help="measure decode without CUDA graphs too")
     gpu.add_argument(
         "--profile", type=Path, nargs="?", const=Path("trace.json"), help="write a Chrome trace there instead"

@@ -73,6 +73,26 @@ _ENGINE: dict[str, Floors] = {
     },
 }
 """Floors for one H100 or H200, bfloat16, by shape."""
+_TIMES_16_BITS = {
+    "_kv-int8": (0.99, 1.08, 1.22, 1.29),
+    "_int8": (1.61, 1.35, 1.03, 0.97),
+    "_fp8": (1.61, 1.35, 1.13, 1.10),
+    "_int4": (2.23, 1.57, 1.00, 0.97),
+    "_fp8_kv-int8": (1.61, 1.52, 1.52, 1.53),
+    "_int4_kv-int8": (2.23, 1.82, 1.27, 1.29),
+}
+"""How many times as fast as in 16 bits decode steps of llama-3-8b are, by scheme: of 1, 32, 128 and 256 rows."""
+_KV_8_BIT = {
+    "attention_bw_ratio_64x2048_int8": Floor(0.85),
+    **{f"prefill_over_before_{size}": Floor(0.97) for size in ("1x2048", "1x8192", "8x2048")},
+}
+_ENGINE |= {
+    f"llama-3-8b{scheme}": {
+        f"decode_over_before_b{batch}": Floor(least) for batch, least in zip((1, 32, 128, 256), ratios, strict=True)
+    }
+    | (_KV_8_BIT if scheme == "_kv-int8" else {})
+    for scheme, ratios in _TIMES_16_BITS.items()
+}
 _STEPS = Floor(1.03, at_most=True)
 """The bound of a step with transfers: at most 3 % longer than without."""
 _KV_TWO_GPUS: Floors = {

@@ -20,8 +20,10 @@ from benchmarks.results import run_facts, save_result
 from benchmarks.transfer.handovers import Figures, through_the_cluster
 from benchmarks.transfer.kv_settings import SETTINGS, Settings
 from benchmarks.transfer.transfer_pools import PoolPlan, copy_ceiling, measure_pools
-from cluster.config import ClusterConfig
+from cluster.config import KV_DTYPES, ClusterConfig
 from cluster.launcher import Cluster
+from engine.device import quantized_kv_dtype
+from engine.models.load_spec import load_spec
 from kv_transfer.nixl_backend.ucx_shared_memory import ucx_settings
 
 _GPU_SHAPE = "llama-3-8b"
@@ -62,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_model_options(parser)
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES, help="(auto)")
     parser.add_argument("--trusted-network", action="store_true", help="let UCX take TCP and RDMA as well")
     parser.add_argument("--only", choices=("pools", "cluster"), default=None, help="one half of the measurement")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
@@ -94,7 +97,8 @@ def main() -> None:
     model = choose_model(arguments.model, shape)
     gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
     ends = ("cuda:0", f"cuda:{min(1, gpus - 1)}") if gpus else ("cpu", "cpu")
-    plan = PoolPlan(model.folder, settings.page_tokens, getattr(torch, settings.dtype), *ends)
+    kv_dtype = quantized_kv_dtype(arguments.kv_cache_dtype, load_spec(model.folder)) or getattr(torch, settings.dtype)
+    plan = PoolPlan(model.folder, settings.page_tokens, kv_dtype, *ends)
     plan = replace(plan, trusted_network=arguments.trusted_network)
     config = ClusterConfig(
         model.folder,
@@ -102,6 +106,7 @@ def main() -> None:
         model_name=model.name,
         device=arguments.device,
         dtype=settings.dtype,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         page_tokens=settings.page_tokens,
         max_step_tokens=settings.chunk,
         grpc_port=0,
@@ -111,16 +116,17 @@ def main() -> None:
     )
     result: Figures = {"gpus": gpus}
     result |= measure(arguments.only, settings, plan, config)
+    name = model.name if arguments.kv_cache_dtype == "auto" else f"{model.name}_kv-{arguments.kv_cache_dtype}"
     result |= {
-        "model": model.name,
+        "model": name,
         "dtype": settings.dtype,
         "prompt_tokens": settings.prompt,
         "chunk_tokens": settings.chunk,
     }
     result |= run_facts(arguments.device)
     if arguments.save:
-        name = f"kv-transfer-{gpus}-gpus-{model.name}" if gpus else f"kv-transfer-{model.name}"
-        print("saved", save_result(name, result))
+        kind = f"kv-transfer-{gpus}-gpus" if gpus else "kv-transfer"
+        print("saved", save_result(f"{kind}-{name}", result))
     print(json.dumps(result))
 
 

@@ -29,7 +29,7 @@ GPU_MEMORY_FRACTION = 0.9
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _MOST_FRONTS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "int8")
+KV_DTYPES = ("auto", "int8", "fp8")
 QUANTIZATIONS = ("int8", "fp8", "int4")
 
 
@@ -71,7 +71,7 @@ class ClusterConfig:
     dtype: str = "auto"
     """Data type of weights and KV: `auto`, `float32`, `bfloat16` or `float16`."""
     kv_cache_dtype: str = "auto"
-    """Data type of KV: `auto`, which is that of the weights, or `int8`."""
+    """Data type of KV: `auto`, which is that of the weights, `int8`, or on GPUs `fp8`."""
     quantization: str | None = None
     """Quantization of the layers' weights while workers load them: `int8`, `fp8`, `int4`; None = as they are stored."""
     prefill_quantization: str | None = None

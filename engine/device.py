@@ -16,7 +16,9 @@ from wire.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_KV_DTYPES = {"int8": torch.int8}
+_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_FLOAT8_CAPABILITY = (8, 9)
+"""The oldest GPUs that convert 8-bit floating-point numbers."""
 _KV_SCALE_ITEMS = 4
 """The keys of one token and head must be whole 32-bit words, as checksums and scales are."""
 _CAPABILITY = (8, 0)
@@ -71,18 +73,40 @@ def parse_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) ->
 
 def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
     """Returns the dtype of the KV cache; InvalidArgument for one that is unknown or not served for this model here."""
-    name = config.kv_cache_dtype
-    if name == "auto":
+    dtype = quantized_kv_dtype(config.kv_cache_dtype, model)
+    if dtype is None:
         return parse_dtype(config, device, model)
+    if dtype == torch.float8_e4m3fn:
+        _check_float8(device)
+    return dtype
+
+
+def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
+    """Returns the 8-bit dtype that `--kv-cache-dtype` names, None for `auto`.
+
+    InvalidArgument for an unknown one, or a model whose KV has none.
+    """
+    if name == "auto":
+        return None
     if name not in _KV_DTYPES:
         raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {', '.join(_KV_DTYPES)}.")
     if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
         raise InvalidArgument("kv_cache_dtype", f"latents are not cached as {name}; use auto.")
-    if device.type == "cuda":
-        raise InvalidArgument("kv_cache_dtype", f"there are no kernels for {name} on GPUs yet; use auto.")
     if any(each.dim % _KV_SCALE_ITEMS for each in kv_groups(model)):
         raise InvalidArgument("kv_cache_dtype", f"{name} needs heads of a multiple of {_KV_SCALE_ITEMS} dimensions.")
     return _KV_DTYPES[name]
+
+
+def _check_float8(device: torch.device) -> None:
+    """Raises InvalidArgument for a device without kernels for KV of 8-bit floating-point numbers."""
+    if device.type == "cpu":
+        raise InvalidArgument("kv_cache_dtype", "fp8 is served on GPUs only; use int8, which is as small, or auto.")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FLOAT8_CAPABILITY:
+        has, needs = ".".join(map(str, capability)), ".".join(map(str, _FLOAT8_CAPABILITY))
+        raise InvalidArgument(
+            "kv_cache_dtype", f"fp8 needs a GPU of compute capability {needs}, this one has {has}; use int8 or auto."
+        )
 
 
 def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
@@ -97,13 +121,19 @@ def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
 
 
 def choose_kernels(
-    config: EngineConfig, model: ModelSpec, device: torch.device, dtype: torch.dtype, page_tokens: int
+    config: EngineConfig,
+    model: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_tokens: int,
+    *,
+    kv_dtype: torch.dtype,
 ) -> Kernels:
     """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
     if device.type == "cuda":
         from engine.kernels.cuda import CudaKernels
 
-        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests)
+        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
     if dtype in {torch.float32, torch.bfloat16}:
         # Imported here, as compiling takes seconds and processes on GPUs need none of it.
         from engine.kernels.cpu.kernels import CpuKernels

@@ -77,7 +77,7 @@ def load_parts(
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     else:
         torch.cuda.set_device(device)
-    chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens)
+    chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
     model = _load_model(config, spec, chosen, dtype, device, progress=progress)
 
     stepper: Stepper

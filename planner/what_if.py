@@ -25,9 +25,15 @@ class Change:
     split: Split
 
 
-def changes(sizing: Sizing, split: Split, memory: Memory, launch_s: float) -> Iterator[Change]:
-    """Yields the effects of quantization and of speculative decoding; `launch_s` of a step's base reads no weights."""
-    for name, weights, kv in (("weights in 8 bits", 0.5, 1.0), ("KV in 8 bits", 1.0, 0.5), ("both", 0.5, 0.5)):
+def changes(
+    sizing: Sizing, split: Split, memory: Memory, launch_s: float, *, narrow_kv: bool = False
+) -> Iterator[Change]:
+    """Yields the effects of quantization and of speculative decoding; `launch_s` of a step's base reads no weights.
+
+    With `narrow_kv` KV has 8 bits already.
+    """
+    quantized = [("weights in 8 bits", 0.5, 1.0), ("KV in 8 bits", 1.0, 0.5), ("both", 0.5, 0.5)]
+    for name, weights, kv in quantized[:1] if narrow_kv else quantized:
         smaller = Memory(memory.device_bytes, memory.weight_bytes * weights, memory.kv_bytes_per_token * kv)
         other = replace(
             sizing,

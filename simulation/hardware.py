@@ -11,6 +11,8 @@ from costs.step_grid import gpu_grid
 from engine.config import GPU_PAGE_TOKENS
 from engine.config.kv import kv_groups, kv_windows
 from engine.config.model import ModelSpec
+from engine.device import quantized_kv_dtype
+from engine.kernels.kv_cache import SCALE_BYTES
 from engine.model_sizes import kv_bytes_per_token, model_sizes
 from engine.models.shapes import shape_config
 from simulation.spec import Device
@@ -31,11 +33,12 @@ class Hardware:
     reported: CostParameters
     pages: int
     page_tokens: int = GPU_PAGE_TOKENS
+    kv_element_bytes: float = _ITEM_BYTES
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's KV in all layers."""
-        return kv_bytes(self.model)
+        return kv_bytes_per_token(self.model, self.kv_element_bytes)
 
     @property
     def idle_step_s(self) -> float:
@@ -59,33 +62,40 @@ class Hardware:
     @property
     def device(self) -> Device:
         """The simulated device of a worker."""
-        return Device(self.truth, self.reported, self.pages, self.page_tokens, kv_page_bytes(self.model))
+        return Device(self.truth, self.reported, self.pages, self.page_tokens, self.page_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a KV page."""
+        return kv_page_bytes(self.model, self.kv_element_bytes)
 
 
-def kv_bytes(model: ModelSpec) -> int:
-    """Returns the bytes of one token's KV in all layers."""
-    return kv_bytes_per_token(model, _ITEM_BYTES)
+def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
+    """Returns the bytes of an element of KV, with its part of a scale. InvalidArgument as of `quantized_kv_dtype`."""
+    dtype = quantized_kv_dtype(kv_cache_dtype, model)
+    return _ITEM_BYTES if dtype is None else dtype.itemsize + SCALE_BYTES / kv_groups(model)[0].dim
 
 
-def kv_bytes_per_held_token(model: ModelSpec, tokens: float) -> float:
+def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = _ITEM_BYTES) -> float:
     """Returns the bytes that a decoding request of so many tokens holds per token; with windows, fewer the longer.
 
     With windows they are those of the whole pages that workers reserve (`KvPages.held`).
     """
     pages = KvPages(GPU_PAGE_TOKENS, kv_windows(model))
     if not pages.windowed:
-        return kv_bytes(model)
-    return pages.held(math.ceil(tokens), decoding=True) * kv_page_bytes(model) / tokens
+        return kv_bytes_per_token(model, element_bytes)
+    return pages.held(math.ceil(tokens), decoding=True) * kv_page_bytes(model, element_bytes) / tokens
 
 
-def kv_page_bytes(model: ModelSpec) -> int:
+def kv_page_bytes(model: ModelSpec, element_bytes: float = _ITEM_BYTES) -> int:
     """Returns the bytes of a KV page."""
-    return kv_groups(model)[0].elements * GPU_PAGE_TOKENS * _ITEM_BYTES
+    return round(kv_groups(model)[0].elements * GPU_PAGE_TOKENS * element_bytes)
 
 
-def roofline(model: ModelSpec, device: Ceilings = GPU) -> CostParameters:
+def roofline(model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = _ITEM_BYTES) -> CostParameters:
     """Returns the step cost at a device's ceilings, marked as if it was measured."""
-    return replace(guess(model_sizes(model, _ITEM_BYTES), device, gpu_grid(model.heads)), observed=1000)
+    sizes = model_sizes(model, _ITEM_BYTES, kv_element_bytes)
+    return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:

@@ -16,6 +16,7 @@ from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
 from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_attention import DecodeAttention
 from engine.kernels.attention.triton_attention_plan import (
+    CODE_TILES,
     LARGE_TILE,
     NARROW_TILE,
     ROUNDS_TILE,
@@ -24,6 +25,7 @@ from engine.kernels.attention.triton_attention_plan import (
     PlanFunction,
     make_plan,
 )
+from engine.kernels.kv_cache import SCALE_BYTES, KvCache, QuantizedKv, is_quantized
 from engine.kernels.triton_launch import overlaps_launches
 from wire.ending import pages_for
 
@@ -39,6 +41,16 @@ TILES = [
     Plan(block_tokens=64, warps=4, stages=4),
     LARGE_TILE,
 ]
+TILES_OF_CODES = [
+    *dict.fromkeys(replace(tile, shared_percent=0) for tile in CODE_TILES.values()),
+    CODE_TILES[SMALL_TILE],
+    CODE_TILES[ROUNDS_TILE],
+    Plan(block_tokens=64, warps=2, stages=4),
+    Plan(block_tokens=64, warps=4, stages=4),
+    Plan(block_tokens=128, warps=4, stages=2),
+    Plan(block_tokens=128, warps=4, stages=4),
+    Plan(block_tokens=128, warps=8, stages=3),
+]
 SPLITS = [8, 16, 24, 32, 48, 64]
 """Numbers of splits of a single row."""
 PER_SM = (2, 3, 4)
@@ -51,17 +63,24 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Lengths of a step's rows in tokens, and the attention shape."""
+    """Lengths of a step's rows in tokens, the attention shape, and the dtype of the cache."""
 
     name: str
     lengths: tuple[int, ...]
     shape: AttentionShape
+    kv_dtype: torch.dtype = DTYPE
 
     @property
     def bytes(self) -> int:
-        """Bytes of KV that one call reads."""
+        """Bytes of KV that one call reads, scales included."""
         seen = sum(min(length, self.shape.window or length) for length in self.lengths)
-        return 2 * seen * self.shape.kv_heads * self.shape.head_dim * DTYPE.itemsize
+        return 2 * seen * self.shape.kv_heads * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the keys or values of one token and head."""
+        scale = SCALE_BYTES if is_quantized(self.kv_dtype) else 0
+        return self.shape.head_dim * self.kv_dtype.itemsize + scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +88,7 @@ class Inputs:
     """Tensors of one attention call."""
 
     q: Tensor
-    cache: Tensor
+    cache: KvCache
     table: Tensor
     contexts: Tensor
 
@@ -79,18 +98,30 @@ def make_inputs(size: Size) -> Inputs:
     shape, rows = size.shape, len(size.lengths)
     held = [pages_for(length, PAGE_TOKENS) for length in size.lengths]
     layers = max(2, round(LEAST_CACHE_BYTES / size.bytes))
-    cache = torch.empty(
-        sum(held), layers, 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim, dtype=DTYPE, device=DEVICE
-    ).normal_()
     table = torch.zeros(rows, max(held), dtype=torch.int32)
     for row, pages in enumerate(torch.split_with_sizes(torch.randperm(sum(held)), held)):
         table[row, : len(pages)] = pages
     return Inputs(
         q=torch.randn(rows, shape.heads, shape.head_dim, dtype=DTYPE, device=DEVICE),
-        cache=cache,
+        cache=_random_cache(size, sum(held), layers),
         table=table.to(DEVICE),
         contexts=torch.tensor(size.lengths, dtype=torch.int32, device=DEVICE),
     )
+
+
+def _random_cache(size: Size, pages: int, layers: int) -> KvCache:
+    """Returns a cache of random numbers, or of random codes with small scales."""
+    shape = size.shape
+    outer = (pages, layers, 2, shape.kv_heads)
+    if not is_quantized(size.kv_dtype):
+        return torch.empty(*outer, PAGE_TOKENS, shape.head_dim, dtype=size.kv_dtype, device=DEVICE).normal_()
+    memory = torch.empty(*outer, PAGE_TOKENS * size.row_bytes, dtype=size.kv_dtype, device=DEVICE)
+    codes, scales = memory.tensor_split([PAGE_TOKENS * shape.head_dim], dim=-1)
+    found = QuantizedKv(codes.view(*outer, PAGE_TOKENS, shape.head_dim), scales.view(torch.float32))
+    # Bytes below 120 are numbers of both types.
+    memory.view(torch.int8).random_(-119, 120) if size.kv_dtype == torch.int8 else memory.view(torch.uint8).random_(120)
+    found.scales.uniform_(0.01, 0.02)
+    return found
 
 
 def uneven(rows: int, mean: int) -> tuple[int, ...]:
@@ -129,13 +160,15 @@ def measure(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> flo
 def in_parallel(sizes: Sequence[Size]) -> None:
     """Compiles the plans of these sizes in parallel, by running each once on short rows."""
     variants = {
-        (size.shape, replace(plan, units=min(plan.units, 1), splits=1)) for size in sizes for plan in plans(size)
+        (size.shape, size.kv_dtype, replace(plan, units=min(plan.units, 1), splits=1))
+        for size in sizes
+        for plan in plans(size)
     }
 
-    def run(variant: tuple[AttentionShape, Plan]) -> None:
-        shape, plan = variant
-        small = Size("", (1, 1), shape)
-        cache = torch.zeros(1, 1, 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim, dtype=DTYPE, device=DEVICE)
+    def run(variant: tuple[AttentionShape, torch.dtype, Plan]) -> None:
+        shape, kv_dtype, plan = variant
+        small = Size("", (1, 1), shape, kv_dtype)
+        cache = _random_cache(small, 1, 1)
         q = torch.zeros(2, shape.heads, shape.head_dim, dtype=DTYPE, device=DEVICE)
         none = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
         inputs = Inputs(q, cache, none, none[:, 0])
@@ -154,7 +187,7 @@ def always(plan: Plan) -> PlanFunction:
 def own_plan(size: Size) -> Plan:
     """Returns the engine's plan."""
     shape, sms = size.shape, _multiprocessors()
-    return make_plan(len(size.lengths), shape.kv_heads, shape.head_dim, max(size.lengths), DTYPE, sms)
+    return make_plan(len(size.lengths), shape.kv_heads, shape.head_dim, max(size.lengths), size.kv_dtype, sms)
 
 
 def plans(size: Size) -> list[Plan]:
@@ -164,19 +197,22 @@ def plans(size: Size) -> list[Plan]:
     rows.
     """
     rows, kv_heads, sms = len(size.lengths), size.shape.kv_heads, _multiprocessors()
+    tiles = TILES_OF_CODES if is_quantized(size.kv_dtype) else TILES
     own = own_plan(size)
     if rows == 1:
-        tried = [replace(tile, splits=splits) for tile in TILES for splits in SPLITS]
+        tried = [replace(tile, splits=splits) for tile in tiles for splits in SPLITS]
     else:
         counts = {each * sms // kv_heads for each in PER_SM}
         counts |= {count // rows * rows for count in counts if count >= rows}
-        tried = [replace(tile, units=units) for tile in TILES for units in sorted(counts)]
+        tried = [replace(tile, units=units) for tile in tiles for units in sorted(counts)]
     return [own, *(plan for plan in tried if plan != own)]
 
 
 def _begun(size: Size, inputs: Inputs, choose: PlanFunction) -> DecodeAttention:
     """Returns decode attention prepared for a step of these rows."""
-    made = DecodeAttention(size.shape, len(size.lengths), DEVICE, DTYPE, overlaps_launches(), choose=choose)
+    made = DecodeAttention(
+        size.shape, len(size.lengths), DEVICE, DTYPE, overlaps_launches(), choose=choose, kv_dtype=size.kv_dtype
+    )
     made.begin_step(inputs.cache, inputs.table, inputs.contexts)
     return made
 

@@ -1,7 +1,8 @@
 """Compares the engine with one GPU's ceilings: `python -m benchmarks.engine --device cuda --shape llama-3-8b`.
 
 Weights are random, shapes are real. Copy bandwidth and matrix rate are measured in the same run; results are ratios to
-them. The last line is one JSON object.
+them: `--quantization` and `--kv-cache-dtype` quantize weights and KV, whose bytes count as they are stored, and with
+`--before` the same steps in 16 bits are measured first. The last line is one JSON object.
 """
 
 import argparse
@@ -52,10 +53,16 @@ def run(arguments: argparse.Namespace) -> None:
         max_step_tokens=_STEP_TOKENS,
         max_batch_requests=max(BATCHES),
         memory_fraction=0.85,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
     )
+    scheme = _scheme(arguments)
+    began, before = psutil.Process().create_time(), Figures()
+    if arguments.before:
+        before, began = _in_16_bits(config), time.time()
     engine = GpuEngine(ModelRunner.load(config, _print_progress))
     engine.prefill_seconds(1, 16, rounds=1)
-    started = time.time() - psutil.Process().create_time()
+    started = time.time() - began
     cache = engine.runner.cache
     result: Figures = {"start_seconds": round(started, 2), "kv_tokens": cache.kv_pages.tokens_in(cache.pages)}
     print(f"start to first token {started:.1f} s", flush=True)
@@ -67,19 +74,53 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
         result |= {"copy_gb_per_s": round(copy / 1e9, 1)} | _decode(engine, copy)
         result |= _prefill(engine)
-        spec = engine.shape
+        spec, kv_dtype = engine.shape, cache.storage.dtype
         del engine, cache
-        gc.collect()
-        torch.cuda.empty_cache()
+        _free()
         shapes = sorted(spec.attention_shapes, key=lambda shape: shape.window is not None)
-        result |= _attention(shapes[0], copy) if shapes else _latents(spec, copy)
+        for dtype in dict.fromkeys((torch.bfloat16, kv_dtype)):
+            result |= _attention(shapes[0], dtype, copy) if shapes else _latents(spec, copy)
         if arguments.eager:
             result |= _without_graphs(config, result)
-    result |= {"shape": arguments.shape, "dtype": "bfloat16", **run_facts(arguments.device)}
+    result |= before | _over_before(before, result)
+    result |= {"shape": arguments.shape + scheme, "dtype": "bfloat16", **run_facts(arguments.device)}
     if arguments.save:
         kind = "profile" if arguments.profile else "engine"
-        print("saved", save_result(f"{kind}-{arguments.shape}", result))
+        print("saved", save_result(f"{kind}-{arguments.shape}{scheme}", result))
     print(json.dumps(result))
+
+
+def _scheme(arguments: argparse.Namespace) -> str:
+    """Returns the quantization for the name of a result: `_fp8`, `_fp8_kv-int8`, or nothing."""
+    weights = f"_{arguments.quantization}" if arguments.quantization else ""
+    return weights + (f"_kv-{arguments.kv_cache_dtype}" if arguments.kv_cache_dtype != "auto" else "")
+
+
+def _in_16_bits(config: EngineConfig) -> Figures:
+    """Measures the steps without quantization: the figures of `_decode` and `_prefill`, each with `before_`."""
+    print("before: without quantization", flush=True)
+    engine = GpuEngine(ModelRunner.load(replace(config, quantization=None, kv_cache_dtype="auto")))
+    found = _decode(engine, copy_bandwidth()) | _prefill(engine)
+    del engine
+    _free()
+    print("now", flush=True)
+    return {f"before_{name}": figure for name, figure in found.items()}
+
+
+def _over_before(before: Figures, now: Figures) -> Figures:
+    """Returns how many times as fast each decode step and prefill is as before."""
+    found: Figures = {}
+    for name, earlier in before.items():
+        same = name.removeprefix("before_")
+        kind, _, size = same.partition("_ms_")
+        if size and isinstance(earlier, float) and isinstance(later := now.get(same), float):
+            found[f"{kind}_over_before_{size}"] = round(earlier / later, 3)
+    return found
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _decode(engine: GpuEngine, copy: float) -> Figures:
@@ -181,23 +222,25 @@ def _prefill(engine: GpuEngine) -> Figures:
     return {"matrix_tflops": round(sum(rates) / len(rates) / 1e12, 1)} | found
 
 
-def _attention(shape: AttentionShape, copy: float) -> Figures:
+def _attention(shape: AttentionShape, kv_dtype: torch.dtype, copy: float) -> Figures:
     """Measures decode attention of a layer, without a window if there is one: KV bytes per second.
 
-    Layers take turns, so that their KV exceeds the caches.
+    Layers take turns, so that their KV exceeds the caches. The names of figures over 8-bit KV end with its dtype.
     """
     found: Figures = {}
+    name = str(kv_dtype).removeprefix("torch.")
+    suffix = "" if kv_dtype == torch.bfloat16 else f"_{name}"
     for rows, tokens in ATTENTIONS:
-        size = Size(f"{rows}x{tokens}", (tokens,) * rows, shape)
+        size = Size(f"{rows}x{tokens}{suffix}", (tokens,) * rows, shape, kv_dtype)
         seconds = measure(size, make_inputs(size))
         share = size.bytes / seconds / copy
         found |= {
             f"attention_bw_ratio_{size.name}": round(share, 4),
             f"attention_us_{size.name}": round(seconds * 1e6, 3),
         }
-        print(f"attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
+        print(f"attention {name} {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
     for rows, mean in UNEVEN:
-        size = Size(f"{rows}_uneven", uneven(rows, mean), shape)
+        size = Size(f"{rows}_uneven{suffix}", uneven(rows, mean), shape, kv_dtype)
         inputs = make_inputs(size)
         walking, split = (measure(size, inputs, choose) for choose in (make_plan, _split_alike))
         share = size.bytes / walking / copy
@@ -205,7 +248,10 @@ def _attention(shape: AttentionShape, copy: float) -> Figures:
             f"attention_bw_ratio_{size.name}": round(share, 4),
             f"attention_split_over_walking_{size.name}": round(split / walking, 3),
         }
-        print(f"attention {rows} uneven {walking * 1e6:8.1f} us  {share:6.1%} of copy, {split / walking:.2f} x as fast")
+        print(
+            f"attention {name} {rows} uneven {walking * 1e6:8.1f} us  {share:6.1%} of copy,"
+            f" {split / walking:.2f} x as fast"
+        )
     return found
 
 

@@ -99,7 +99,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--candidate", type=Path, help="the model that is compared (the reference's own folder)")
     parser.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the candidate (auto)")
     parser.add_argument("--quantization", choices=list(Codes), help="of the candidate's 16-bit weights, at load")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="of the candidate: auto or int8 (auto)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of the candidate: auto, int8 or fp8 (auto)")
     parser.add_argument("--reference-dtype", choices=_DTYPES, default="auto", help="(auto)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--samples", type=at_least(1), default=32, help="pieces of the text (32)")

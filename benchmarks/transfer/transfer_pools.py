@@ -33,7 +33,7 @@ _CEILING_ROUNDS, _CEILING_ROUND_S = 5, 0.1
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """The pools' model, tokens per page, dtype and devices."""
+    """The pools' model, tokens per page, dtype of KV and devices."""
 
     model: Path
     page_tokens: int
@@ -66,7 +66,7 @@ class PoolSide:
             torch.cuda.set_device(here)
         config = load_spec(plan.model)
         self._cache = PagedCache(config, plan.page_tokens, _POOL_BYTES[here.type], plan.dtype, here)
-        self._cache.storage.normal_()
+        self._cache.storage.view(torch.uint8).random_(256)
         if here.type == "cuda":
             torch.cuda.synchronize()
         me, layout = PeerRef(name, 1), layout_of(self._cache)

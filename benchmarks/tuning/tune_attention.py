@@ -1,5 +1,7 @@
 """Tunes decode attention on this GPU: `python -m benchmarks.tuning.tune_attention [--quick] [--save]`.
 
+`--kv-cache-dtype int8` tunes it over 8-bit keys and values.
+
 Every plan of a short list runs at every size in a CUDA graph whose calls read more cache than L2 holds: rows of equal
 length, of lognormal lengths as in conversations, and one long row among short ones. Figures are KV bytes over time as
 shares of the copy bandwidth measured in the same run. The last line is one JSON object.
@@ -13,12 +15,13 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.command_line import need_gpu
-from benchmarks.gpu.attention_timing import Size, in_parallel, make_inputs, own_plan, plans, rank, uneven
+from benchmarks.gpu.attention_timing import DTYPE, Size, in_parallel, make_inputs, own_plan, plans, rank, uneven
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.results import run_facts, save_result
 from engine.kernels.attention.triton_attention_plan import Plan
 from engine.models.shapes import shape_config, shape_names
 
+KV_DTYPES = {"bfloat16": DTYPE, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")
 EQUAL = ((1, 1024), (1, 32768), (8, 1024), (12, 2048), (32, 1024), (64, 2048), (128, 1024), (128, 4096), (256, 1024))
 """Number of rows, and the context of each."""
@@ -33,29 +36,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=shape_names(), default=list(MODELS), help="whose heads")
     parser.add_argument("--rows", nargs="+", type=int, default=[], help="sizes of so many rows alone")
+    parser.add_argument("--sizes", nargs="+", default=[], help="sizes of these names alone, e.g. 64x2048")
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="bfloat16", help="(bfloat16)")
     parser.add_argument("--quick", action="store_true", help="only what the engine's own plan gives")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     arguments = parser.parse_args()
     need_gpu()
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s")
-    sizes = [size for size in sizes_of(arguments.models) if not arguments.rows or len(size.lengths) in arguments.rows]
+    sizes = [
+        size
+        for size in sizes_of(arguments.models, KV_DTYPES[arguments.kv_cache_dtype])
+        if (not arguments.rows or len(size.lengths) in arguments.rows)
+        and (not arguments.sizes or size.name.split(" h")[0] in arguments.sizes)
+    ]
     found = tune(sizes, copy, arguments.quick)
-    result = {"copy_gb_per_s": copy / 1e9, "attention": found, "models": arguments.models, "dtype": "bfloat16"}
+    result = {
+        "copy_gb_per_s": copy / 1e9,
+        "attention": found,
+        "models": arguments.models,
+        "dtype": arguments.kv_cache_dtype,
+    }
     result |= run_facts("cuda")
     if arguments.save:
         print("saved", save_result("tune-attention", result))
     print(json.dumps(result))
 
 
-def sizes_of(models: Sequence[str]) -> list[Size]:
+def sizes_of(models: Sequence[str], kv_dtype: torch.dtype = DTYPE) -> list[Size]:
     """Returns every workload with the heads of each model; models with equal heads count once."""
     shapes = dict.fromkeys(shape for name in models for shape in shape_config(name).attention_shapes)
     lengths = {f"{rows}x{context}": (context,) * rows for rows, context in EQUAL}
     lengths |= {f"{rows}x{mean} uneven": uneven(rows, mean) for rows, mean in UNEVEN}
     lengths |= {f"{rows}x{rest} and {long}": (*(rest,) * (rows - 1), long) for rows, long, rest in LONG}
     return [
-        Size(f"{name} h{shape.heads}/{shape.kv_heads} d{shape.head_dim}", each, shape)
+        Size(f"{name} h{shape.heads}/{shape.kv_heads} d{shape.head_dim}", each, shape, kv_dtype)
         for shape in shapes
         for name, each in lengths.items()
     ]

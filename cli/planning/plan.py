@@ -45,14 +45,16 @@ def plan(
     promise, demand = promised.promise(), asked.demand()
     if workers is not None:
         check_above_0("--workers", workers)
+    model = shape.config()
     question = Question(
         name=shape.name,
-        model=shape.config(),
+        model=model,
         device=gpu.kind(),
         demand=demand,
         promise=promise,
         workers=workers,
         cost=costs.fitted(),
+        kv_element_bytes=shape.kv_element_bytes(model),
     )
     if check is None:
         _answer(question, simulate=simulate)

@@ -27,6 +27,9 @@ class ShapeOptions:
     quantization: Annotated[
         str | None, typer.Option(help="Weights rounded at load, as with `tandem up`: int8, fp8 or int4.")
     ] = None
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache, as with `tandem up`: auto, int8 or fp8.")] = (
+        "auto"
+    )
 
     @property
     def name(self) -> str:
@@ -50,6 +53,15 @@ class ShapeOptions:
         else:
             spec = load_spec(self.model)
         return quantized_at_load(spec, self.quantization)
+
+    def kv_element_bytes(self, model: ModelSpec) -> float:
+        """Returns the bytes of an element of KV, with its part of a scale.
+
+        InvalidArgument for an unknown dtype, or a model whose KV has none of 8 bits.
+        """
+        from simulation.hardware import kv_element_bytes
+
+        return kv_element_bytes(model, self.kv_cache_dtype)
 
 
 @dataclass(frozen=True, slots=True)

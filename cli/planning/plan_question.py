@@ -23,7 +23,7 @@ MEMORY_FRACTION = 0.9
 MAX_STEP_TOKENS = 2048
 WORKERS_MAX = 1024
 ITEM_BYTES = 2
-"""Bytes of an element of KV, and of weights that are not quantized."""
+"""Bytes of an element of KV and of weights that are not quantized."""
 _HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
 
 
@@ -40,17 +40,19 @@ class Question:
     """Number of workers; None = the fewest with headroom."""
     cost: CostParameters | None = None
     """Fitted step costs; None = by the device's roofline."""
+    kv_element_bytes: float = ITEM_BYTES
+    """Bytes of an element of KV, with its part of a scale."""
 
     @property
     def costs(self) -> CostParameters:
         """The step costs."""
-        return self.cost or roofline(self.model, self.device.ceilings)
+        return self.cost or roofline(self.model, self.device.ceilings, self.kv_element_bytes)
 
     @property
     def memory(self) -> Memory:
         """The memory of one worker."""
         weights = matrix_bytes(self.model, ITEM_BYTES)
-        a_token = kv_bytes_per_held_token(self.model, self.demand.kv_tokens)
+        a_token = kv_bytes_per_held_token(self.model, self.demand.kv_tokens, self.kv_element_bytes)
         return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights, a_token)
 
     @property
@@ -66,9 +68,9 @@ class Question:
     @property
     def hardware(self) -> Hardware:
         """The worker for the simulation."""
-        pages = int(self.memory.kv_bytes / kv_page_bytes(self.model))
+        pages = int(self.memory.kv_bytes / kv_page_bytes(self.model, self.kv_element_bytes))
         fitted = replace(self.costs, observed=1000)
-        return Hardware(self.model, self.name, fitted, fitted, pages)
+        return Hardware(self.model, self.name, fitted, fitted, pages, kv_element_bytes=self.kv_element_bytes)
 
     def check(self) -> None:
         """Checks the question; raises InvalidArgument for a load that no number of workers can serve."""

@@ -22,7 +22,7 @@ def lines(question: Question, split: Split) -> Iterator[str]:
     memory, demand, costs = question.memory, question.demand, question.costs
     prefill, decode = question.sizing.load_ratios(split)
     alone_s = demand.lone_prompt_seconds(costs, question.facts.chunk_tokens)
-    for number, line in enumerate(model_summary(question.model, ITEM_BYTES)):
+    for number, line in enumerate(model_summary(question.model, ITEM_BYTES, question.kv_element_bytes)):
         yield f"{'' if number else 'model':<10}{line}"
     yield (
         f"memory    weights {memory.weight_bytes / GIB:.1f} GiB, {memory.kv_bytes_per_token / 1024:.0f} KiB of KV a"
@@ -69,5 +69,6 @@ def strategy_table(found: Iterable[Found], rate: float) -> Table:
 def what_if_lines(question: Question, split: Split) -> Iterator[str]:
     """Yields the effect of each change, by the cost model alone."""
     launch_s = question.device.ceilings.launch_s
-    for change in changes(question.sizing, split, question.memory, launch_s):
+    narrow_kv = question.kv_element_bytes < ITEM_BYTES
+    for change in changes(question.sizing, split, question.memory, launch_s, narrow_kv=narrow_kv):
         yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"

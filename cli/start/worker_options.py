@@ -135,7 +135,9 @@ class EngineOptions:
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
     kv_cache_dtype: Annotated[
         str,
-        typer.Option(help="Of the KV cache: auto (as --dtype), or int8, which holds up to twice the tokens."),
+        typer.Option(
+            help="Of the KV cache: auto (as --dtype), or int8 or, on GPUs, fp8, which hold up to twice the tokens."
+        ),
     ] = "auto"
     quantization: Annotated[
         str | None,

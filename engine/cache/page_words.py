@@ -34,7 +34,8 @@ def as_words(cache: KvCache) -> PageWords:
     """Returns the same memory as words. ValueError as for `page_checksums`."""
     codes = codes_of(cache)
     pages, layers, parts, kv_heads, page_tokens, head_dim = codes.shape
-    outer = sorted((1, 2, 3), key=codes.stride, reverse=True)
+    # The stride of a dimension of size 1 says nothing.
+    outer = sorted((1, 2, 3), key=lambda each: (codes.shape[each] == 1, codes.stride(each)), reverse=True)
     bytes_of_token = head_dim * codes.element_size()
     if bytes_of_token % WORD_BYTES:
         raise ValueError(f"heads of {head_dim} elements of {codes.dtype} are not whole words of {WORD_BYTES} bytes")

@@ -21,7 +21,7 @@ class PagedCache:
 
     `tensor` [pages + 1, layers, parts, kv_heads, page_tokens, head_dim] is the view for kernels: `layers` are those of
     a group, whichever owns the page. Index 0 of the third dimension is keys, 1 values; latent attention has one part.
-    Its strides may have any order (`_kernel_view`). With an 8-bit dtype it is a `QuantizedKv`. `storage` [pages + 1,
+    Its strides may have any order (`kernel_view`). With an 8-bit dtype it is a `QuantizedKv`. `storage` [pages + 1,
     elements] is the memory of all pages.
 
     Page number `pages`, the last one, belongs to no request: other workers write to it to test a connection. This
@@ -58,7 +58,7 @@ class PagedCache:
             raise InvalidArgument("kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {least} bytes.")
         page_items = page_bytes(spec, page_tokens, dtype) // dtype.itemsize
         self.storage = _zeros((self.pages + _SCRATCH_PAGES, page_items), dtype, device)
-        self.tensor = _kernel_view(self.storage, group, page_tokens)
+        self.tensor = kernel_view(self.storage, group, page_tokens)
 
     @property
     def page_bytes(self) -> int:
@@ -108,7 +108,7 @@ def cache_bytes(spec: ModelSpec, pages: int, page_tokens: int, dtype: torch.dtyp
     return (pages + _SCRATCH_PAGES) * page_bytes(spec, page_tokens, dtype)
 
 
-def _kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
+def kernel_view(memory: Tensor, group: KvGroup, page_tokens: int) -> KvCache:
     """Returns `memory` [pages, elements] as [pages, layers, parts, heads, page_tokens, dim].
 
     In memory a page is head-major, so that any range of heads is one contiguous slice. This is the one place that

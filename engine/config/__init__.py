@@ -18,7 +18,7 @@ class EngineConfig:
     dtype: str = "auto"
     """`auto`, `float32`, `bfloat16` or `float16`, of weights and KV; auto = float32 on CPU, the checkpoint's on GPU."""
     kv_cache_dtype: str = "auto"
-    """`auto` or `int8`, of KV; auto = that of the weights."""
+    """`auto`, `int8` or, on GPUs, `fp8`, of KV; auto = that of the weights."""
     quantization: str | None = None
     """`int8`, `fp8` or `int4`: the codes to which the layers' 16-bit weights are rounded at load; None = as stored."""
     page_tokens: int | None = None

@@ -178,7 +178,7 @@ def _make_stepper(
     sampler = DeviceSampler(model.spec.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():
         pool = torch.cuda.graph_pool_handle()
-        prompts = PromptGraphs(packer, forward, drawn, pool)
+        prompts = PromptGraphs(packer, forward, drawn, pool, model.capturable_pages)
         prompts.capture(sizes.prompts, progress)
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)

@@ -61,8 +61,14 @@ class PromptGraphs:
     token, where results are not read and nothing is stored.
     """
 
-    def __init__(self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool) -> None:
-        """Takes `drawn` as `DecodeGraphs` does, and the memory `pool` of all graphs, of which one runs at a time."""
+    def __init__(
+        self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool, most_pages: int | None = None
+    ) -> None:
+        """Takes `drawn` as `DecodeGraphs` does, and the memory `pool` of all graphs, of which one runs at a time.
+
+        most_pages: see `Kernels.capturable_pages`.
+        """
+        self._most_pages = most_pages
         self._packer = packer
         self._forward = forward
         self._drawn = drawn
@@ -81,7 +87,7 @@ class PromptGraphs:
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
         """Returns the graph of the fewest decode rows, then of the fewest tokens, that computes `batch` of `sizes`.
 
-        None: the batch is too large, or has no prompt.
+        None: the batch or the context of its prompts is too large, or it has no prompt.
         """
         answers = len(batch.tokens)
         if not batch.chunks or sizes.rows - answers > _ROWS:
@@ -90,9 +96,15 @@ class PromptGraphs:
         size = next((size for size in self._graphs if size.answers >= answers and size.tokens >= tokens), None)
         if size is None:
             return None
+        if self._most_pages is not None and self._pages_of(batch) > self._most_pages:
+            return None
         graph = self._graphs[size]
         # Graphs of more decode rows have no longer rows.
         return graph if graph.sizes.width >= sizes.width else None
+
+    def _pages_of(self, batch: StepBatch) -> int:
+        """Returns the pages of the prompts of a batch, in each group."""
+        return sum(self._packer.limits.pages_of(row.start + len(row.token_ids)) for row in batch.chunks)
 
     def step_sizes(self, size: PromptSize) -> StepSizes:
         """Returns the sizes of the step that the graph of `size` is captured from."""

@@ -140,6 +140,11 @@ class Kernels(ABC):
         """The largest number of prompt tokens of a step that a CUDA graph may contain; None = any."""
         return None
 
+    @property
+    def capturable_pages(self) -> int | None:
+        """The largest number of KV pages of all prompts of a step that a CUDA graph may contain; None = any."""
+        return None
+
     def end_trials(self) -> None:  # noqa: B027 - most keep nothing
         """Resets the scratch memory that concurrent trials (`engine/cuda/compile_ahead.py`) have used.
 

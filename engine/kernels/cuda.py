@@ -12,10 +12,12 @@ from torch import Tensor
 from engine.config.attention import AttentionShape, LatentShape
 from engine.config.model import MixtureOfExperts, ModelSpec
 from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
+from engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from engine.kernels.attention.triton_attention import DecodeAttention
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
 from engine.kernels.experts.triton_experts import ExpertKernels
-from engine.kernels.kv_cache import KvCache, unquantized
+from engine.kernels.fallback import why_no_flash
+from engine.kernels.kv_cache import KvCache, is_quantized
 from engine.kernels.latent.latent_kernels import LatentKernels
 from engine.kernels.libraries import Libraries, Wanted
 from engine.kernels.linear import triton_linear
@@ -49,9 +51,11 @@ class CudaKernels(Kernels):
         dtype: torch.dtype,
         page_tokens: int,
         max_decode_rows: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Takes `max_decode_rows`: the maximum number of rows of one token that decode attention computes in a step.
 
+        `dtype` is that of activations, `kv_dtype` that of the cache (None = the same).
         InvalidArgument for a head dim that no kernel supports.
         """
         wrong = {shape.head_dim for shape in model.attention_shapes} - set(_HEAD_DIMS)
@@ -68,9 +72,12 @@ class CudaKernels(Kernels):
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
         wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
         self._decode = {
-            shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True)
+            shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True, kv_dtype=kv_dtype)
             for shape in model.attention_shapes
         }
+        self._copies: Tensor | None = None
+        if kv_dtype is not None and is_quantized(kv_dtype) and not why_no_flash(device, dtype):
+            self._copies = make_copies(model, page_tokens, dtype, device)
         # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)
         self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
@@ -78,7 +85,10 @@ class CudaKernels(Kernels):
 
     @cached_property
     def _prefill(self) -> PrefillAttention:
-        return self._prefill_soon.result()
+        chosen = self._prefill_soon.result()
+        if self._copies is not None and isinstance(chosen, FlashPrefill):
+            return QuantizedPrefill(chosen, self._copies)
+        return chosen
 
     @cached_property
     def _gated(self) -> GatedProduct:
@@ -89,12 +99,17 @@ class CudaKernels(Kernels):
         """True if prefill attention is flash-attn-4, which does not ask the device for lengths, or latent."""
         # Waits before anything is captured, as a thread that uses the device would invalidate the capture.
         self._gated_soon.result()
-        return not self._decode or isinstance(self._prefill, FlashPrefill)
+        return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
 
     @property
     def capturable_tokens(self) -> int | None:
         """See `LatentKernels.capturable_tokens`."""
         return self._latent.capturable_tokens
+
+    @property
+    def capturable_pages(self) -> int | None:
+        """See `QuantizedPrefill.most_pages`."""
+        return self._prefill.most_pages if self._decode and isinstance(self._prefill, QuantizedPrefill) else None
 
     def prepare(self, linear: Linear) -> Linear:
         """Rearranges a packed weight's scales; dequantizes one that there is no product for."""
@@ -114,7 +129,6 @@ class CudaKernels(Kernels):
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
         """Prepares prefill attention of the long rows and decode attention of the others."""
-        cache = unquantized(cache)
         single = self._single_rows(layout)
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):
@@ -234,7 +248,6 @@ class CudaKernels(Kernels):
         shape: AttentionShape,
     ) -> Tensor:
         """Computes norms, rotation and the KV store in one launch."""
-        cache = unquantized(cache)
         return triton_rope.rope_and_store(
             qkv, rope, q_norm, k_norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
         )
@@ -249,7 +262,6 @@ class CudaKernels(Kernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes decode attention of the rows of one token and prefill attention of the others."""
-        cache = unquantized(cache)
         single = self._single_rows(layout)
         if single == len(layout.context_lens):
             return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens, sinks=sinks)
@@ -260,7 +272,7 @@ class CudaKernels(Kernels):
     def _mixed_attention(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,

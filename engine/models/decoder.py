@@ -85,6 +85,11 @@ class DecoderModel:
         """See `Kernels`."""
         return self._kernels.capturable_tokens
 
+    @property
+    def capturable_pages(self) -> int | None:
+        """See `Kernels`."""
+        return self._kernels.capturable_pages
+
     def end_trials(self) -> None:
         """See `Kernels.end_trials`."""
         self._kernels.end_trials()

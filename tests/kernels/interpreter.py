@@ -1,4 +1,4 @@
-"""Triton's interpreter for these tests: fixes for NumPy 2.4, and without redundant work."""
+"""Triton's interpreter for these tests: fixes for NumPy 2.4 and float8, and without redundant work."""
 
 import inspect
 from dataclasses import replace
@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-_patch_lang, _patch_lang_tensor, _get_np_dtype = (
-    getattr(interpreter, name) for name in ("_patch_lang", "_patch_lang_tensor", "_get_np_dtype")
+_patch_lang, _patch_lang_tensor, _get_np_dtype, _convert_float = (
+    getattr(interpreter, name) for name in ("_patch_lang", "_patch_lang_tensor", "_get_np_dtype", "_convert_float")
 )
 is_builtin = tl.core.is_builtin
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fixes loop bounds with NumPy 2.4, and patches Triton's language once per launch, not once per call in it."""
-    for mended in (patch_lang_tensor, patch_lang, patch_builtin, get_np_dtype):
+    for mended in (patch_lang_tensor, patch_lang, patch_builtin, get_np_dtype, convert_float):
         monkeypatch.setattr(interpreter, f"_{mended.__name__}", mended)
     options = interpreter.interpreter_builder.options
     assert not options.debug, "else overflows would be reported"
@@ -53,6 +54,14 @@ def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 @cache
 def builtins_of(package: Any) -> list[str]:
     return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+
+def convert_float(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+    """Rounds to float8 as a GPU does: the interpreter truncates, and small numbers become large ones."""
+    if (given, wanted) == (tl.float32, tl.float8e4nv):
+        floats = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
+        return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return _convert_float(numbers, given, wanted, rounding)
 
 
 def get_np_dtype(dtype: Any) -> Any:

@@ -135,7 +135,7 @@ def test_half_words_are_refused() -> None:
         page_checksums(make_cache((2, 1, 2, 1, 4, 3), torch.bfloat16))
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 2, 3, 16, 64), (3, 1, 2, 2, 6, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 2, 2, 3, 16, 64), (3, 1, 2, 2, 6, 16), (3, 2, 2, 1, 4, 16)], ids=str)
 def test_quantized_pages_have_the_scales_in_their_sum(shape: tuple[int, ...]) -> None:
     cache = make_quantized(shape)
     pages, filled = [2, 0, 1], [shape[4], 1, shape[4] - 1]

@@ -15,6 +15,7 @@ from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_tails import clear_value_tails
 from engine.kernels.base import StepLayout
 from engine.kernels.fallback import failure_of, why_no_flash, why_not_imported
+from engine.kernels.kv_cache import KvCache, unquantized
 from engine.kernels.reference import attend, first_read, gather_row, visible
 from wire.ending import pages_for
 
@@ -50,13 +51,13 @@ class AttentionKind(NamedTuple):
 class PrefillAttention(Protocol):
     """The attention of one model's rows from `first_row` of a step on, which have many tokens."""
 
-    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+    def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
         """Called once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
 
     def __call__(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
@@ -159,15 +160,15 @@ class FlashPrefill:
             sinks = torch.zeros(shape.heads, device=device) if has_sinks else None
             self(q, cache, 0, _one_prompt(tokens, pages, device), shape, 0, sinks)
 
-    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+    def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
         """Zeroes the values after each row's context in its last page."""
         if self._page_tokens == _FLASH_PAGE:
-            clear_value_tails(cache, layout, first_row, pdl=self._pdl)
+            clear_value_tails(unquantized(cache), layout, first_row, pdl=self._pdl)
 
     def __call__(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
@@ -175,15 +176,15 @@ class FlashPrefill:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes attention of all rows from `first_row` on in one launch."""
-        special: dict[str, Any] = {}
+        held, special = unquantized(cache), dict[str, Any]()
         if shape.softcap is not None:
             special[_SOFTCAP] = shape.softcap
         if sinks is not None:
             special[_SINKS] = self._rounded(sinks)
         out = self._flash(
             q,
-            cache[:, layer, 0].transpose(1, 2),
-            cache[:, layer, 1].transpose(1, 2),
+            held[:, layer, 0].transpose(1, 2),
+            held[:, layer, 1].transpose(1, 2),
             cu_seqlens_q=layout.row_starts[first_row:],
             max_seqlen_q=layout.max_row_tokens,
             seqused_k=layout.context_lens[first_row:],
@@ -217,13 +218,13 @@ class SdpaPrefill:
     read, as other requests may own them.
     """
 
-    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+    def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
         """Does nothing: no more than a row's context is read."""
 
     def __call__(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         layout: StepLayout,
         shape: AttentionShape,
@@ -235,7 +236,7 @@ class SdpaPrefill:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row in range(first_row, len(contexts)):
             first = first_read(contexts[row], starts[row + 1] - starts[row], shape.window, cache.shape[4])
-            keys, values = gather_row(cache, layer, layout.page_table[row], contexts[row], first)
+            keys, values = gather_row(cache, layer, layout.page_table[row], contexts[row], first, q.dtype)
             at_once = max(1, _SDPA_SCORES // (shape.heads * keys.shape[1]))
             for start in range(starts[row], starts[row + 1], at_once):
                 here = slice(start, min(start + at_once, starts[row + 1]))

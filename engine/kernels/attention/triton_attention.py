@@ -26,6 +26,7 @@ from engine.kernels.attention.triton_attention_kernels import (
 )
 from engine.kernels.attention.triton_attention_plan import LEAST_DOT, Plan, PlanFunction, make_plan
 from engine.kernels.attention.triton_attention_tiles import LOG2_E
+from engine.kernels.kv_cache import KvCache, codes_of
 from engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
 
 MERGED_ELEMENTS = 8192
@@ -59,7 +60,8 @@ class DecodeAttention:
 
     shape      heads, scale, window and soft cap; head_dim is a multiple of 16
     max_rows   most rows of a call
-    dtype      of queries, keys and values
+    dtype      of queries, and of keys and values that are not quantized
+    kv_dtype   of the cache; None = dtype
     pdl        launch with programmatic dependent launch (see triton_launch)
     early      page tables and context lengths are never written by a kernel of the same chain of overlapped launches
                (a copy or another graph may), so with `pdl` they are read, and the first keys and values brought into
@@ -76,12 +78,15 @@ class DecodeAttention:
         pdl: bool,
         early: bool = False,
         choose: PlanFunction = make_plan,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if shape.heads % shape.kv_heads:
             raise ValueError(f"{shape.heads} query heads do not divide into {shape.kv_heads} key heads")
         self._shape = shape
         self._max_rows = max_rows
-        self._dtype = dtype
+        self._kv_dtype = dtype if kv_dtype is None else kv_dtype
+        # The arithmetic of float32 and its splits are the same whatever the cache holds.
+        self._planned_dtype = dtype if dtype == torch.float32 else self._kv_dtype
         self._pdl = pdl
         self._early = early
         self._choose = choose
@@ -102,7 +107,7 @@ class DecodeAttention:
         """Resets the counters after calls that may have overlapped, whose results are undefined."""
         self._counters.zero_()
 
-    def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
+    def begin_step(self, cache: KvCache, page_table: Tensor, context_lens: Tensor) -> None:
         """Called once before the calls of a step by the same thread, with the arguments of these calls.
 
         Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later kernels see what it
@@ -111,8 +116,8 @@ class DecodeAttention:
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if rows > self._max_rows:
             raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
-        if cache.dtype != self._dtype:
-            raise ValueError(f"a cache of {cache.dtype}, but scratch for {self._dtype}")
+        if codes_of(cache).dtype != self._kv_dtype:
+            raise ValueError(f"a cache of {codes_of(cache).dtype}, but scratch for {self._kv_dtype}")
         plan = self._plan(rows, capacity)
         tile_ranges = self._tile_ranges(rows, plan.units)
         self._begun.step = _Step(rows, capacity, plan, tile_ranges)
@@ -130,7 +135,7 @@ class DecodeAttention:
     def __call__(
         self,
         q: Tensor,
-        cache: Tensor,
+        cache: KvCache,
         layer: int,
         page_table: Tensor,
         context_lens: Tensor,
@@ -142,7 +147,8 @@ class DecodeAttention:
         """Computes attention of each row's query to positions context - window .. context - 1 of its pages.
 
         q            [R, heads, head_dim]; rows and heads may be strided
-        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous
+        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous; of codes
+                     the scales are found behind them, as `QuantizedKv` says
         page_table   [R, W] int32; entries after a row's context are not read
         context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
         out          the contiguous result; allocated if it is None
@@ -151,8 +157,8 @@ class DecodeAttention:
         → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
         """
         rows, heads, head_dim = q.shape
-        shape = self._shape
-        page_tokens = cache.shape[4]
+        shape, held = self._shape, codes_of(cache)
+        page_tokens = held.shape[4]
         step: _Step | None = getattr(self._begun, "step", None)
         if step is None or (step.rows, step.capacity) != (rows, page_table.shape[1] * page_tokens):
             raise ValueError(f"{rows} rows of a step that began with others")
@@ -169,7 +175,7 @@ class DecodeAttention:
             cut = {"least_tiles": chosen.least_tiles}
         compiled = kernel(
             q,
-            cache,
+            held,
             page_table,
             context_lens,
             out,
@@ -178,15 +184,15 @@ class DecodeAttention:
             self._counters,
             q.stride(0),
             q.stride(1),
-            cache.stride(1) * layer,
-            cache.stride(0),
+            held.stride(1) * layer,
+            held.stride(0),
             page_table.stride(0),
             shape.scale * LOG2_E.value,
             q if sinks is None else sinks,
             **cut,
-            **self._constants(page_tokens, chosen.block_tokens, q.element_size()),
-            HEAD_STRIDE=cache.stride(3),
-            PART_STRIDE=cache.stride(2),
+            **self._constants(page_tokens, chosen.block_tokens, held.element_size()),
+            HEAD_STRIDE=held.stride(3),
+            PART_STRIDE=held.stride(2),
             SINKS=sinks is not None,
             PDL=pdl,
             EARLY=self._early,
@@ -224,7 +230,7 @@ class DecodeAttention:
         if key not in self._plans:
             shape = self._shape
             seen = capacity if shape.window is None else min(capacity, shape.window)
-            self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, self._dtype, self._sms)
+            self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, self._planned_dtype, self._sms)
         return self._plans[key]
 
     def _tile_ranges(self, rows: int, units: int) -> Tensor:

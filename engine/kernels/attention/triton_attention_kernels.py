@@ -5,6 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from engine.kernels.attention.triton_attention_codes import attend_to_codes
 from engine.kernels.attention.triton_attention_tiles import (
     attend,
     deliver,
@@ -109,16 +110,25 @@ def split_attention_kernel(
                 HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, LINES,
             )  # fmt: skip
         wait_for_inputs(PDL)
-    # After the load of the page id: the query goes to shared memory at once, and no load is issued meanwhile.
-    query = tl.load(q + q_cells, mask=held, other=0.0)
+    CODES: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
+    if not CODES:
+        # After the load of the page id: the query goes to shared memory at once, and no load is issued meanwhile.
+        query = tl.load(q + q_cells, mask=held, other=0.0)
 
     if split < active:
         lane = row * KV_HEADS + kv_head
-        highest, total, mixed = attend(
-            query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
-            sinks + kv_head * GROUP, split, GROUP, GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW,
-            SOFTCAP, SINKS, WIDE_DOT,
-        )  # fmt: skip
+        if CODES:
+            highest, total, mixed = attend_to_codes(
+                q + row * q_row_stride + kv_head * GROUP * q_head_stride, q_head_stride, keys, values, table, page,
+                start, end, begin, context, page_stride, log2_scale, sinks + kv_head * GROUP, split, GROUP, GROUP_TILE,
+                HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS,
+            )  # fmt: skip
+        else:
+            highest, total, mixed = attend(
+                query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
+                sinks + kv_head * GROUP, split, GROUP, GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS,
+                WINDOW, SOFTCAP, SINKS, WIDE_DOT,
+            )  # fmt: skip
         deliver(
             highest, total, mixed, lane, split, active, lane * tl.num_programs(2), out, partials, partial_lse, counters,
             GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
@@ -273,6 +283,7 @@ def persistent_attention_kernel(
             )  # fmt: skip
         wait_for_inputs(PDL)
 
+    CODES: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     flat = before
     for row in tl.range(first_row, last_row):
         context = tl.load(context_lens + row)
@@ -286,13 +297,20 @@ def persistent_attention_kernel(
         active = (flat + span - 1) // range_tiles - first_unit + 1
         table = page_table + row * table_stride
         page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
-        q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
-        query = tl.load(q + q_cells, mask=held, other=0.0)
-        highest, mass, mixed = attend(
-            query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
-            sinks + kv_head * GROUP, unit - first_unit, GROUP, GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS,
-            BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, WIDE_DOT,
-        )  # fmt: skip
+        if CODES:
+            highest, mass, mixed = attend_to_codes(
+                q + row * q_row_stride + kv_head * GROUP * q_head_stride, q_head_stride, keys, values, table, page,
+                start, end, begin, context, page_stride, log2_scale, sinks + kv_head * GROUP, unit - first_unit, GROUP,
+                GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS,
+            )  # fmt: skip
+        else:
+            q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
+            query = tl.load(q + q_cells, mask=held, other=0.0)
+            highest, mass, mixed = attend(
+                query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
+                sinks + kv_head * GROUP, unit - first_unit, GROUP, GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS,
+                BLOCK_TOKENS, WINDOW, SOFTCAP, SINKS, WIDE_DOT,
+            )  # fmt: skip
         deliver(
             highest, mass, mixed, row * KV_HEADS + kv_head, unit - first_unit, active,
             kv_head * (tl.num_programs(1) + rows) + first_unit + row, out, partials, partial_lse, counters,

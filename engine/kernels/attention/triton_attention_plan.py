@@ -62,6 +62,14 @@ NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3)
 NARROW_DIMS = 64
 """The largest head dim of narrow heads."""
 
+CODE_TILES = {
+    SMALL_TILE: Plan(block_tokens=64, warps=4, stages=3, shared_percent=50),
+    LARGE_TILE: Plan(block_tokens=128, warps=4, stages=3),
+    ROUNDS_TILE: Plan(block_tokens=128, warps=4, stages=3, shared_percent=72),
+    NARROW_TILE: Plan(block_tokens=128, warps=2, stages=3),
+}
+"""The tiles over 8-bit keys and values that take the place of these: about as many bytes at a time."""
+
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 """`make_plan` or a replacement of it."""
 
@@ -69,7 +77,8 @@ PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
     """Returns the plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
 
-    float32 is split the same way whatever the batch, so that a row's bits do not depend on the other rows.
+    `dtype` is that of the cache, or float32 if queries are. These are split the same way whatever the batch, so that a
+    row's bits do not depend on the other rows.
     """
     if dtype == torch.float32:
         block = LEAST_DOT
@@ -84,6 +93,7 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
     if rows >= ROUNDS * resident and tile is not SMALL_TILE:
         tile = ROUNDS_TILE if tile is LARGE_TILE else tile
         resident *= ROUNDS
+    tile = CODE_TILES[tile] if dtype.itemsize == 1 else tile
     most = min(MOST_SPLITS, -(-capacity // tile.block_tokens))
     if rows == 1:
         return replace(tile, splits=min(resident, most))

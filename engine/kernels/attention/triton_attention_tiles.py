@@ -45,7 +45,7 @@ def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_T
 
 
 @triton.jit
-def _token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
+def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
     """Returns the tile's offset in the cache in elements: int64, of its first token or [BLOCK_TOKENS, 1] of all."""
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
@@ -95,7 +95,7 @@ def fetch_tile(
     """Prefetches a tile's keys and values into L2, without waiting."""
     token = tl.arange(0, BLOCK_TOKENS)
     line = tl.arange(0, LINES)
-    spot = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+    spot = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
         spot += token[:, None] * HEAD_DIM
     spot += line[None, :] * (DIM_PADDED // LINES)
@@ -153,7 +153,7 @@ def attend(
             total += 1.0
 
     for tile in tl.range(start, end):
-        offset = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        offset = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
         # The next tile's page id is loaded while this tile is computed.
         page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         position = tile * BLOCK_TOKENS + token

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.config.attention import LatentShape
 from engine.kernels.base import StepLayout
+from engine.kernels.kv_cache import KvCache, unquantized
 from engine.kernels.latent.absorbed import AbsorbedAttention
 from engine.kernels.latent.absorbed_plan import absorbed_tokens, group_tokens
 from engine.kernels.latent.block_attention import BlockAttention
@@ -53,16 +54,17 @@ class LatentKernels:
         """
         return min(map(absorbed_tokens, self._shapes), default=None)
 
-    def begin_step(self, cache: Tensor, layout: StepLayout, single: int) -> None:
+    def begin_step(self, cache: KvCache, layout: StepLayout, single: int) -> None:
         """Called once before a step's first layer; the first `single` rows have one token each."""
         for shape in self._shapes:
+            held = unquantized(cache)
             if single:
-                self._single[shape].begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
+                self._single[shape].begin_step(held, layout.page_table[:single], layout.context_lens[:single])
             if single == len(layout.context_lens):
                 continue
             if _is_absorbed(shape, layout, single):
                 groups = group_chunks(layout, single, group_tokens(shape))
-                self._chunks[shape].begin_step(cache, layout.page_table, groups.contexts, groups)
+                self._chunks[shape].begin_step(held, layout.page_table, groups.contexts, groups)
             else:
                 self._prompts[shape].begin_step(layout, single)
 

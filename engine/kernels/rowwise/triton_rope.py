@@ -3,7 +3,7 @@
 Norms are of each head by itself, or of all heads of a token together; for these another launch computes the scales
 before, as a program sees a few heads only. A program takes some tokens and a few heads of one kind. The loads of all
 its heads are issued before the first is used, 16 bytes each; a token's angles are loaded once for all of them, and
-values are copied unchanged.
+values are copied unchanged, or both quantized.
 """
 
 import math
@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.config.attention import AttentionShape
+from engine.kernels.kv_cache import KvCache, codes_of
+from engine.kernels.rowwise.triton_codes import store_head
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 WARP_BYTES = 512
@@ -57,7 +59,7 @@ def rope_and_store(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
-    cache: Tensor,
+    cache: KvCache,
     layer: int,
     positions: Tensor,
     slots: Tensor,
@@ -72,16 +74,18 @@ def rope_and_store(
     rope      [max_context, shape.rotated] float32, cosines then sines; head_dim and shape.rotated are even
     q_norm    [head_dim] norms each head by itself, [heads·head_dim] the whole row; any dtype, or None
     k_norm    likewise
-    cache     [pages, layers, 2, kv_heads, page_tokens, head_dim], its last dimension contiguous
+    cache     [pages, layers, 2, kv_heads, page_tokens, head_dim], its last dimension contiguous; of a `QuantizedKv` the
+              last two
     positions [T] int32, slots [T] int64 below 2³¹: a token of slot -1 (a padded row) is stored nowhere, its position
               unused and its query undefined
     tile      the plan's if None
-    → q [T, heads, head_dim], a view into qkv. Arithmetic in float32, rounded once.
+    → q [T, heads, head_dim], a view into qkv. Arithmetic in float32, rounded once; then keys and values are quantized.
     """
     tokens, head_dim, all_heads = qkv.shape[0], shape.head_dim, shape.heads + 2 * shape.kv_heads
     if tile is None:
         tile = plan_tile(tokens, shape, qkv.element_size())
-    page_stride, layer_stride, kind_stride, head_stride, token_stride, _ = cache.stride()
+    held = codes_of(cache)
+    page_stride, layer_stride, kind_stride, head_stride, token_stride, _ = held.stride()
     whole_rows = _norms_rows(q_norm, shape) or _norms_rows(k_norm, shape)
     scales = _row_scales(qkv, eps, shape, pdl=pdl) if whole_rows else rope
     _rope_and_store[(-(-tokens // tile.tokens), all_heads // tile.group)](
@@ -90,7 +94,7 @@ def rope_and_store(
         rope if q_norm is None else q_norm,
         rope if k_norm is None else k_norm,
         scales,
-        cache,
+        held,
         positions,
         slots,
         tokens,
@@ -106,7 +110,7 @@ def rope_and_store(
         HEAD_DIM=head_dim,
         ROTATED=shape.rotated,
         WHOLE_ROWS=whole_rows,
-        PAGE_TOKENS=cache.shape[4],
+        PAGE_TOKENS=held.shape[4],
         Q_NORMED=q_norm is not None,
         K_NORMED=k_norm is not None,
         TOKENS=tile.tokens,
@@ -226,7 +230,9 @@ def _rope_and_store(
         cos = tl.load(angles, mask=turned & (lane < TURNED), other=1.0)
         sin = tl.load(angles + TURNED, mask=turned & (lane < TURNED), other=0.0)
     page, offset = slot // PAGE_TOKENS, slot % PAGE_TOKENS
+    CODES: tl.constexpr = cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     kept = cache_ptr + layer.to(tl.int64) * layer_stride + page.to(tl.int64) * page_stride
+    scale = kept + (PAGE_TOKENS * HEAD_DIM + offset * 4)  # behind the codes of the page's tokens
     kept += offset * token_stride + column
     if head < HEADS:
         q_norm = q_norm_ptr + column
@@ -235,22 +241,30 @@ def _rope_and_store(
             q_norm += head * HEAD_DIM
             q_scale = tl.load(scales_ptr + 2 * token, mask=real, other=0.0)
         _store_rotated(
-            heads, at, HEAD_DIM, inside, cos, sin, q_norm, q_scale, gap, Q_NORMED, WHOLE_ROWS, HEAD_DIM, GROUP
-        )
+            heads, at, HEAD_DIM, inside, cos, sin, q_norm, q_scale, gap, scale, slot >= 0, False, Q_NORMED, WHOLE_ROWS,
+            HEAD_DIM, GROUP,
+        )  # fmt: skip
     elif head < HEADS + KV_HEADS:
         kept += (head - HEADS) * head_stride
+        scale += (head - HEADS) * head_stride
         k_norm = k_norm_ptr + column
         k_scale = eps
         if WHOLE_ROWS and K_NORMED:
             k_norm += (head - HEADS) * HEAD_DIM
             k_scale = tl.load(scales_ptr + 2 * token + 1, mask=real, other=0.0)
         _store_rotated(
-            heads, kept, head_stride, stored, cos, sin, k_norm, k_scale, gap, K_NORMED, WHOLE_ROWS, HEAD_DIM, GROUP
-        )
+            heads, kept, head_stride, stored, cos, sin, k_norm, k_scale, gap, scale, slot >= 0, CODES, K_NORMED,
+            WHOLE_ROWS, HEAD_DIM, GROUP,
+        )  # fmt: skip
     else:
         kept += kind_stride + (head - HEADS - KV_HEADS) * head_stride
+        scale += kind_stride + (head - HEADS - KV_HEADS) * head_stride
         for number in tl.static_range(GROUP):
-            _store_pairs(kept + number * head_stride, heads[number][0], heads[number][1], gap, stored)
+            to, scale_at = kept + number * head_stride, scale + number * head_stride
+            store_head(
+                to, scale_at, heads[number][0], heads[number][1], gap, stored, slot >= 0, CODES,
+                qkv_ptr.dtype.element_ty,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -264,6 +278,9 @@ def _store_rotated(
     norm,
     scale,
     gap,
+    code_scale,
+    present,
+    CODES: tl.constexpr,
     NORMED: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -272,6 +289,7 @@ def _store_rotated(
     """Stores every head of `heads`, normed where NORMED and rotated, `stride` apart from `to` on.
 
     With WHOLE_ROWS `scale` [TOKENS, 1] is the norm's and every head has weights of its own, else it is the epsilon.
+    With CODES heads are quantized, and the scales of tokens that are `present` stored from `code_scale` on.
     """
     first_weight, second_weight = cos, sin
     if NORMED and not WHOLE_ROWS:
@@ -285,16 +303,13 @@ def _store_rotated(
             else:
                 factor = tl.rsqrt(tl.sum(x * x + y * y, axis=1, keep_dims=True) / HEAD_DIM + scale)
             x, y = x * factor * first_weight.to(tl.float32), y * factor * second_weight.to(tl.float32)
-        _store_pairs(to + number * stride, x * cos - y * sin, y * cos + x * sin, gap, mask)
+        first, second = x * cos - y * sin, y * cos + x * sin
+        store_head(
+            to + number * stride, code_scale + number * stride, first, second, gap, mask, present, CODES,
+            heads[number][0].dtype,
+        )  # fmt: skip
 
 
 @triton.jit
 def _load_pairs(at, gap, mask):
     return tl.load(at, mask=mask, other=0.0), tl.load(at + gap, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_pairs(at, first, second, gap, mask):
-    dtype: tl.constexpr = at.dtype.element_ty
-    tl.store(at, first.to(dtype), mask=mask)
-    tl.store(at + gap, second.to(dtype), mask=mask)

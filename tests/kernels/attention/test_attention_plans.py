@@ -50,6 +50,15 @@ def test_narrow_heads_have_more_programs(rows: int, tile: Plan, units: int) -> N
     assert make_plan(rows, 8, 64, 8192, torch.bfloat16, 132) == replace(tile, units=units)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 2, 44, 66, 256])
+def test_codes_have_as_many_programs_of_longer_tiles(rows: int, head_dim: int, dtype: torch.dtype) -> None:
+    plain, codes = (make_plan(rows, 8, head_dim, 8192, each, 132) for each in (torch.bfloat16, dtype))
+    assert (codes.units, codes.splits) == (plain.units, plain.splits)
+    assert codes.block_tokens >= 2 * plain.block_tokens or plain.block_tokens == 128
+
+
 def test_heads_that_large_tiles_do_not_fit_have_one_round_of_small_ones() -> None:
     assert make_plan(256, 8, 256, 8192, torch.bfloat16, 132) == replace(SMALL_TILE, units=33)
 

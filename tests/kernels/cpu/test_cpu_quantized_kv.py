@@ -11,7 +11,7 @@ from engine.kernels.base import Kernels
 from engine.kernels.cpu.kernels import CpuKernels
 from engine.kernels.kv_cache import QuantizedKv, dequantize_kv, quantize_kv
 from engine.kernels.reference import ReferenceKernels
-from tests.kernels.cpu.quantized_kv import quantized
+from tests.kernels.quantized_kv.quantized_caches import quantized
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, row_alone, with_sinks
 from tests.pairwise import pairwise
 from wire.errors import Internal

@@ -68,5 +68,15 @@ def test_other_shapes_benchmarks_and_clusters_on_a_cpu_have_no_floors() -> None:
     assert floors_of("serving", {"cluster_decode_ratio_b64": 0.9})
 
 
+def test_each_scheme_has_floors_of_its_own(tmp_path: Path) -> None:
+    floors = floors_of("engine", {"shape": "llama-3-8b_fp8_kv-int8"})
+    assert str(floors["decode_ms_b128"]) == "≤ 6.1"
+    assert "prefill_over_before_1x8192" in floors
+    assert "decode_bw_ratio_b1" in floors_of("engine", {"shape": "llama-3-8b"})
+    write(tmp_path, "engine-a", 1, **SMALL)
+    write(tmp_path, "engine-b", 2, shape="qwen3-0.6b_fp8")
+    assert main(tmp_path) == 0, "another scheme is another model"
+
+
 def test_what_counting_costs_has_floors_and_so_has_how_sure_that_is() -> None:
     assert floors_of("metrics", {})["ratio_standard_error"].limit == SURE

@@ -169,9 +169,28 @@ def test_walking_is_compared_with_rows_that_are_all_cut_alike(monkeypatch: pytes
 
     monkeypatch.setattr(engine_gpu, "make_inputs", lambda _: None)
     monkeypatch.setattr(engine_gpu, "measure", seconds)
-    found = engine_gpu._attention(AttentionShape(32, 8, 128, 1.0), 1e12)
+    found = engine_gpu._attention(AttentionShape(32, 8, 128, 1.0), torch.bfloat16, 1e12)
     assert [found[f"attention_split_over_walking_{rows}_uneven"] for rows in (12, 48)] == [1.5, 1.5]
     assert splits == {1: 32, 12: 2, 48: 1}
+
+
+def test_codes_and_scales_count_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(32, 8, 128, 1.0)
+    assert Size("", (1000,), shape).bytes == 1000 * 2 * 8 * 256
+    assert Size("", (1000,), shape, torch.int8).bytes == 1000 * 2 * 8 * 132
+    monkeypatch.setattr(engine_gpu, "make_inputs", lambda _: None)
+    monkeypatch.setattr(engine_gpu, "measure", lambda *_: 1e-3)
+    found = engine_gpu._attention(shape, torch.int8, 1e12)
+    assert found["attention_bw_ratio_64x2048_int8"] == round(64 * 2048 * 2 * 8 * 132 / 1e9, 4)
+
+
+def test_a_result_names_the_scheme_and_how_much_faster_it_is() -> None:
+    chosen = SimpleNamespace(quantization="fp8", kv_cache_dtype="int8")
+    assert engine_gpu._scheme(cast(Any, chosen)) == "_fp8_kv-int8"
+    assert engine_gpu._scheme(cast(Any, SimpleNamespace(quantization=None, kv_cache_dtype="auto"))) == ""
+    before = {"before_decode_ms_b8": 4.0, "before_copy": 3.0, "before_prefill_ms_1x512": 2.0}
+    now = {"decode_ms_b8": 2.5, "copy": 3.0}
+    assert engine_gpu._over_before(before, now) == {"decode_over_before_b8": 1.6}
 
 
 STEP = [Span(0, 2, "Memcpy HtoD"), Span(3, 10, "first"), Span(8, 14, "second"), Span(15, 17, "first")]

@@ -35,6 +35,25 @@ def test_quantized_weights_take_fewer_bytes() -> None:
     assert refused.stderr.startswith("error: --quantization: 'int3' is not known")
 
 
+def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
+    results = [
+        run(*LOAD, "--rate", "200", "--no-simulate", "--kv-cache-dtype", name) for name in ("auto", "int8", "fp8")
+    ]
+    found = [next(line for line in result.stdout.splitlines() if line.startswith("memory")) for result in results]
+    assert "128 KiB of KV a token" in found[0]
+    assert "66 KiB of KV a token" in found[1]
+    assert found[1] == found[2]
+    tokens = [
+        float(line.split(" a worker")[0].rpartition(" tokens")[0].rpartition(" ")[2].replace(",", "")) for line in found
+    ]
+    assert tokens[1] / tokens[0] == pytest.approx(256 / 132, rel=0.01)
+    assert "KV in 8 bits" in results[0].stdout
+    assert "KV in 8 bits" not in results[1].stdout
+    refused = run(*LOAD, "--rate", "200", "--kv-cache-dtype", "int4")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: --kv-cache-dtype: 'int4' is not supported; use auto, int8, fp8")
+
+
 def test_it_sizes_a_cluster_for_a_load() -> None:
     result = run(*LOAD, "--rate", "200", "--no-simulate")
     assert result.exit_code == 0, result.stderr

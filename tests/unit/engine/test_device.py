@@ -11,7 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.config.attention import AttentionShape
 from engine.config.model import ModelSpec
-from engine.device import choose_kernels, parse_device, parse_dtype
+from engine.device import choose_kernels, parse_device, parse_dtype, parse_kv_dtype
 from engine.memory import GIB, kv_cache_bytes, naming_the_setting
 from engine.models.load_spec import parse_spec
 from tests.factories import FAMILIES, tiny_engine_config
@@ -69,7 +69,24 @@ def test_a_checkpoint_of_another_dtype_is_told_so() -> None:
 def test_a_head_dim_without_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch)
     with pytest.raises(InvalidArgument, match="has head dim 48; on GPUs 64, 80, 96, 128, 192, 256 are served"):
-        choose_kernels(config(), model(head_dim=48), GPU, torch.bfloat16, 128)
+        choose_kernels(config(), model(head_dim=48), GPU, torch.bfloat16, 128, kv_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_8_bit_kv_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_gpu(monkeypatch, (8, 9))
+    found = parse_kv_dtype(config(kv_cache_dtype=name), GPU, model())
+    assert found == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
+
+
+def test_8_bit_floating_point_kv_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_gpu(monkeypatch, (8, 0))
+    with pytest.raises(
+        InvalidArgument, match=r"fp8 needs a GPU of compute capability 8\.9, this one has 8\.0; use int8"
+    ):
+        parse_kv_dtype(config(kv_cache_dtype="fp8"), GPU, model())
+    with pytest.raises(InvalidArgument, match="kv_cache_dtype: fp8 is served on GPUs only; use int8"):
+        parse_kv_dtype(config(kv_cache_dtype="fp8"), torch.device("cpu"), model())
 
 
 class TestPrefillAttention:

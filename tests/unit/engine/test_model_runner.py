@@ -115,8 +115,8 @@ def test_compatibility_facts_differ_where_kv_does(folder: Path, runner: ModelRun
         ({"device": "cuda:99"}, "device: 'cuda:99' is not there"),
         ({"dtype": "int8"}, "dtype: 'int8' is not supported; use auto, float32, bfloat16, float16"),
         ({"page_tokens": 0}, "page_tokens: 0"),
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: 'int4' is not supported; use auto, int8"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: 'fp8' is not supported; use auto, int8"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: 'int4' is not supported; use auto, int8, fp8"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: fp8 is served on GPUs only; use int8"),
     ],
 )
 def test_bad_settings_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:

@@ -81,6 +81,12 @@ def test_page_tables_are_as_wide_as_the_context_until_they_take_long_to_copy(gra
     assert short.step_sizes(PromptSize(16, 64)).width == 512
 
 
+def test_prompts_of_more_pages_than_graphs_take(graphs: PromptGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_most_pages", 10)
+    assert size_of(graphs, answer(1000), chunk(30, 50), chunk(2, 78)) == (16, 64)
+    assert size_of(graphs, answer(1000), chunk(30, 50), chunk(2, 79)) is None
+
+
 def test_answers_beside_prompts(graphs: PromptGraphs) -> None:
     assert size_of(graphs, answer(), chunk(64)) == (16, 64)
     assert size_of(graphs, *[answer()] * 16, chunk(2), chunk(62)) == (16, 64)

@@ -21,3 +21,17 @@ def quantized(cache: Tensor, dtype: torch.dtype = torch.int8) -> QuantizedKv:
     found.codes.copy_(new_codes)
     found.scales.copy_(torch.where(cache.isnan().any(-1), float("nan"), new_scales))
     return found
+
+
+def moved(cache: QuantizedKv, device: torch.device) -> QuantizedKv:
+    """Returns the cache on `device`, in memory as before."""
+    if cache.codes.device == device:
+        return cache
+    pages, layers, parts, heads, page_tokens, head_dim = cache.codes.shape
+    plane = page_tokens * (head_dim + SCALE_BYTES)
+    memory = torch.empty(pages, heads, layers, parts, plane, dtype=cache.codes.dtype, device=device)
+    codes, scales = memory.permute(0, 2, 3, 1, 4).tensor_split([page_tokens * head_dim], dim=-1)
+    found = QuantizedKv(codes.view(cache.codes.shape), scales.view(torch.float32))
+    found.codes.copy_(cache.codes)
+    found.scales.copy_(cache.scales)
+    return found
