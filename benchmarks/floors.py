@@ -82,15 +82,23 @@ _TIMES_16_BITS = {
     "_int4_kv-int8": (2.23, 1.82, 1.27, 1.29),
 }
 """How many times as fast as in 16 bits decode steps of llama-3-8b are, by scheme: of 1, 32, 128 and 256 rows."""
-_KV_8_BIT = {
-    "attention_bw_ratio_64x2048_int8": Floor(0.85),
-    **{f"prefill_over_before_{size}": Floor(0.97) for size in ("1x2048", "1x8192", "8x2048")},
+_PREFILL_TIMES_16_BITS: Mapping[str, Mapping[str, float]] = {
+    "_kv-int8": {"1x2048": 0.97, "1x8192": 0.97, "8x2048": 0.97},
+    "_fp8": {"1x2048": 1.40, "1x8192": 1.35, "8x2048": 1.45},
+    "_int4": {"1x512": 0.75, "1x2048": 0.88, "1x8192": 0.95},
 }
+_KV_8_BIT: Floors = {"attention_bw_ratio_64x2048_int8": Floor(0.85)}
 _ENGINE |= {
     f"llama-3-8b{scheme}": {
-        f"decode_over_before_b{batch}": Floor(least) for batch, least in zip((1, 32, 128, 256), ratios, strict=True)
+        **{
+            f"decode_over_before_b{batch}": Floor(least) for batch, least in zip((1, 32, 128, 256), ratios, strict=True)
+        },
+        **{
+            f"prefill_over_before_{size}": Floor(least)
+            for size, least in _PREFILL_TIMES_16_BITS.get(scheme, {}).items()
+        },
+        **(_KV_8_BIT if scheme == "_kv-int8" else {}),
     }
-    | (_KV_8_BIT if scheme == "_kv-int8" else {})
     for scheme, ratios in _TIMES_16_BITS.items()
 }
 _STEPS = Floor(1.03, at_most=True)

@@ -70,8 +70,8 @@ def test_other_shapes_benchmarks_and_clusters_on_a_cpu_have_no_floors() -> None:
 
 def test_each_scheme_has_floors_of_its_own(tmp_path: Path) -> None:
     floors = floors_of("engine", {"shape": "llama-3-8b_fp8_kv-int8"})
-    assert str(floors["decode_ms_b128"]) == "≤ 6.1"
-    assert "prefill_over_before_1x8192" in floors
+    assert str(floors["decode_over_before_b128"]) == "≥ 1.52"
+    assert "prefill_over_before_1x8192" in floors_of("engine", {"shape": "llama-3-8b_fp8"})
     assert "decode_bw_ratio_b1" in floors_of("engine", {"shape": "llama-3-8b"})
     write(tmp_path, "engine-a", 1, **SMALL)
     write(tmp_path, "engine-b", 2, shape="qwen3-0.6b_fp8")
