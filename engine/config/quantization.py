@@ -62,6 +62,8 @@ class Packing:
     """True if each group has an offset of its own."""
     scales: str = "float32"
     """The dtype of scales and offsets."""
+    quantized_inputs: bool = False
+    """True if products quantize their inputs, see `WeightScheme`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,11 @@ class WeightScheme:
     """False if each group has a zero point."""
     scattered: bool = False
     """True if the columns of a group may lie anywhere in the row (`desc_act`)."""
+    quantized_inputs: bool = False
+    """True if products quantize their inputs to codes of the same type, with a scale for each token and group.
+
+    Of weights with zero points they do not (docs/decisions/0041).
+    """
 
     def packing(self, columns: int) -> Packing | None:
         """Returns the form in which a weight of so many columns is kept; None = dequantized, in the model's dtype.
@@ -91,7 +98,8 @@ class WeightScheme:
         if self.scattered or (self.codes is Codes.INT4 and group % 2) or group < min(LEAST_GROUP, columns):
             return None
         scales = "float16" if self.format in _HALF_SCALES else "float32"
-        return Packing(self.codes, group, offsets=not self.symmetric, scales=scales)
+        quantized = self.quantized_inputs and self.symmetric
+        return Packing(self.codes, group, offsets=not self.symmetric, scales=scales, quantized_inputs=quantized)
 
 
 def _rounding_group(codes: Codes, columns: int) -> int:
@@ -127,8 +135,12 @@ class Quantization:
 
 
 def at_load(name: str) -> Quantization:
-    """Returns the quantization of 16-bit weights at load to `int8`, `fp8` or `int4`: all products of the layers."""
-    scheme = WeightScheme(WeightFormat.ROUND_TO_NEAREST, Codes(name))
+    """Returns the quantization of 16-bit weights at load to `int8`, `fp8` or `int4`: all products of the layers.
+
+    With fp8 their inputs are quantized, too.
+    """
+    codes = Codes(name)
+    scheme = WeightScheme(WeightFormat.ROUND_TO_NEAREST, codes, quantized_inputs=codes is Codes.FLOAT8)
     return Quantization(name, ((r"model\.layers\..*", scheme),))
 
 

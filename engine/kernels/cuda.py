@@ -3,7 +3,6 @@
 Attention is paged decode attention for rows of one token and flash-attn-4 for longer ones.
 """
 
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -15,6 +14,7 @@ from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAtte
 from engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from engine.kernels.attention.triton_attention import DecodeAttention
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from engine.kernels.experts import packed_experts
 from engine.kernels.experts.triton_experts import ExpertKernels
 from engine.kernels.fallback import why_no_flash
 from engine.kernels.kv_cache import KvCache, is_quantized
@@ -24,14 +24,13 @@ from engine.kernels.linear import triton_linear
 from engine.kernels.linear.gated_product import GatedProduct
 from engine.kernels.linear.triton_activation import gelu_mul
 from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
-from engine.kernels.packed import packed_products
+from engine.kernels.packed import products
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.rowwise import triton_rope
 from engine.kernels.rowwise.triton_embed import embed
 from engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from engine.kernels.second_stream import SecondStream
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.unpacked import unpacked, unpacked_experts
 from wire.errors import InvalidArgument
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -113,14 +112,11 @@ class CudaKernels(Kernels):
 
     def prepare(self, linear: Linear) -> Linear:
         """Rearranges a packed weight's scales; dequantizes one that there is no product for."""
-        weight = linear.weight
-        if isinstance(weight, PackedWeight) and packed_products.multiplies(weight):
-            return replace(linear, weight=packed_products.prepared(weight))
-        return unpacked(linear, self._dtype)
+        return products.prepared(linear, self._dtype)
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Dequantizes packed weights."""
-        return unpacked_experts(experts, self._dtype)
+        """Rearranges the scales of packed weights; dequantizes those that there are no products for."""
+        return packed_experts.prepared_experts(experts, self._dtype)
 
     def end_trials(self) -> None:
         """Resets decode attention's counters."""
@@ -145,7 +141,7 @@ class CudaKernels(Kernels):
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         """Computes RMSNorm and the product, as a streaming kernel for few tokens, else with cuBLAS."""
         if isinstance(linear.weight, PackedWeight):
-            return packed_products.norm_linear(hidden, norm, eps, linear, pdl=self._pdl)
+            return products.products_of(linear.weight).norm_linear(hidden, norm, eps, linear, pdl=self._pdl)
         if not _streams(hidden, linear):
             return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
         x, scale = self._normed(hidden, norm, eps)
@@ -156,12 +152,15 @@ class CudaKernels(Kernels):
     ) -> Tensor:
         """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
         if isinstance(gate_up.weight, PackedWeight):
-            return packed_products.norm_gate_up(hidden, norm, eps, gate_up, pdl=self._pdl, activation=activation)
+            return self._gate_up(hidden, norm, eps, gate_up, activation)
         x, scale = self._normed(hidden, norm, eps, streamed=_streams(hidden, gate_up))
         return self._gate_up(x, scale, eps, gate_up, activation)
 
     def _gate_up(self, x: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, activation: str = "silu") -> Tensor:
-        """Computes activation(g) · u of x, which only a streaming kernel norms."""
+        """Computes activation(g) · u of x, which only kernels of packed weights and streaming ones norm."""
+        if isinstance(gate_up.weight, PackedWeight):
+            packed = products.products_of(gate_up.weight)
+            return packed.norm_gate_up(x, norm, eps, gate_up, pdl=self._pdl, activation=activation)
         if _streams(x, gate_up):
             return triton_linear.norm_gate_up(
                 x, norm, eps, gate_up.matrix, gate_up.bias, pdl=self._pdl, activation=activation
@@ -173,7 +172,7 @@ class CudaKernels(Kernels):
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
         if isinstance(linear.weight, PackedWeight):
-            return packed_products.norm_linear(x, None, 0.0, linear, pdl=self._pdl)
+            return products.products_of(linear.weight).norm_linear(x, None, 0.0, linear, pdl=self._pdl)
         if _streams(x, linear):
             return triton_linear.norm_linear(x, None, 0.0, linear.matrix, linear.bias, pdl=self._pdl)
         return _product(x, linear)
@@ -181,7 +180,7 @@ class CudaKernels(Kernels):
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`, as a streaming kernel for few tokens, else with cuBLAS."""
         if isinstance(linear.weight, PackedWeight):
-            packed_products.linear_add(x, linear, hidden, pdl=self._pdl)
+            products.products_of(linear.weight).linear_add(x, linear, hidden, pdl=self._pdl)
             return
         if _streams(x, linear):
             triton_linear.linear_add(x, linear.matrix, linear.bias, hidden, pdl=self._pdl)

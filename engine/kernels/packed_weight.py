@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,12 +24,16 @@ class PackedWeight:
     scales  [..., N, K / group], of any floating-point dtype
     offsets likewise; None = zero for 8-bit codes, and -`CENTRE` · scales for 4-bit codes
     group   columns that share a scale: it divides K; K itself = one scale a row
+
+    With `quantized_inputs` products quantize their inputs to codes of the same type, each token with a scale for each
+    group; there are no offsets then.
     """
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None
     group: int
+    quantized_inputs: bool = field(default=False, kw_only=True)
 
     @property
     def bits(self) -> int:
@@ -65,7 +69,8 @@ class PackedWeight:
 
     def _at(self, index: int | slice | Tensor) -> PackedWeight:
         offsets = None if self.offsets is None else self.offsets[index]
-        return PackedWeight(self.codes[index], self.scales[index], offsets, self.group)
+        parts = self.codes[index], self.scales[index], offsets, self.group
+        return PackedWeight(*parts, quantized_inputs=self.quantized_inputs)
 
     def split_with_sizes(self, sizes: Sequence[int]) -> tuple[PackedWeight, ...]:
         """Returns views of `sizes` rows each, one behind the other, as `Tensor.split_with_sizes` does."""

@@ -12,6 +12,7 @@ from engine.config.attention import AttentionShape, LatentShape
 from engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
 from engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
+from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.unpacked import as_matrix
 
 
@@ -35,8 +36,13 @@ class ReferenceKernels(Kernels):
         return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """Computes the product."""
-        return F.linear(x, as_matrix(linear.weight, x.dtype), linear.bias)
+        """Computes the product, with a quantized input where the weight says so."""
+        weight = linear.weight
+        if isinstance(weight, PackedWeight) and weight.quantized_inputs:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            bias = None if linear.bias is None else linear.bias.to(wide)
+            return F.linear(rounded_input(x, weight).to(wide), weight.dequantized(wide), bias).to(x.dtype)
+        return F.linear(x, as_matrix(weight, x.dtype), linear.bias)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`."""
@@ -155,6 +161,15 @@ class ReferenceKernels(Kernels):
             stored = gather_latents(cache, layer, layout.page_table[row], context)
             out[tokens] = attend_latents(q[tokens], stored, kv_up, layout.positions[tokens], shape)
         return out
+
+
+def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:
+    """Returns x [T, K] as products with a weight of `quantized_inputs` see it, in float32: code · scale.
+
+    The codes have the type of the weight's and the scales its groups: those of 8-bit KV (`quantize_kv`).
+    """
+    grouped = x.view(len(x), -1, weight.group)
+    return dequantize_kv(*quantize_kv(grouped, weight.codes.dtype), torch.float32).view(x.shape)
 
 
 def activate(gate_up: Tensor, activation: str) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Experts, Linear
+from engine.kernels.base import Linear
 from engine.kernels.packed_weight import PackedWeight, Weight
 
 
@@ -17,14 +17,3 @@ def as_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
 def unpacked(linear: Linear, dtype: torch.dtype) -> Linear:
     """Returns the same product with a weight that is not packed."""
     return replace(linear, weight=as_matrix(linear.weight, dtype))
-
-
-def unpacked_experts(experts: Experts, dtype: torch.dtype) -> Experts:
-    """Returns the same experts with weights that are not packed."""
-    return replace(
-        experts,
-        gate_up=as_matrix(experts.gate_up, dtype),
-        down=as_matrix(experts.down, dtype),
-        shared_gate_up=None if experts.shared_gate_up is None else unpacked(experts.shared_gate_up, dtype),
-        shared_down=None if experts.shared_down is None else unpacked(experts.shared_down, dtype),
-    )

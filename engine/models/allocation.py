@@ -135,7 +135,7 @@ def packing_of(weight: PackedWeight) -> Packing:
     """Returns the form of a packed weight."""
     codes = next(name for name, dtype in _CODES.items() if dtype == weight.codes.dtype)
     scales = str(weight.scales.dtype).removeprefix("torch.")
-    return Packing(codes, weight.group, weight.offsets is not None, scales)
+    return Packing(codes, weight.group, weight.offsets is not None, scales, weight.quantized_inputs)
 
 
 def _scheme(spec: ModelSpec, name: str, place: Place, field: str) -> WeightScheme | None:
@@ -160,6 +160,8 @@ def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device
         scales(device=device),
         scales(device=device) if packing.offsets else None,
         packing.group,
+        # The products of experts take inputs as they are: an expert has few tokens.
+        quantized_inputs=packing.quantized_inputs and len(shape) == 2,
     )
 
 

@@ -5,6 +5,7 @@ ModelError names the scheme where it is not supported.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.config.quantization import Codes, Quantization, WeightFormat, WeightScheme
@@ -84,10 +85,11 @@ def _gptq(config: Json) -> Quantization:
 def _fp8(config: Json) -> Quantization:
     if (fmt := config.get("fmt") or "e4m3") != "e4m3":
         raise refusal(f"fp8, {fmt}", "which is not supported; e4m3 is")
-    scheme = WeightScheme(_FLOAT, Codes.FLOAT8)
+    # Both of its values, static and dynamic, mean 8-bit activations.
+    scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=bool(config.get("activation_scheme")))
     if config.get("weight_block_size"):
         rows, columns = _block("fp8", "weight_block_size", config["weight_block_size"])
-        scheme = WeightScheme(WeightFormat.FP8_BLOCKS, Codes.FLOAT8, columns, block_rows=rows)
+        scheme = replace(scheme, format=WeightFormat.FP8_BLOCKS, group=columns, block_rows=rows)
     return Quantization("fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
 
 
@@ -148,7 +150,14 @@ def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
         block_rows,
         symmetric=bool(weights.get("symmetric", True)),
         scattered=weights.get("actorder") in {"group", "dynamic", True},
+        quantized_inputs=_quantizes_inputs(weights, group.get("input_activations") or {}),
     )
+
+
+def _quantizes_inputs(weights: Json, inputs: Json) -> bool:
+    """Returns True if activations have 8-bit codes of the weights' type; others stay in 16 bits, which loses less."""
+    types = {(each.get("num_bits"), each.get("type") or "int") for each in (weights, inputs)}
+    return types in ({(8, "int")}, {(8, "float")})
 
 
 def _block(scheme: str, name: str, size: object) -> tuple[int, int]:

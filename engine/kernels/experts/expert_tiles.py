@@ -97,6 +97,16 @@ TUNED: dict[ExpertShape, dict[int, ExpertTile]] = {
 FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
 """The tile of float32, the same for every step: so a token's sums never depend on the other tokens."""
 
+PACKED_TILES = {
+    16: ExpertTile(16, gate_up=ProductTile(64, 0, 4, 4), down=ProductTile(64, 0, 5, 4)),
+    32: ExpertTile(32, gate_up=ProductTile(64, 0, 4, 4), down=ProductTile(64, 0, 5, 4)),
+    64: ExpertTile(64, gate_up=ProductTile(64, 0, 4, 4), down=ProductTile(64, 0, 5, 4)),
+    128: ExpertTile(128, gate_up=ProductTile(64, 0, 4, 8), down=ProductTile(128, 0, 4, 8)),
+}
+"""The tiles of packed weights in the 16-bit types, not measured yet; the form of the weight decides on the columns."""
+PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 0, 3, 4), down=ProductTile(32, 0, 3, 4))
+"""Likewise for inputs in float32, one for every step."""
+
 _LEAST_COLUMNS = 16
 _MOST_STAGES = 6
 _MOST_ROUTER_SPLITS = 16
@@ -111,12 +121,17 @@ def tile_for(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:
     """Returns the tile for a step of `tokens` tokens, and weights of `item_bytes` an element."""
     if item_bytes == 4:
         return FLOAT_TILE
-    average = shape.tokens_an_expert(tokens)
-    size = 1 if tokens == 1 else next((size for most, size in TOKENS_OF_TILES if average <= most), MOST_TOKENS)
+    size = 1 if tokens == 1 else tile_tokens(tokens, shape)
     tuned = TUNED.get(shape, {}).get(size)
     if tuned is not None:
         return tuned
     return TILES[size] if size == 1 else fitting(TILES[size], shape)
+
+
+def tile_tokens(tokens: int, shape: ExpertShape) -> int:
+    """Returns the tokens of a tile in a step of `tokens` tokens."""
+    average = shape.tokens_an_expert(tokens)
+    return next((size for most, size in TOKENS_OF_TILES if average <= most), MOST_TOKENS)
 
 
 def max_tiles(pairs: int, experts: int, tile_tokens: int) -> int:

@@ -15,6 +15,8 @@ from torch import Tensor
 from engine.config.model import MixtureOfExperts
 from engine.kernels.base import Experts
 from engine.kernels.experts.expert_tiles import ExpertShape, ExpertTile, RouterTile, max_tiles, router_tile, tile_for
+from engine.kernels.experts.packed_experts import launch as launch_packed
+from engine.kernels.experts.packed_experts import packed_tile
 from engine.kernels.experts.triton_products import (
     ACTIVATIONS,
     shared_gate_kernel,
@@ -32,6 +34,7 @@ from engine.kernels.experts.triton_router import (
     router_kernel,
     sort_kernel,
 )
+from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.rowwise.triton_norm import rms_norm
 
 FUSED_NORM_TOKENS = 64
@@ -91,14 +94,15 @@ class ExpertKernels:
         plan = router_tile(tokens, shape, hidden.element_size())
         counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
         x, logits = self._route(hidden, norm, eps, experts.router, counts, plan)
-        tile = tile or tile_for(tokens, shape, hidden.element_size())
+        rule = packed_tile if isinstance(experts.gate_up, PackedWeight) else tile_for
+        tile = tile or rule(tokens, shape, hidden.element_size())
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
-            self._choose(logits, experts, spec, slots, choice, counts)
+            self._choose(logits, experts, spec, slots, choice, counts, x.dtype)
             self._add_single(x, experts, spec, choice, hidden, tile)
             return x
         tiled = TiledChoice(tokens, shape, tile.tokens, hidden.device)
-        self._choose(logits, experts, spec, slots, tiled, counts)
+        self._choose(logits, experts, spec, slots, tiled, counts, x.dtype)
         self._add_tiles(x, experts, spec, tiled, hidden, tile)
         return x
 
@@ -129,18 +133,22 @@ class ExpertKernels:
         return x, logits
 
     def _choose(
-        self, logits: Tensor, experts: Experts, spec: MixtureOfExperts, slots: Tensor, choice: Choice, counts: Tensor
+        self,
+        logits: Tensor,
+        experts: Experts,
+        spec: MixtureOfExperts,
+        slots: Tensor,
+        choice: Choice,
+        counts: Tensor,
+        dtype: torch.dtype,
     ) -> None:
-        """Fills the choice from the logits."""
+        """Fills the choice from the logits; `dtype` is the model's."""
         splits, tokens, _ = logits.shape
         router = spec.router
         groups = triton.next_power_of_2(router.groups)
         size = triton.next_power_of_2(spec.experts // router.groups)
         rows, task = _CHOICE_TOKENS, COUNT.value
-        if (
-            experts.matrices[0].dtype != torch.float32
-            and triton.next_power_of_2(tokens) * groups * size <= _SORTED_NUMBERS
-        ):
+        if dtype != torch.float32 and triton.next_power_of_2(tokens) * groups * size <= _SORTED_NUMBERS:
             rows, task = triton.next_power_of_2(tokens), SORT.value
         tiles, order, most, tile_tokens = choice.experts, choice.experts, 0, 1
         if isinstance(choice, TiledChoice):
@@ -180,16 +188,23 @@ class ExpertKernels:
     ) -> None:
         (tokens, width), pairs = hidden.shape, choice.pairs
         inner, parts = x.new_empty(pairs, spec.width), x.new_empty(pairs, width)
+        activation = ACTIVATIONS[spec.activation]
         for gated, source, weight, bias, out, product in (
-            (True, x, experts.matrices[0], experts.gate_up_bias, inner, tile.gate_up),
-            (False, inner, experts.matrices[1], experts.down_bias, parts, tile.down),
+            (True, x, experts.gate_up, experts.gate_up_bias, inner, tile.gate_up),
+            (False, inner, experts.down, experts.down_bias, parts, tile.down),
         ):
             outputs = out.shape[1]
+            if isinstance(weight, PackedWeight):
+                launch_packed(
+                    source, weight, bias, choice.weights, choice.tiles, choice.order, out, tile, top_k=spec.top_k,
+                    activation=activation if gated else None, pdl=self._pdl,
+                )  # fmt: skip
+                continue
             tile_kernel[(choice.max_tiles, triton.cdiv(outputs, product.rows))](
                 source, weight, source if bias is None else bias, choice.weights, choice.tiles, choice.order, out,
                 pairs, choice.max_tiles,
                 N=outputs, K=source.shape[1], E=spec.experts, TOP_K=spec.top_k, GATED=gated,
-                ACTIVATION=ACTIVATIONS[spec.activation], BIAS=bias is not None,
+                ACTIVATION=activation, BIAS=bias is not None,
                 ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=product.columns, PDL=self._pdl,
                 num_warps=product.warps, num_stages=product.stages, launch_pdl=self._pdl,
             )  # fmt: skip

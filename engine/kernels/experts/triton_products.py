@@ -48,6 +48,35 @@ def _load_weight(pointers, inside, EVEN: tl.constexpr):
     return tl.load(pointers, mask=inside[None, :], other=0.0)
 
 
+@triton.jit
+def tile_of(number, tiles, pairs, places, P, E: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns a tile's expert, its pairs [TOKENS], and which of them are there."""
+    tile = tl.load(tiles + number)
+    expert = tl.minimum(tl.maximum(tile // PAIRS_BASE, 0), E - 1).to(tl.int64)
+    present = places < tile % PAIRS_BASE
+    pair = tl.load(pairs + number * TOKENS + places, mask=present, other=0)
+    return expert, tl.minimum(tl.maximum(pair, 0), P - 1).to(tl.int64), present
+
+
+@triton.jit
+def finish_tile(
+    sums, sums_up, bias, weights, out, expert, pair, present, rows,
+    N: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile's outputs from its sums [ROWS, TOKENS], see `tile_kernel`."""
+    if BIAS:
+        bias_at = bias + expert * (2 * N if GATED else N) + rows
+        sums += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            sums_up += tl.load(bias_at + N, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        sums = _activate(sums, sums_up, ACTIVATION)
+    else:
+        sums *= tl.load(weights + pair, mask=present, other=0.0)[None, :]
+    out_at = out + pair[None, :] * N + rows[:, None]
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=(rows < N)[:, None] & present[None, :])
+
+
 @triton.jit(do_not_specialize=["P", "MAX_TILES"])
 def tile_kernel(
     x, weight, bias, weights, tiles, pairs, out, P, MAX_TILES,
@@ -70,11 +99,7 @@ def tile_kernel(
     columns = tl.arange(0, COLUMNS)
     wait_for_inputs(PDL)
     if number < tl.load(tiles + MAX_TILES):
-        tile = tl.load(tiles + number)
-        expert = tl.minimum(tl.maximum(tile // PAIRS_BASE, 0), E - 1).to(tl.int64)
-        present = places < tile % PAIRS_BASE
-        pair = tl.load(pairs + number * TOKENS + places, mask=present, other=0)
-        pair = tl.minimum(tl.maximum(pair, 0), P - 1).to(tl.int64)
+        expert, pair, present = tile_of(number, tiles, pairs, places, P, E, TOKENS)
         x_at = x + (pair // TOP_K if GATED else pair)[:, None] * K
         weight_at = weight + (expert * WEIGHT_ROWS + tl.minimum(rows, N - 1))[:, None] * K
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -88,17 +113,7 @@ def tile_kernel(
             if GATED:
                 held_up = _load_weight(weight_at + N * K + at[None, :], inside, EVEN)
                 sums_up = tl.dot(held_up, taken, sums_up, input_precision="ieee")
-        if BIAS:
-            bias_at = bias + expert * WEIGHT_ROWS + rows
-            sums += tl.load(bias_at, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-            if GATED:
-                sums_up += tl.load(bias_at + N, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            sums = _activate(sums, sums_up, ACTIVATION)
-        else:
-            sums *= tl.load(weights + pair, mask=present, other=0.0)[None, :]
-        out_at = out + pair[None, :] * N + rows[:, None]
-        tl.store(out_at, sums.to(out.dtype.element_ty), mask=(rows < N)[:, None] & present[None, :])
+        finish_tile(sums, sums_up, bias, weights, out, expert, pair, present, rows, N, GATED, ACTIVATION, BIAS)
 
 
 @triton.jit

@@ -31,16 +31,16 @@ FUSED_TOKENS = 1024
 """The largest step whose product unpacks codes in registers: beyond, dequantizing once costs less than in each tile."""
 SCRATCH_ITEMS = 1 << 25
 """Elements of a weight that are dequantized at a time: 64 MiB in 16 bits."""
+LEAST_COLUMNS = 16
+"""The least number of columns that the matrix units multiply."""
 _MULTIPROCESSORS = 132
 _MOST_SPLITS = 8
-_LEAST_COLUMNS = 16
-"""The least number of columns that the matrix units multiply."""
 _DEQUANTIZED_COLUMNS = 1024
 
 
 def multiplies(weight: PackedWeight) -> bool:
     """Returns True if there is a product for the weight: pieces of its groups are wide enough for the matrix units."""
-    return len(weight.shape) == 2 and step_bytes(weight) >= _LEAST_COLUMNS
+    return len(weight.shape) == 2 and step_bytes(weight) >= LEAST_COLUMNS
 
 
 def prepared(weight: PackedWeight) -> PackedWeight:
@@ -137,7 +137,7 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, columns: int) -> Skinny:
     No measured tiles yet: two programs per multiprocessor where the outputs are few, as for plain weights.
     """
     bucket = next((size for size in (16, 32, 64) if tokens <= size), 128)
-    rows, warps = (128, 8) if bucket == 128 and not paired else (64, 4)
+    rows, warps = (64 if bucket < 128 or paired else 128), (4 if bucket < 128 else 8)
     tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
     splits = 1
     while tiles * splits < 3 * _MULTIPROCESSORS // 2 and k >= splits * 4 * TILE and splits < _MOST_SPLITS:
@@ -171,7 +171,7 @@ def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tu
 
 def step_bytes(weight: PackedWeight) -> int:
     """Returns the most bytes of codes in a row that have a single scale wherever a step of that width begins."""
-    columns = weight.shape[1]
+    columns = weight.shape[-1]
     group = 0 if weight.group == columns else weight.group  # one scale a row bounds nothing
     if weight.bits == 8:
         return gcd(TILE, group)

@@ -47,7 +47,7 @@ def nibbles_as(codes, centre: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _numbers(held, part, BITS: tl.constexpr, FP8: tl.constexpr, centre: tl.constexpr, dtype: tl.constexpr):
+def numbers(held, part, BITS: tl.constexpr, FP8: tl.constexpr, centre: tl.constexpr, dtype: tl.constexpr):
     """Converts bytes of codes: 8-bit ones, or the lower (`part` 0) or upper halves minus `centre`."""
     if BITS == 4:
         return nibbles_as((held >> (4 * part)) & 15, centre, dtype)
@@ -81,7 +81,7 @@ def _input(x_at, norm, columns, inside, present, folded, EVEN: tl.constexpr, NOR
 
 
 @triton.jit
-def _add_products(
+def add_products(
     sums,
     weights,
     right,
@@ -188,13 +188,13 @@ def packed_kernel(
                 totals += total
             right = tl.trans(loaded)
             group = tl.minimum(at // GROUP, GROUPS - 1)
-            weights = _numbers(held, part, BITS, FP8, MIDDLE, dtype)
-            sums = _add_products(
+            weights = numbers(held, part, BITS, FP8, MIDDLE, dtype)
+            sums = add_products(
                 sums, weights, right, total, scales_at, offsets_at, group, group_stride, GROUPED, OFFSETS
             )
             if OP == GATE_UP:
-                weights = _numbers(held_up, part, BITS, FP8, MIDDLE, dtype)
-                sums_up = _add_products(
+                weights = numbers(held_up, part, BITS, FP8, MIDDLE, dtype)
+                sums_up = add_products(
                     sums_up, weights, right, total, up_scales_at, up_offsets_at, group, group_stride, GROUPED, OFFSETS
                 )
     if not GROUPED:

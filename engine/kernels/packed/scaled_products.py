@@ -1,0 +1,259 @@
+"""Products on GPUs whose weights and inputs both have 8 bits: FP8 or INT8 codes, multiplied by the matrix units.
+
+One kernel quantizes the input, token by token, and norms it before where a norm is due. In steps of any size the codes
+are the same, so that a token's output differs between steps only by the order of sums (docs/decisions/0041). A Triton
+kernel multiplies few tokens, and int8 in steps of any size; a library multiplies FP8 from some tokens on, unless it
+lacks the product.
+
+The memory of inputs has whole tiles of tokens: nothing is read outside of it, and what is computed for tokens that are
+not there is never stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.base import Linear
+from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
+from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, reserve_scratch
+from engine.kernels.linear.triton_linear_plan import fits_scratch
+from engine.kernels.linear.triton_linear_tiles import Skinny
+from engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
+from engine.kernels.packed_weight import PackedWeight
+
+log = logging.getLogger(__name__)
+
+LIBRARY_TOKENS = 128
+"""The largest step whose FP8 products are Triton's: beyond, they are not bound by the reading of weights."""
+BLOCK = 128
+"""Rows and columns of a block that shares a scale, and columns of a group of the input, in the library's product."""
+_ROW_TILE = 256
+"""The memory of inputs holds multiples of so many tokens: every tile's, and more than a library reads in excess."""
+_LEAST_GROUP = 32
+"""The least number of columns of 8-bit codes that the matrix units multiply."""
+_STEP = 128
+_MULTIPROCESSORS = 132
+_MOST_SPLITS = 8
+_ELEMENTS_PER_WARP = 512
+_MOST_WARPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledWeight(PackedWeight):
+    """A weight [N, K] of 8-bit codes for inputs of 8-bit codes.
+
+    block_scales  [⌈K / BLOCK / 4⌉ · 4, N / BLOCK] float32, column-major: the scales as the library reads them, which
+                  all rows of a block share; None = there is one scale a row, or no such product
+    """
+
+    block_scales: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedInput:
+    """Tokens as codes: value = code · scale.
+
+    codes   [rows, K] of the weight's dtype; rows from `tokens` on, up to a multiple of `_ROW_TILE`, are undefined
+    scales  [groups, rows] float32
+    """
+
+    codes: Tensor
+    scales: Tensor
+    tokens: int
+
+
+def multiplies(weight: PackedWeight) -> bool:
+    """Returns True if there is a product for the weight with inputs of 8 bits."""
+    columns, group = weight.shape[-1], weight.group
+    wide = group == columns or (group >= _LEAST_GROUP and group & (group - 1) == 0)
+    return weight.quantized_inputs and len(weight.shape) == 2 and wide
+
+
+def prepared(weight: PackedWeight) -> ScaledWeight:
+    """Returns the weight with float32 scales, those of adjacent rows next to each other."""
+    scales = weight.scales.t().contiguous().float().t()
+    return ScaledWeight(weight.codes, scales, None, weight.group, _block_scales(weight.codes, scales, weight.group))
+
+
+def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
+    """Returns True if the library multiplies so many tokens: FP8 codes with a scale a row, or in blocks."""
+    rows, columns = weight.shape
+    served = (
+        weight.codes.dtype == torch.float8_e4m3fn
+        and dtype == torch.bfloat16
+        and rows % 16 == columns % 16 == 0
+        and (weight.group == columns or weight.block_scales is not None)
+    )
+    return served and weight.codes.is_cuda and tokens > LIBRARY_TOKENS
+
+
+def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
+    """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
+    weight = _scaled(linear)
+    x = quantized(hidden, norm, eps, weight, pdl=pdl)
+    if uses_library(x.tokens, weight, hidden.dtype):
+        return library_product(x, weight, linear.bias, hidden.dtype)
+    out = hidden.new_empty(len(hidden), len(weight))
+    launch(x, weight, linear.bias, out, STORE.value, pdl=pdl)
+    return out
+
+
+def norm_gate_up(
+    hidden: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, *, pdl: bool, activation: str = "silu"
+) -> Tensor:
+    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
+    gelu = activation == "gelu_tanh"
+    weight = _scaled(gate_up)
+    x = quantized(hidden, norm, eps, weight, pdl=pdl)
+    if uses_library(x.tokens, weight, hidden.dtype):
+        both = library_product(x, weight, gate_up.bias, hidden.dtype)
+        return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
+    out = hidden.new_empty(len(hidden), len(weight) // 2)
+    launch(x, weight, gate_up.bias, out, GATE_UP.value, pdl=pdl, gelu=gelu)
+    return out
+
+
+def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
+    """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    weight = _scaled(linear)
+    codes = quantized(x, None, 0.0, weight, pdl=pdl)
+    if uses_library(codes.tokens, weight, hidden.dtype):
+        hidden += library_product(codes, weight, linear.bias, hidden.dtype)
+    else:
+        launch(codes, weight, linear.bias, hidden, ADD.value, pdl=pdl)
+
+
+def quantized(x: Tensor, norm: Tensor | None, eps: float, weight: PackedWeight, *, pdl: bool) -> QuantizedInput:
+    """Returns RMSNorm(x), or x [T, K] itself, as codes of the weight's dtype, with the scales of its groups.
+
+    Computed in float32 and rounded once. scale = max |value| / largest code.
+    """
+    tokens, columns = x.shape
+    memory = triton.cdiv(tokens, _ROW_TILE) * _ROW_TILE
+    # The interpreter, on CPUs, warns of arithmetic with undefined numbers.
+    empty = torch.empty if x.is_cuda else torch.zeros
+    codes = empty(memory, columns, dtype=weight.codes.dtype, device=x.device)
+    scales = empty(columns // weight.group, memory, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(columns)
+    quantize_kernel[(tokens,)](
+        x, x if norm is None else norm, codes, scales, eps, memory,
+        K=columns, GROUP=block if weight.group == columns else weight.group, NORM=norm is not None,
+        FP8=codes.dtype == torch.float8_e4m3fn, BLOCK=block, PDL=pdl,
+        num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), launch_pdl=pdl,
+    )  # fmt: skip
+    return QuantizedInput(codes, scales, tokens)
+
+
+def launch(
+    x: QuantizedInput,
+    weight: ScaledWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    op: int,
+    *,
+    pdl: bool,
+    gelu: bool = False,
+    tile: Skinny | None = None,
+) -> None:
+    """Launches Triton's product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
+
+    A tile's `tokens` divide `_ROW_TILE`, and its `columns` those of `tile_for`.
+    """
+    n, k = out.shape[1], x.codes.shape[1]
+    if tile is None:
+        tile = tile_for(x.tokens, n, k, op == GATE_UP.value, weight.group)
+    grid = (triton.cdiv(x.tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
+    partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
+    scaled_kernel[grid](
+        x.codes, x.scales, weight.codes, weight.scales, out if bias is None else bias, out, partials, counters,
+        x.tokens, n, x.scales.stride(0), *weight.scales.stride(),
+        K=k, GROUP=weight.group, OP=op, GELU=gelu, BIAS=bias is not None,
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
+        PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
+    """Returns the tile for a step of `tokens` and n outputs, of k columns of which `group` have a single scale.
+
+    No measured tiles yet: two programs per multiprocessor where the outputs are few, as for plain weights.
+    """
+    grouped = group < k
+    columns = min(_STEP, group) if grouped else _STEP
+    # The registers of eight warps hold as many sums, and those of a group beside them as half of it.
+    bucket = next((size for size in (16, 32, 64, 128) if tokens <= size), 128 if grouped else 256)
+    if bucket == 256:
+        return Skinny(64 if paired else 128, bucket, columns, splits=1, stages=4, warps=8)
+    rows, warps = (64 if bucket < 128 or paired else 128), (4 if bucket < 128 else 8)
+    tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
+    splits = 1
+    while tiles * splits < 3 * _MULTIPROCESSORS // 2 and k >= splits * 4 * _STEP and splits < _MOST_SPLITS:
+        splits *= 2
+    # Two programs of the largest tile fit on a multiprocessor.
+    stages = 3 if bucket == 128 else 5
+    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps), tiles, paired):
+        splits //= 2
+    return tile
+
+
+def library_product(x: QuantizedInput, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns x · weightᵀ + bias [T, N] by the library, for a weight that it `uses_library` for."""
+    if weight.block_scales is None:
+        # The bias is added in the model's dtype, as in other products of libraries.
+        out = torch._scaled_mm(
+            x.codes[: x.tokens], weight.codes.t(), x.scales[0, : x.tokens, None], weight.scales.t(), bias,
+            out_dtype=dtype, use_fast_accum=True,
+        )  # fmt: skip
+        return out[0] if isinstance(out, tuple) else out
+    return _block_product(x.codes, x.scales, weight.codes, weight.block_scales, bias, dtype)[: x.tokens]
+
+
+def _block_product(
+    codes: Tensor, scales: Tensor, weight: Tensor, block_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Returns the product of all rows, whose scales the library reads column by column."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    return scaled_mm(
+        codes, weight.t(), scales.t(), ScalingType.BlockWise1x128, block_scales, ScalingType.BlockWise128x128,
+        bias=bias, output_dtype=dtype,
+    )  # fmt: skip
+
+
+def _block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
+    """Returns `ScaledWeight.block_scales` of a weight [N, K] if the library has the product; scales [N, K / group]."""
+    rows, columns = codes.shape
+    if group != BLOCK or group == columns or rows % BLOCK or not codes.is_cuda or codes.dtype == torch.int8:
+        return None
+    blocks = scales.view(rows // BLOCK, BLOCK, columns // BLOCK)
+    if not bool((blocks == blocks[:, :1]).all()):  # e.g. a stacked weight whose parts do not end with a block
+        return None
+    padded = torch.zeros(rows // BLOCK, triton.cdiv(columns // BLOCK, 4) * 4, dtype=torch.float32, device=codes.device)
+    padded[:, : columns // BLOCK] = blocks[:, 0]
+    return padded.t() if _library_has_blocks(codes.device) else None
+
+
+@lru_cache(maxsize=8)
+def _library_has_blocks(device: torch.device) -> bool:
+    """Returns True if the library multiplies FP8 in blocks on this device, which it tries with zeros."""
+    codes = torch.zeros(_ROW_TILE, 4 * BLOCK, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    scales = torch.zeros(4, _ROW_TILE, device=device)
+    blocks = torch.zeros(_ROW_TILE // BLOCK, 4, device=device).t()
+    try:
+        _block_product(codes, scales, codes, blocks, None, torch.bfloat16)
+    except (ImportError, AttributeError, RuntimeError, ValueError, NotImplementedError) as error:
+        log.info("FP8 products in blocks are Triton's at every size: %s", str(error).partition("\n")[0])
+        return False
+    return True
+
+
+def _scaled(linear: Linear) -> ScaledWeight:
+    assert isinstance(linear.weight, ScaledWeight)
+    return linear.weight

@@ -1,0 +1,82 @@
+"""Mixtures of experts whose weights are codes: the results of the dequantized weights, and as exact as PyTorch's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config.model import ExpertRouter
+from engine.kernels.base import Experts, Linear
+from engine.kernels.experts.packed_experts import prepared_experts
+from engine.kernels.packed_weight import PackedWeight
+from tests.kernels.experts.expert_cases import OURS, ExpertCase, experts_as, make_case, moe, reference_run
+from tests.kernels.packed_cases import KINDS, make_packed
+from tests.kernels.product_cases import DEVICE, EPS, guarded, guards_of
+from tests.kernels.steps import assert_as_good
+
+# Triton's interpreter multiplies the bit patterns of bfloat16 as integers: float16 is tested for both on the CPU.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+SIZES = [(64, 96, 32), (192, 64, 64), (96, 32, 0)]
+"""(hidden, width, group); a group of 0 gives one scale a row."""
+
+
+def packed_case(kind: str, tokens: int, size: tuple[int, int, int]) -> tuple[ExpertCase, PackedWeight, PackedWeight]:
+    """Returns a case whose experts have the values of two packed weights, and those."""
+    hidden, width, group = size
+    spec = moe(ExpertRouter("softmax_of_top_k", bias=True), experts=5, top_k=2, width=width, bias=True)
+    case = make_case(spec, tokens, hidden, padding=tokens > 1, seed=tokens)
+    gate_up = make_packed(kind, (5, 2 * width, hidden), group or hidden, seed=hidden)
+    down = make_packed(kind, (5, hidden, width), group or width, seed=width)
+    values = [weight.dequantized(torch.float64).to(case.hidden.device) for weight in (gate_up, down)]
+    experts = replace(case.experts, gate_up=values[0], down=values[1])
+    return replace(case, experts=experts), gate_up, down
+
+
+def on_device(weight: PackedWeight) -> PackedWeight:
+    codes, scales, *offsets = (part.to(DEVICE) for part in weight.parts())
+    return PackedWeight(codes, scales, offsets[0] if offsets else None, weight.group)
+
+
+def run_packed(case: ExpertCase, gate_up: PackedWeight, down: PackedWeight, dtype: torch.dtype) -> Tensor:
+    hidden = guarded(case.hidden, dtype)
+    experts = experts_as(case.experts, dtype, guard=True)
+    experts = prepared_experts(replace(experts, gate_up=on_device(gate_up), down=on_device(down)), dtype)
+    assert isinstance(experts.gate_up, PackedWeight)
+    OURS.add(hidden, guarded(case.norm, dtype), EPS, experts, case.spec, case.slots.to(DEVICE))
+    assert guards_of(hidden).isnan().all()
+    return hidden.to(case.hidden.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_those_of_the_dequantized_weights(kind: str, dtype: torch.dtype) -> None:
+    found, baseline, exact = [], [], []
+    for tokens, size in zip((1, 7, 40), SIZES, strict=True):
+        case, gate_up, down = packed_case(kind, tokens, size)
+        found.append(run_packed(case, gate_up, down, dtype)[case.valid].flatten())
+        baseline.append(reference_run(case, dtype).flatten())
+        exact.append(reference_run(case, torch.float64).flatten())
+    assert_as_good(torch.cat(found), torch.cat(baseline), torch.cat(exact))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4_offsets"])
+def test_a_token_alone_has_the_bits_that_it_has_in_company(kind: str) -> None:
+    case, gate_up, down = packed_case(kind, 24, (64, 96, 32))
+    together = run_packed(case, gate_up, down, torch.float32)
+    for token in (0, 5, 23):
+        alone = run_packed(case.of(slice(token, token + 1)), gate_up, down, torch.float32)
+        assert torch.equal(alone[0], together[token])
+
+
+def test_groups_that_are_too_narrow_are_dequantized() -> None:
+    case, _, down = packed_case("int8", 1, (64, 96, 32))
+    narrow = make_packed("int8", (5, 192, 64), 8)
+    shared = Linear(make_packed("int8", (32, 64), 64))
+    experts: Experts = replace(case.experts, gate_up=narrow, down=down, shared_gate_up=shared, shared_down=shared)
+    found = prepared_experts(experts, torch.float32)
+    assert isinstance(found.gate_up, Tensor)
+    assert torch.equal(found.gate_up, narrow.dequantized(torch.float32))
+    assert isinstance(found.down, Tensor)
+    assert found.shared_down is not None
+    assert isinstance(found.shared_down.weight, PackedWeight)

@@ -1,0 +1,155 @@
+"""Products of 8-bit codes with 8-bit codes in Triton: the codes of inputs, and what is multiplied with them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.base import Linear
+from engine.kernels.kv_cache import quantize_kv
+from engine.kernels.linear.triton_linear_tiles import Skinny
+from engine.kernels.packed import scaled_products
+from engine.kernels.packed.scaled_products import QuantizedInput
+from engine.kernels.packed_weight import PackedWeight
+from engine.kernels.reference import ReferenceKernels, activate, rms_norm
+from tests.kernels.packed_cases import make_packed
+from tests.kernels.product_cases import DEVICE, EPS
+from tests.kernels.steps import assert_as_good
+
+REFERENCE = ReferenceKernels()
+KINDS = ["int8", "fp8"]
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+SHAPES = [(1, 40, 256, 128), (3, 70, 192, 64), (17, 64, 96, 32), (2, 32, 576, 576)]
+"""(tokens, rows, k, group): several groups and one scale a row, whole steps of columns and a shorter last one."""
+
+
+def random(*sizes: int, seed: int) -> Tensor:
+    """Numbers that every dtype holds exactly."""
+    found = torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+    return (found * 16).round().clamp(-64, 64).to(DEVICE) / 16
+
+
+def make_weight(kind: str, rows: int, k: int, group: int) -> PackedWeight:
+    packed = make_packed(kind, (rows, k), group, seed=k)
+    return PackedWeight(packed.codes.to(DEVICE), packed.scales.to(DEVICE), None, group, quantized_inputs=True)
+
+
+def values_of(x: QuantizedInput, group: int) -> Tensor:
+    """The tokens [T, K] that the codes stand for, in float64."""
+    codes = x.codes[: x.tokens].double()
+    return codes * x.scales[:, : x.tokens].t().double().repeat_interleave(group, dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "k", "group"), [(3, 256, 128), (5, 192, 192), (2, 576, 576), (2, 96, 32)])
+def test_codes_are_the_reference_s(tokens: int, k: int, group: int, kind: str, dtype: torch.dtype) -> None:
+    x, weight = random(tokens, k, seed=k).to(dtype), make_weight(kind, 16, k, group)
+    x[0, :group] = 0
+    found = scaled_products.quantized(x, None, 0.0, weight, pdl=False)
+    codes, scales = quantize_kv(x.view(tokens, -1, group), weight.codes.dtype)
+    assert torch.equal(found.codes[:tokens].float(), codes.view(tokens, k).float())
+    assert torch.equal(found.scales[:, :tokens].t(), scales)
+    assert found.scales[0, 0] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [64, 192])
+def test_a_normed_input_is_rounded_once(group: int, kind: str) -> None:
+    x, norm, weight = random(7, 192, seed=1), random(192, seed=2), make_weight(kind, 16, 192, group)
+    found = scaled_products.quantized(x, norm, EPS, weight, pdl=False)
+    exact = rms_norm(x.double(), norm.double(), EPS)
+    most = exact.view(7, -1, group).abs().amax(-1, keepdim=True).expand(-1, -1, group).reshape(exact.shape)
+    # Half a step of integers, or of three bits of a mantissa.
+    allowed = most / 127 / 2 if kind == "int8" else torch.maximum(exact.abs() / 16, most / 448 / 512)
+    assert ((values_of(found, group) - exact).abs() <= allowed * 1.001).all()
+
+
+def operate(operation: str, x: Tensor, norm: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+    if operation == "norm_linear":
+        return scaled_products.norm_linear(x, norm, EPS, linear, pdl=False)
+    if operation == "linear":
+        return scaled_products.norm_linear(x, None, 0.0, linear, pdl=False)
+    if operation in {"silu", "gelu_tanh"}:
+        return scaled_products.norm_gate_up(x, norm, EPS, linear, pdl=False, activation=operation)
+    hidden = residual.clone()
+    scaled_products.linear_add(x, linear, hidden, pdl=False)
+    return hidden
+
+
+def expected(operation: str, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
+    """The operation of PyTorch in x's dtype, on an input that is normed and rounded already."""
+    product = REFERENCE.linear(x, linear)
+    if operation in {"silu", "gelu_tanh"}:
+        return activate(product, operation)
+    return residual + product if operation == "linear_add" else product
+
+
+def check(kind: str, operation: str, dtype: torch.dtype, shapes: list[tuple[int, int, int, int]]) -> None:
+    found, baseline, exact = [], [], []
+    for number, (tokens, rows, k, group) in enumerate(shapes):
+        x, norm, residual = random(tokens, k, seed=1), random(k, seed=2), random(tokens, rows, seed=3)
+        bias = random(rows, seed=4) if number % 2 == 0 else None
+        weight = make_weight(kind, rows, k, group)
+        normed = operation in {"norm_linear", "silu", "gelu_tanh"}
+        codes = scaled_products.quantized(x.to(dtype), norm.to(dtype) if normed else None, EPS, weight, pdl=False)
+        ours = Linear(scaled_products.prepared(weight), None if bias is None else bias.to(dtype))
+        found.append(operate(operation, x.to(dtype), norm.to(dtype), ours, residual.to(dtype)).flatten())
+        for results, wide in ((baseline, dtype), (exact, torch.float64)):
+            plain = Linear(weight.dequantized(torch.float64).to(wide), None if bias is None else bias.to(wide))
+            values = values_of(codes, group).to(wide)
+            results.append(expected(operation, values, plain, residual.to(wide)).flatten())
+    assert_as_good(torch.cat(found), torch.cat(baseline), torch.cat(exact))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", ["norm_linear", "linear", "silu", "gelu_tanh", "linear_add"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_those_of_what_the_codes_stand_for(kind: str, operation: str, dtype: torch.dtype) -> None:
+    check(kind, operation, dtype, SHAPES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", ["linear", "silu"])
+@pytest.mark.parametrize("group", [64, 320])
+def test_programs_share_the_columns(kind: str, operation: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps of columns are divided among two programs, the second of which has one less."""
+    tile = Skinny(rows=32, tokens=16, columns=64, splits=2, stages=2, warps=4)
+    monkeypatch.setattr(scaled_products, "tile_for", lambda *_: tile)
+    check(kind, operation, torch.float32, [(3, 64, 320, group)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [128, 256])
+def test_a_token_has_the_same_bits_in_every_step(kind: str, group: int) -> None:
+    """Its codes do not depend on others; with one program for all columns the tiles have one order of sums, too."""
+    x, norm, weight = random(140, 256, seed=1), random(256, seed=2), make_weight(kind, 48, 256, group)
+    linear = Linear(scaled_products.prepared(weight))
+    alone = operate("norm_linear", x[5:6], norm, linear, x)
+    codes = scaled_products.quantized(x[5:6], norm, EPS, weight, pdl=False)
+    for tokens in (6, 40, 140):
+        many = scaled_products.quantized(x[:tokens], norm, EPS, weight, pdl=False)
+        assert torch.equal(many.codes[5].float(), codes.codes[0].float())
+        assert torch.equal(many.scales[:, 5], codes.scales[:, 0])
+        together = operate("norm_linear", x[:tokens], norm, linear, x)[5]
+        assert_as_good(together, alone[0], alone[0].double())
+
+
+@pytest.mark.parametrize(("kind", "k", "group", "served"), [
+    ("fp8", 256, 256, True), ("int8", 256, 128, True), ("fp8", 192, 96, False), ("fp8", 192, 16, False),
+])  # fmt: skip
+def test_groups_that_are_multiplied(kind: str, k: int, group: int, served: bool) -> None:
+    weight = make_weight(kind, 16, k, group)
+    assert scaled_products.multiplies(weight) == served
+    assert not scaled_products.multiplies(PackedWeight(weight.codes, weight.scales, None, group))
+
+
+def test_a_step_of_some_tokens_is_the_library_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One threshold, for FP8 on a GPU in bfloat16 alone."""
+    weight = scaled_products.prepared(make_weight("fp8", 32, 64, 64))
+    at = scaled_products.LIBRARY_TOKENS
+    on_gpu = DEVICE.type == "cuda"
+    assert not scaled_products.uses_library(at, weight, torch.bfloat16)
+    assert scaled_products.uses_library(at + 1, weight, torch.bfloat16) == on_gpu
+    assert not scaled_products.uses_library(at + 1, weight, torch.float16)
+    whole = scaled_products.prepared(make_weight("int8", 32, 64, 64))
+    assert not scaled_products.uses_library(at + 1, whole, torch.bfloat16)
