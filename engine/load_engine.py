@@ -14,7 +14,7 @@ from engine.device import choose_kernels, parse_device, parse_dtype, parse_kv_dt
 from engine.expert_tokens import ExpertTokens
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
-from engine.kernels.base import Kernels
+from engine.kernels.base import Kernels, is_cpu
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
@@ -73,7 +73,7 @@ def load_parts(
     spec = quantized_at_load(stored, config.quantization)
     dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
     if device.type == "cpu":
-        check_host_memory(weight_bytes(spec, dtype))
+        check_host_memory(weight_bytes(spec, dtype, on_cpu=True))
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     else:
         torch.cuda.set_device(device)
@@ -97,7 +97,7 @@ def load_parts(
         max_context=step_limits(spec, cache).max_context,
         eos_token_ids=spec.eos_token_ids,
         dtype=str(dtype).removeprefix("torch."),
-        summary=model_summary(spec, dtype.itemsize, cache.element_bytes),
+        summary=model_summary(spec, dtype.itemsize, cache.element_bytes, on_cpu=is_cpu(device)),
         kv_windows=cache.kv_pages.windows,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)

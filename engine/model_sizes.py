@@ -8,22 +8,26 @@ from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
 from engine.config.kv import kv_elements, window_of
 from engine.config.model import Attention, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
+from engine.kernels.base import is_cpu
 from engine.models.allocation import saved_bytes
 
 _ATTENTION_FLOP = 2
 """Operations per query, key and dimension of keys or values: a product and a sum."""
 
 
-def model_sizes(spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None) -> ModelSizes:
+def model_sizes(
+    spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None, *, on_cpu: bool = False
+) -> ModelSizes:
     """Returns the sizes of the matrices alone: norms, biases and the embedding of a few tokens are negligible.
 
-    `item_bytes` are those of a weight, `kv_element_bytes` those of an element of KV; None = the same.
+    `item_bytes` are those of a plain weight, `kv_element_bytes` those of an element of KV; None = the same. Packed
+    weights are as CPUs or GPUs keep them.
     """
     kv_bytes = item_bytes if kv_element_bytes is None else kv_element_bytes
     output = spec.vocab_size * spec.hidden_size
     experts = sum(expert_weights(layer, spec.hidden_size) for layer in spec.layers)
     every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
-    saved = saved_bytes(spec, item_bytes)
+    saved = saved_bytes(spec, item_bytes, on_cpu=on_cpu)
     windows = sorted({window for layer in spec.layers if (window := window_of(layer)) is not None})
     return ModelSizes(
         weights=active_weights(spec),
@@ -62,9 +66,9 @@ def total_weights(spec: ModelSpec) -> int:
     return matrices + sum(each)
 
 
-def matrix_bytes(spec: ModelSpec, item_bytes: int) -> int:
-    """Returns the bytes of all matrices, packed ones as they are; `item_bytes` is an element's of a plain weight."""
-    return total_weights(spec) * item_bytes - sum(saved_bytes(spec, item_bytes))
+def matrix_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool = False) -> int:
+    """Returns the bytes of all matrices, packed ones as CPUs or GPUs keep them; `item_bytes` is a plain element's."""
+    return total_weights(spec) * item_bytes - sum(saved_bytes(spec, item_bytes, on_cpu=on_cpu))
 
 
 def layer_weights(layer: LayerSpec, hidden: int) -> int:
@@ -80,8 +84,9 @@ def expert_weights(layer: LayerSpec, hidden: int) -> int:
 
 def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
     """Returns the roofline of the model on this kind of device; `item_bytes` are those of a weight."""
-    sizes = model_sizes(spec, item_bytes, cache.element_bytes)
-    return Roofline(sizes, CPU if cache.device.type == "cpu" else GPU)
+    on_cpu = is_cpu(cache.device)
+    sizes = model_sizes(spec, item_bytes, cache.element_bytes, on_cpu=on_cpu)
+    return Roofline(sizes, CPU if on_cpu else GPU)
 
 
 def cost_guess(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> CostParameters:

@@ -8,7 +8,9 @@ from engine.config.model import GroupedQueryAttention, LatentAttention, MixtureO
 from engine.model_sizes import active_weights, kv_bytes_per_token, matrix_bytes, total_weights
 
 
-def model_summary(spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None) -> tuple[str, ...]:
+def model_summary(
+    spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None, *, on_cpu: bool = False
+) -> tuple[str, ...]:
     """Returns parameters, quantization, KV cache, attention and experts, a line each.
 
     `item_bytes` is an element's of weights that are not quantized, `kv_element_bytes` one's of KV; None = the same.
@@ -20,9 +22,10 @@ def model_summary(spec: ModelSpec, item_bytes: int, kv_element_bytes: float | No
     cache, groups = f"{kv_bytes_per_token(spec, kv_bytes):,} bytes of KV per token", kv_groups(spec)
     if len(groups) > 1:
         cache += f", pages of {len(groups)} groups of {groups[0].depth} layers"
-    weights = (
-        [] if spec.quantization is None else [f"weights: {spec.quantization.method}, {_gib(spec, item_bytes):.3g} GiB"]
-    )
+    weights = []
+    if spec.quantization is not None:
+        gib = matrix_bytes(spec, item_bytes, on_cpu=on_cpu) / (1 << 30)
+        weights.append(f"weights: {spec.quantization.method}, {gib:.3g} GiB")
     return (parameters, *weights, cache, f"attention: {', '.join(_attention(spec))}", *experts)
 
 
@@ -49,10 +52,6 @@ def _experts(spec: ModelSpec) -> Sequence[str]:
             where = "" if layers == len(spec.layers) else f" in {layers} of {len(spec.layers)} layers"
             lines.append(f"{moe.experts} experts, {moe.top_k} per token{shared}{where}")
     return lines
-
-
-def _gib(spec: ModelSpec, item_bytes: int) -> float:
-    return matrix_bytes(spec, item_bytes) / (1 << 30)
 
 
 def _count(elements: int) -> str:

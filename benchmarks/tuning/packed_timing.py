@@ -2,7 +2,8 @@
 
 For each product and number of tokens the time of the rule's tile, or with `--candidates` of the fastest of some, and
 the share of the run's own copy bandwidth at which codes and scales are read; then the same product in bfloat16, by the
-engine's tile or by cuBLAS, whichever is faster. The last line is one JSON object.
+engine's tile or by cuBLAS, whichever is faster. With `--scaled` the products whose inputs have 8 bits, too, see
+`benchmarks.tuning.scaled_timing`. The last line is one JSON object.
 """
 
 import argparse
@@ -14,8 +15,10 @@ import torch
 
 from benchmarks.command_line import need_gpu
 from benchmarks.gpu.ceilings import copy_bandwidth, graph_seconds
+from benchmarks.tuning import scaled_timing
 from benchmarks.tuning.linear_candidates import Product, model_of
 from benchmarks.tuning.linear_timing import Weights, make_inputs, product_seconds
+from engine.kernels.held_weight import step_bytes
 from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, fits_scratch, tile_for
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import packed_products
@@ -42,9 +45,7 @@ def make_weight(product: Product, form: str, group: int) -> PackedWeight:
 
 def candidates(product: Product, tokens: int, weight: PackedWeight) -> Iterator[Skinny]:
     """Yields the rule's tile, then others of the same columns."""
-    rule = packed_products.tile_for(
-        tokens, product.outputs, product.k, product.paired, packed_products.step_bytes(weight)
-    )
+    rule = packed_products.tile_for(tokens, product.outputs, product.k, product.paired, step_bytes(weight))
     yield rule
     for rows, warps in ((64, 4), (128, 4), (128, 8)):
         for splits in (1, 2, 4, 8):
@@ -98,22 +99,32 @@ def main() -> None:
     """Prints one line for each product, form and number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3-8b", choices=shape_names())
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 32, 64, 128])
-    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--tokens", type=int, nargs="+", help="default: 1 to 128, with --scaled 16 to 8192")
+    parser.add_argument("--forms", nargs="+", choices=sorted({*FORMS, *scaled_timing.FORMS}), help="default: all")
+    parser.add_argument(
+        "--products", nargs="+", help="qkv, o, gate_up, down, head; default: all, scaled ones without head"
+    )
+    parser.add_argument("--scaled", action="store_true", help="products whose inputs have 8 bits, too")
     parser.add_argument("--group", type=int, default=128, help="columns with a common scale of int4; others have rows")
     parser.add_argument("--candidates", action="store_true", help="compile other tiles than the rule's, for minutes")
     options = parser.parse_args()
     need_gpu()
     copy = copy_bandwidth()
     print(f"copy: {copy / 1e12:.3f} TB/s on {torch.cuda.get_device_name()}")
-    lines = []
-    for product in model_of(options.shape, shape_config(options.shape)).products:
-        for form in options.forms:
-            for tokens in options.tokens:
-                group = options.group if form == "int4" else 0
-                line = measure(product, tokens, form, group, options.candidates)
-                lines.append(line | {"share_of_copy": round(float(line["bytes_per_s"]) / copy, 3)})
-                print(json.dumps(lines[-1]), flush=True)
+    lines: list[Figures] = []
+    products = model_of(options.shape, shape_config(options.shape)).products
+    wanted = options.products or [each.name for each in products if not (options.scaled and each.name == "head")]
+    for product in (each for each in products if each.name in wanted):
+        for form in options.forms or list(scaled_timing.FORMS if options.scaled else FORMS):
+            for tokens in options.tokens or (scaled_timing.TOKENS if options.scaled else (1, 16, 32, 64, 128)):
+                if options.scaled:
+                    line = scaled_timing.measure(product, form, tokens, candidates=options.candidates)
+                else:
+                    group = options.group if form == "int4" else 0
+                    line = measure(product, tokens, form, group, options.candidates)
+                    line["share_of_copy"] = round(float(line["bytes_per_s"]) / copy, 3)
+                lines.append(line)
+                print(json.dumps(line), flush=True)
     print(json.dumps({"copy": copy, "products": lines}))
 
 

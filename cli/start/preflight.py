@@ -134,7 +134,7 @@ def check_weights(config: ClusterConfig) -> None:
     counts = {Role.BOTH: config.workers}
     if config.mode == Mode.DISAGGREGATED:
         counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
-    sizes = {role: weight_bytes(shapes[role], dtype) for role in counts}
+    sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) for role in counts}
     each, pages = max(sizes.values()) / GIB, config.worker_kv_cache_bytes or 0
     free = psutil.virtual_memory().available
     if sum(counts[role] * (size + pages) for role, size in sizes.items()) > free:

@@ -18,6 +18,7 @@ from engine.config.model import (
 )
 from engine.config.quantization import Codes, Packing, WeightFormat, WeightScheme
 from engine.kernels.base import Experts, Linear
+from engine.kernels.held_weight import held_bytes
 from engine.kernels.packed_weight import PackedWeight, Weight
 from engine.models.families import places_of
 from engine.models.parameters import (
@@ -28,7 +29,6 @@ from engine.models.parameters import (
     Parameters,
     Place,
     named_weights,
-    tensors_of,
 )
 
 Empty = Callable[..., Tensor]
@@ -71,13 +71,17 @@ def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
     return _mapped(_plain_parameters(spec, dtype, _META), make)
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Returns the bytes that `allocate_parameters` takes."""
-    return sum(tensor.nbytes for _, tensor in tensors_of(allocate_parameters(spec, dtype, _META)))
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
+    """Returns the bytes of all weights, packed ones as the kernels of CPUs or GPUs keep them."""
+    weights = named_weights(allocate_parameters(spec, dtype, _META))
+    return sum(
+        held_bytes(weight, dtype.itemsize, on_cpu=on_cpu) if isinstance(weight, PackedWeight) else weight.nbytes
+        for _, weight in weights
+    )
 
 
 class SavedBytes(NamedTuple):
-    """The bytes that packed weights take less than plain ones."""
+    """The bytes that packed weights take less than plain ones, as kernels keep them."""
 
     every_step: int
     """Those of the matrices that every step reads."""
@@ -86,14 +90,14 @@ class SavedBytes(NamedTuple):
     """Those of an embedding that is not the output layer as well."""
 
 
-def saved_bytes(spec: ModelSpec, item_bytes: int) -> SavedBytes:
-    """Returns the bytes that quantization saves; `item_bytes` is an element's of a plain weight."""
+def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes:
+    """Returns the bytes that quantization saves there; `item_bytes` is an element's of a plain weight."""
     if spec.quantization is None:
         return SavedBytes(0, 0, 0)
     every_step = experts = table = 0
     for path, weight in named_weights(allocate_parameters(spec, torch.float32, _META)):
         if isinstance(weight, PackedWeight):
-            saved = weight.shape.numel() * item_bytes - weight.nbytes
+            saved = weight.shape.numel() * item_bytes - held_bytes(weight, item_bytes, on_cpu=on_cpu)
             if path == "embedding" and not spec.tied_embeddings:
                 table += saved
             elif len(weight.shape) > 2:

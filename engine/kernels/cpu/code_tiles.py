@@ -46,7 +46,8 @@ from engine.kernels.cpu.ir import (
     steps,
     tag_bytes,
 )
-from engine.kernels.cpu.panel_weight import CODES_A_BLOCK, UNIT, WIDE_CENTRE
+from engine.kernels.cpu.panel_weight import UNIT, WIDE_CENTRE
+from engine.kernels.held_weight import CODES_A_BLOCK
 from engine.kernels.packed_weight import CENTRE
 
 AHEAD = 2048

@@ -29,10 +29,11 @@ from engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
 from engine.kernels.cpu.experts import add_experts, with_wide_router
 from engine.kernels.cpu.integer_units import unit_bytes
 from engine.kernels.cpu.ir import LANES
-from engine.kernels.cpu.panel_weight import CODES_A_BLOCK, UNIT, PanelWeight, has_panels, in_panels
+from engine.kernels.cpu.panel_weight import UNIT, PanelWeight, in_panels
 from engine.kernels.cpu.panels import PANEL_ROWS
 from engine.kernels.cpu.pool import Pool, usable_cores
 from engine.kernels.cpu.products import LONG_TOKENS, MAX_CHUNK_ROWS
+from engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
 from engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
 from engine.kernels.packed_weight import PackedWeight, Weight
 from engine.kernels.reference import ReferenceKernels, activate, rms_norm
@@ -82,7 +83,7 @@ class CpuKernels(Kernels):
     def _prepared(self, weight: Weight) -> Weight:
         if not isinstance(weight, PackedWeight):
             return weight
-        return in_panels(weight) if has_panels(weight) else weight.dequantized(self._dtype)
+        return in_panels(weight) if multiplied_on_cpus(weight) else weight.dequantized(self._dtype)
 
     def prepare_experts(self, experts: Experts) -> Experts:
         """Prepares each weight as `prepare` does; the router's become float32."""

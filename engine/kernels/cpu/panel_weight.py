@@ -11,8 +11,6 @@ from torch import Tensor
 from engine.kernels.cpu.ir import LANES
 from engine.kernels.packed_weight import PackedWeight, pack_nibbles, unpack_nibbles
 
-CODES_A_BLOCK = 32
-"""Columns whose products are summed as integers: an activation's scale covers so many, and it divides `group`."""
 UNIT = 4
 """Columns that one 32-bit lane of a product multiplies."""
 WIDE_CENTRE = 128
@@ -80,13 +78,8 @@ class PanelWeight(PackedWeight):
         return self.rows(torch.arange(self.outputs)).dequantized(dtype)
 
 
-def has_panels(weight: PackedWeight) -> bool:
-    """Returns True if a weight can be multiplied as codes: not FP8, and scales cover whole blocks of columns."""
-    return weight.codes.dtype in {torch.int8, torch.uint8} and weight.group % CODES_A_BLOCK == 0
-
-
 def in_panels(weight: PackedWeight) -> PanelWeight:
-    """Returns a copy of a weight that `has_panels`, in panels; stacked weights stay stacked."""
+    """Returns a copy of a weight that is `multiplied_on_cpus`, in panels; stacked weights stay stacked."""
     if len(weight.shape) > 2:
         return _stacked([in_panels(weight[index]) for index in range(len(weight))])
     rows, columns = weight.shape

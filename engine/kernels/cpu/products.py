@@ -14,7 +14,6 @@ import numpy as np
 
 from engine.kernels.cpu.code_tiles import code_rows, quantize_row, row_code_bytes
 from engine.kernels.cpu.ir import LANES
-from engine.kernels.cpu.panel_weight import CODES_A_BLOCK
 from engine.kernels.cpu.panels import PANEL_BYTES, PANEL_UNITS, panel_rows
 from engine.kernels.cpu.pool import argument, inlined, real
 from engine.kernels.cpu.tiles import BLOCK, dot_rows
@@ -28,6 +27,7 @@ from engine.kernels.cpu.vector import (
     squares_of,
     wide_norm_row,
 )
+from engine.kernels.held_weight import CODES_A_BLOCK
 
 F32 = np.float32(0)
 """The tag of float32 memory."""

@@ -98,13 +98,15 @@ FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(
 """The tile of float32, the same for every step: so a token's sums never depend on the other tokens."""
 
 PACKED_TILES = {
-    16: ExpertTile(16, gate_up=ProductTile(64, 0, 4, 4), down=ProductTile(64, 0, 5, 4)),
-    32: ExpertTile(32, gate_up=ProductTile(64, 0, 4, 4), down=ProductTile(64, 0, 5, 4)),
-    64: ExpertTile(64, gate_up=ProductTile(64, 0, 4, 4), down=ProductTile(64, 0, 5, 4)),
-    128: ExpertTile(128, gate_up=ProductTile(64, 0, 4, 8), down=ProductTile(128, 0, 4, 8)),
+    16: ExpertTile(16, gate_up=ProductTile(64, 64, 4, 4), down=ProductTile(64, 64, 5, 4)),
+    32: ExpertTile(32, gate_up=ProductTile(64, 64, 4, 4), down=ProductTile(64, 64, 5, 4)),
+    64: ExpertTile(64, gate_up=ProductTile(64, 64, 4, 4), down=ProductTile(64, 64, 5, 4)),
+    128: ExpertTile(128, gate_up=ProductTile(64, 64, 4, 8), down=ProductTile(128, 64, 4, 8)),
 }
-"""The tiles of packed weights in the 16-bit types, not measured yet; the form of the weight decides on the columns."""
-PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 0, 3, 4), down=ProductTile(32, 0, 3, 4))
+"""The tiles of packed weights in the 16-bit types, not measured yet. Their `columns` are those of a weight that is not
+packed, beside one that is; for a packed one its groups decide.
+"""
+PACKED_FLOAT_TILE = ExpertTile(16, gate_up=ProductTile(16, 32, 3, 4), down=ProductTile(32, 32, 3, 4))
 """Likewise for inputs in float32, one for every step."""
 
 _LEAST_COLUMNS = 16

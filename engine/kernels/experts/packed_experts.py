@@ -13,35 +13,26 @@ from torch import Tensor
 from engine.kernels.base import Experts
 from engine.kernels.experts.expert_tiles import PACKED_FLOAT_TILE, PACKED_TILES, ExpertShape, ExpertTile, tile_tokens
 from engine.kernels.experts.triton_packed_experts import packed_tile_kernel
+from engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from engine.kernels.packed import products
-from engine.kernels.packed.packed_products import LEAST_COLUMNS, step_bytes
-from engine.kernels.packed_weight import PackedWeight
+from engine.kernels.packed_weight import PackedWeight, Weight
 from engine.kernels.unpacked import as_matrix
 
 
 def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
-    """Returns the experts with their packed weights as kernels read them.
-
-    Where there is no product for the form of one, both weights are dequantized to `dtype`.
-    """
+    """Returns the experts with their packed weights as kernels read them, dequantized if there are none for one."""
     shared_gate_up, shared_down = (
         None if each is None else products.prepared(each, dtype)
         for each in (experts.shared_gate_up, experts.shared_down)
     )
-    experts = replace(experts, shared_gate_up=shared_gate_up, shared_down=shared_down)
-    gate_up, down = experts.gate_up, experts.down
-    if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight) and _multiplies(gate_up, down):
-        return replace(experts, gate_up=_prepared(gate_up), down=_prepared(down))
-    return replace(experts, gate_up=as_matrix(gate_up, dtype), down=as_matrix(down, dtype))
+    gate_up, down = _prepared(experts.gate_up, dtype), _prepared(experts.down, dtype)
+    return replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)
 
 
-def _multiplies(*weights: PackedWeight) -> bool:
-    """Returns True if pieces of all weights' groups are wide enough for the matrix units."""
-    return all(step_bytes(weight) >= LEAST_COLUMNS for weight in weights)
-
-
-def _prepared(weight: PackedWeight) -> PackedWeight:
-    """Returns stacked weights with float32 scales, those of adjacent rows next to each other."""
+def _prepared(weight: Weight, dtype: torch.dtype) -> Weight:
+    """Returns stacked weights with float32 scales, those of adjacent rows next to each other; or dequantized."""
+    if not isinstance(weight, PackedWeight) or not multiplied_on_gpus(weight):
+        return as_matrix(weight, dtype)
     offsets = None if weight.offsets is None else _by_group(weight.offsets)
     return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
 

@@ -94,8 +94,8 @@ class ExpertKernels:
         plan = router_tile(tokens, shape, hidden.element_size())
         counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
         x, logits = self._route(hidden, norm, eps, experts.router, counts, plan)
-        rule = packed_tile if isinstance(experts.gate_up, PackedWeight) else tile_for
-        tile = tile or rule(tokens, shape, hidden.element_size())
+        packed = any(isinstance(weight, PackedWeight) for weight in (experts.gate_up, experts.down))
+        tile = tile or (packed_tile if packed else tile_for)(tokens, shape, hidden.element_size())
         if tile.tokens == 1:
             choice = Choice(tokens, shape, hidden.device)
             self._choose(logits, experts, spec, slots, choice, counts, x.dtype)

@@ -10,7 +10,6 @@ give the same bits in every run; a token's bits are the same in all steps with t
 
 from collections.abc import Iterator
 from functools import lru_cache
-from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ import triton
 from torch import Tensor
 
 from engine.kernels.base import Linear
+from engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, reserve_scratch
 from engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
@@ -31,16 +31,14 @@ FUSED_TOKENS = 1024
 """The largest step whose product unpacks codes in registers: beyond, dequantizing once costs less than in each tile."""
 SCRATCH_ITEMS = 1 << 25
 """Elements of a weight that are dequantized at a time: 64 MiB in 16 bits."""
-LEAST_COLUMNS = 16
-"""The least number of columns that the matrix units multiply."""
 _MULTIPROCESSORS = 132
 _MOST_SPLITS = 8
 _DEQUANTIZED_COLUMNS = 1024
 
 
 def multiplies(weight: PackedWeight) -> bool:
-    """Returns True if there is a product for the weight: pieces of its groups are wide enough for the matrix units."""
-    return len(weight.shape) == 2 and step_bytes(weight) >= LEAST_COLUMNS
+    """Returns True if there is a product for the weight."""
+    return len(weight.shape) == 2 and multiplied_on_gpus(weight)
 
 
 def prepared(weight: PackedWeight) -> PackedWeight:
@@ -167,15 +165,6 @@ def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tu
         piece = scratch[: rows.stop - first]
         dequantize(weight[rows], piece)
         yield rows, piece
-
-
-def step_bytes(weight: PackedWeight) -> int:
-    """Returns the most bytes of codes in a row that have a single scale wherever a step of that width begins."""
-    columns = weight.shape[-1]
-    group = 0 if weight.group == columns else weight.group  # one scale a row bounds nothing
-    if weight.bits == 8:
-        return gcd(TILE, group)
-    return gcd(gcd(TILE // 2, group), columns % TILE // 2)
 
 
 def _is_float(weight: PackedWeight) -> bool:

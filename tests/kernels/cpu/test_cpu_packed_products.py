@@ -12,8 +12,9 @@ from engine.config.model import ExpertRouter
 from engine.kernels.base import Experts, Kernels, Linear
 from engine.kernels.cpu import code_tiles, integer_units
 from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.cpu.panel_weight import CODES_A_BLOCK, PanelWeight, has_panels, in_panels
+from engine.kernels.cpu.panel_weight import PanelWeight, in_panels
 from engine.kernels.cpu.products import LONG_TOKENS
+from engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.reference import ReferenceKernels
 from tests.kernels.experts.expert_cases import moe
@@ -54,7 +55,7 @@ class Product:
         bias = None if self.bias is None else self.bias.to(dtype)
         if isinstance(kernels, CpuKernels):
             return kernels.prepare(Linear(self.packed, bias))
-        held = in_panels(self.packed) if has_panels(self.packed) else self.packed
+        held = in_panels(self.packed) if multiplied_on_cpus(self.packed) else self.packed
         return Linear(held.dequantized(torch.float64).to(dtype), bias)
 
     def input(self, kernels: Kernels, dtype: torch.dtype, tokens: slice, ours: CpuKernels) -> Tensor:

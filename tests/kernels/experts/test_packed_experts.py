@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.config.model import ExpertRouter
-from engine.kernels.base import Experts, Linear
+from engine.kernels.base import Linear
 from engine.kernels.experts.packed_experts import prepared_experts
-from engine.kernels.packed_weight import PackedWeight
+from engine.kernels.packed_weight import PackedWeight, Weight
 from tests.kernels.experts.expert_cases import OURS, ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.packed_cases import KINDS, make_packed
 from tests.kernels.product_cases import DEVICE, EPS, guarded, guards_of
@@ -38,11 +38,12 @@ def on_device(weight: PackedWeight) -> PackedWeight:
     return PackedWeight(codes, scales, offsets[0] if offsets else None, weight.group)
 
 
-def run_packed(case: ExpertCase, gate_up: PackedWeight, down: PackedWeight, dtype: torch.dtype) -> Tensor:
+def run_packed(case: ExpertCase, gate_up: Weight, down: Weight, dtype: torch.dtype) -> Tensor:
     hidden = guarded(case.hidden, dtype)
     experts = experts_as(case.experts, dtype, guard=True)
-    experts = prepared_experts(replace(experts, gate_up=on_device(gate_up), down=on_device(down)), dtype)
-    assert isinstance(experts.gate_up, PackedWeight)
+    weights = [each if isinstance(each, Tensor) else on_device(each) for each in (gate_up, down)]
+    experts = prepared_experts(replace(experts, gate_up=weights[0], down=weights[1]), dtype)
+    assert isinstance(experts.gate_up, PackedWeight) or isinstance(experts.down, PackedWeight)
     OURS.add(hidden, guarded(case.norm, dtype), EPS, experts, case.spec, case.slots.to(DEVICE))
     assert guards_of(hidden).isnan().all()
     return hidden.to(case.hidden.device)
@@ -69,14 +70,24 @@ def test_a_token_alone_has_the_bits_that_it_has_in_company(kind: str) -> None:
         assert torch.equal(alone[0], together[token])
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_one_of_the_weights_is_not_packed(tokens: int) -> None:
+    case, gate_up, down = packed_case("int8", tokens, (64, 96, 32))
+    exact, baseline = reference_run(case, torch.float64), reference_run(case, torch.float32)
+    plain = [weight.dequantized(torch.float32).to(DEVICE) for weight in (gate_up, down)]
+    for weights in ((plain[0], down), (gate_up, plain[1])):
+        assert_as_good(run_packed(case, *weights, torch.float32)[case.valid], baseline, exact, times=4)
+
+
 def test_groups_that_are_too_narrow_are_dequantized() -> None:
     case, _, down = packed_case("int8", 1, (64, 96, 32))
     narrow = make_packed("int8", (5, 192, 64), 8)
     shared = Linear(make_packed("int8", (32, 64), 64))
-    experts: Experts = replace(case.experts, gate_up=narrow, down=down, shared_gate_up=shared, shared_down=shared)
-    found = prepared_experts(experts, torch.float32)
+    found = prepared_experts(
+        replace(case.experts, gate_up=narrow, down=down, shared_gate_up=shared, shared_down=shared), torch.float32
+    )
     assert isinstance(found.gate_up, Tensor)
     assert torch.equal(found.gate_up, narrow.dequantized(torch.float32))
-    assert isinstance(found.down, Tensor)
+    assert isinstance(found.down, PackedWeight)
     assert found.shared_down is not None
     assert isinstance(found.shared_down.weight, PackedWeight)

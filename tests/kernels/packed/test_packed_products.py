@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.base import Linear
+from engine.kernels.held_weight import step_bytes
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import packed_products
 from engine.kernels.packed.triton_packed import bytes_as, nibbles_as
@@ -139,7 +140,7 @@ def test_dequantized_by_the_kernel(kind: str) -> None:
 )  # fmt: skip
 def test_pieces_never_cross_a_group(kind: str, k: int, group: int, columns: int) -> None:
     packed = make_packed(kind, (2, k), group)
-    assert packed_products.step_bytes(packed) == columns
+    assert step_bytes(packed) == columns
     assert packed_products.multiplies(packed)
 
 
