@@ -47,10 +47,10 @@ def candidates(product: Product, tokens: int, weight: PackedWeight) -> Iterator[
     """Yields the rule's tile, then others of the same columns."""
     rule = packed_products.tile_for(tokens, product.outputs, product.k, product.paired, step_bytes(weight))
     yield rule
-    for rows, warps in ((64, 4), (128, 4), (128, 8)):
+    for rows, warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
         for splits in (1, 2, 4, 8):
             for stages in (3, 5, 7):
-                tile = Skinny(rows, rule.tokens, rule.columns, splits, stages, warps)
+                tile = Skinny(rows, rule.tokens, rule.columns, splits, stages, warps, rule.early)
                 tiles = -(-product.outputs // rows) * -(-tokens // tile.tokens)
                 if tile != rule and fits_scratch(tile, tiles, product.paired):
                     yield tile

@@ -116,7 +116,7 @@ def _tiles(product: Product, tokens: int, weight: ScaledWeight) -> Iterator[Skin
         for bucket in {min(rule.tokens, 128), rule.tokens}:
             for splits in (1, 2, 4) if tokens <= bucket else (1,):
                 for stages in (3, 4, 6):
-                    tile = Skinny(rows, bucket, rule.columns, splits, stages, warps)
+                    tile = Skinny(rows, bucket, rule.columns, splits, stages, warps, rule.early)
                     tiles = math.ceil(product.outputs / rows) * math.ceil(tokens / bucket)
                     if tile != rule and fits_scratch(tile, tiles, product.paired):
                         yield tile

@@ -140,12 +140,12 @@ def launch(
     skinny_kernel[grid](
         x, norm_or_any, weight, bias_or_any, out, partials, counters, tokens, n, eps,
         K=k, OP=op, GELU=gelu, NORM=when, BIAS=bias is not None, ROWS=tile.rows, TOKENS=tile.tokens,
-        COLUMNS=tile.columns, SPLITS=tile.splits, VECTOR=vector, EARLY=_early_bytes(weight, tile) if pdl else 0,
+        COLUMNS=tile.columns, SPLITS=tile.splits, VECTOR=vector, EARLY=early_bytes(weight, tile) if pdl else 0,
         PDL=pdl, num_stages=tile.stages, **shared,
     )  # fmt: skip
 
 
-def _early_bytes(weight: Tensor, tile: Skinny) -> int:
+def early_bytes(weight: Tensor, tile: Skinny) -> int:
     """Returns the bytes of a row to prefetch into L2; none where rows are short or not aligned."""
     row_bytes = weight.shape[1] * weight.element_size()
     aligned = row_bytes % _VECTOR_BYTES == 0 and weight.data_ptr() % _VECTOR_BYTES == 0

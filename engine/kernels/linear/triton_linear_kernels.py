@@ -125,7 +125,7 @@ def gemv_kernel(
 
 
 @triton.jit
-def _call_into_l2(rows_at, start, K: tl.constexpr, EARLY: tl.constexpr):
+def call_into_l2(rows_at, start, K: tl.constexpr, EARLY: tl.constexpr):
     """Prefetches EARLY bytes of each row of `rows_at` [rows] from column `start` into L2, none beyond column K."""
     step: tl.constexpr = PREFETCH_BYTES * 8 // rows_at.dtype.element_ty.primitive_bitwidth
     pieces = tl.minimum(start + tl.arange(0, EARLY // PREFETCH_BYTES) * step, K - step)
@@ -245,9 +245,9 @@ def skinny_kernel(
     rows_at = weight + held_rows.to(tl.int64) * K
     up_rows_at = weight + (held_rows + N).to(tl.int64) * K
     if EARLY:
-        _call_into_l2(rows_at, start, K, EARLY)
+        call_into_l2(rows_at, start, K, EARLY)
         if OP == GATE_UP:
-            _call_into_l2(up_rows_at, start, K, EARLY)
+            call_into_l2(up_rows_at, start, K, EARLY)
     if NORM:
         scale = tl.load(norm + start + columns, mask=start + columns < K, other=0.0)
     wait_for_inputs(PDL)

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kernels.base import Linear
 from engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
-from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, reserve_scratch
+from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
 from engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
 from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Skinny
@@ -33,6 +33,8 @@ SCRATCH_ITEMS = 1 << 25
 """Elements of a weight that are dequantized at a time: 64 MiB in 16 bits."""
 _MULTIPROCESSORS = 132
 _MOST_SPLITS = 8
+_EARLY_BYTES = 512
+"""Bytes of each row of codes that are prefetched into L2 before the input is ready."""
 _DEQUANTIZED_COLUMNS = 1024
 
 
@@ -123,7 +125,7 @@ def launch(
         OFFSETS=weight.offsets is not None, OP=op, GELU=gelu,
         NORM=NO_NORM.value if norm is None else NORM_LAST.value, BIAS=bias is not None,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
-        VECTOR=min(16 // x.element_size(), tile.columns),
+        VECTOR=min(16 // x.element_size(), tile.columns), EARLY=early_bytes(weight.codes, tile) if pdl else 0,
         PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -140,7 +142,8 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, columns: int) -> Skinny:
     splits = 1
     while tiles * splits < 3 * _MULTIPROCESSORS // 2 and k >= splits * 4 * TILE and splits < _MOST_SPLITS:
         splits *= 2
-    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages=5, warps=warps), tiles, paired):
+    early = _EARLY_BYTES if tokens <= bucket else 0
+    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, 5, warps, early), tiles, paired):
         splits //= 2
     return tile
 

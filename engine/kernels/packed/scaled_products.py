@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.kernels.base import Linear
 from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
-from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, reserve_scratch
+from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
 from engine.kernels.linear.triton_linear_plan import fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
@@ -40,6 +40,8 @@ _LEAST_GROUP = 32
 _STEP = 128
 _MULTIPROCESSORS = 132
 _MOST_SPLITS = 8
+_EARLY_BYTES = 512
+"""Bytes of each row of the weight that are prefetched into L2 while the input is being quantized."""
 _ELEMENTS_PER_WARP = 512
 _MOST_WARPS = 16
 
@@ -175,7 +177,7 @@ def launch(
         x.tokens, n, x.scales.stride(0), *weight.scales.stride(),
         K=k, GROUP=weight.group, OP=op, GELU=gelu, BIAS=bias is not None,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
-        PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -198,7 +200,8 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
         splits *= 2
     # Two programs of the largest tile fit on a multiprocessor.
     stages = 3 if bucket == 128 else 5
-    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps), tiles, paired):
+    early = _EARLY_BYTES if tokens <= bucket else 0
+    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early), tiles, paired):
         splits //= 2
     return tile
 

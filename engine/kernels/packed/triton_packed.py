@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from engine.kernels.linear.triton_linear_kernels import GATE_UP, finish_split, fold
+from engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split, fold
 from engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 TILE = tl.constexpr(128)
@@ -134,6 +134,7 @@ def packed_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiplies some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
@@ -158,6 +159,10 @@ def packed_kernel(
     rows_at, up_rows_at = codes + held_rows[:, None] * BYTES, codes + up_rows[:, None] * BYTES
     scales_at, up_scales_at = scales + held_rows * row_stride, scales + up_rows * row_stride
     offsets_at, up_offsets_at = offsets + held_rows * row_stride, offsets + up_rows * row_stride
+    if EARLY:
+        call_into_l2(codes + held_rows * BYTES, split * (STEPS * COLUMNS), BYTES, EARLY)
+        if OP == GATE_UP:
+            call_into_l2(codes + up_rows * BYTES, split * (STEPS * COLUMNS), BYTES, EARLY)
     wait_for_inputs(PDL)
     present = (tokens < T)[:, None]
     x_at = x + tokens.to(tl.int64)[:, None] * K

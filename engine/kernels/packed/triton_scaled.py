@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM, finish_split
+from engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM, call_into_l2, finish_split
 from engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 LARGEST_INT8 = tl.constexpr(127.0)
@@ -114,6 +114,7 @@ def scaled_kernel(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiplies codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
@@ -136,6 +137,10 @@ def scaled_kernel(
     scales_at, up_scales_at = scales + held_rows * row_stride, scales + (held_rows + N) * row_stride
     x_at = x + tokens.to(tl.int64)[:, None] * K
     columns = tl.arange(0, COLUMNS)
+    if EARLY:
+        call_into_l2(codes + held_rows * K, split * (STEPS * COLUMNS), K, EARLY)
+        if OP == GATE_UP:
+            call_into_l2(codes + (held_rows + N) * K, split * (STEPS * COLUMNS), K, EARLY)
     wait_for_inputs(PDL)
     sums = tl.zeros((ROWS, TOKENS), tl.float32 if GROUPED else SUM)
     sums_up = tl.zeros((ROWS, TOKENS), tl.float32 if GROUPED else SUM)
