@@ -7,7 +7,13 @@ from costs.step_cost import CostParameters
 from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
 from engine.config.kv import kv_elements, window_of
-from engine.config.model import Attention, GroupedQueryAttention, LayerSpec, MixtureOfExperts, ModelSpec
+from engine.config.model import (
+    Attention,
+    GroupedQueryAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+)
 from engine.kernels.base import is_cpu
 from engine.models.allocation import saved_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from planner.decision import Limits, Split
@@ -25,22 +25,27 @@ class Change:
     split: Split
 
 
-def changes(
-    sizing: Sizing, split: Split, memory: Memory, launch_s: float, *, narrow_kv: bool = False
-) -> Iterator[Change]:
-    """Yields the effects of quantization and of speculative decoding; `launch_s` of a step's base reads no weights.
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The same model with fewer bits: what its workers hold and read."""
 
-    With `narrow_kv` KV has 8 bits already.
-    """
-    quantized = [("weights in 8 bits", 0.5, 1.0), ("KV in 8 bits", 1.0, 0.5), ("both", 0.5, 0.5)]
-    for name, weights, kv in quantized[:1] if narrow_kv else quantized:
-        smaller = Memory(memory.device_bytes, memory.weight_bytes * weights, memory.kv_bytes_per_token * kv)
+    name: str
+    memory: Memory
+    weight_reads: float
+    """Bytes of weights that a decode step reads, as a fraction of the current ones."""
+    kv_reads: float
+    """Likewise of a token's KV."""
+
+
+def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized], launch_s: float) -> Iterator[Change]:
+    """Yields the effects of quantization and of speculative decoding; `launch_s` of a step's base reads no weights."""
+    for form in forms:
         other = replace(
             sizing,
-            prompts=_quantized(sizing.prompts, smaller, weights, kv, launch_s),
-            answers=_quantized(sizing.answers, smaller, weights, kv, launch_s),
+            prompts=_quantized(sizing.prompts, form, launch_s),
+            answers=_quantized(sizing.answers, form, launch_s),
         )
-        yield _change(name, sizing, other, split)
+        yield _change(form.name, sizing, other, split)
     if not split.shared:
         yield _speculation(sizing, split)
 
@@ -53,16 +58,17 @@ def tokens_a_step(drafted: int, accepted: float) -> float:
     return (1 - accepted ** (drafted + 1)) / (1 - accepted)
 
 
-def _quantized(facts: WorkerFacts, memory: Memory, weights: float, kv: float, launch_s: float) -> WorkerFacts:
+def _quantized(facts: WorkerFacts, form: Quantized, launch_s: float) -> WorkerFacts:
+    """Returns the facts of workers that read less; the arithmetic of prompts is assumed to take as long."""
     cost = facts.cost
     reading_s = max(cost.base_s - launch_s, 0.0)
     smaller = replace(
         cost,
-        base_s=cost.base_s - reading_s * (1 - weights),
-        context_s=cost.context_s * kv,
-        free_tokens=int(cost.free_tokens * weights),
+        base_s=cost.base_s - reading_s * (1 - form.weight_reads),
+        context_s=cost.context_s * form.kv_reads,
+        free_tokens=int(cost.free_tokens * form.weight_reads),
     )
-    return replace(facts, cost=smaller, kv_tokens=memory.kv_tokens)
+    return replace(facts, cost=smaller, kv_tokens=form.memory.kv_tokens)
 
 
 def _change(name: str, before: Sizing, after: Sizing, split: Split) -> Change:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from costs.devices import DeviceKind
 from costs.step_cost import StepCost
 from engine.config.model import ModelSpec
-from engine.model_sizes import matrix_bytes
+from engine.config.quantization import Codes
+from engine.model_sizes import matrix_bytes, model_sizes
+from engine.models.load_spec import quantized_at_load
 from planner.decision import Limits, Range, Split
 from planner.demand import Demand, Promise
 from planner.load_ratio import WorkerFacts
 from planner.memory import GIB, Memory
 from planner.policy import TARGET_RATIO
 from planner.sizing import Sizing
-from simulation.hardware import Hardware, kv_bytes_per_held_token, kv_page_bytes, roofline
+from planner.what_if import Quantized
+from simulation.hardware import Hardware, kv_bytes_per_held_token, kv_element_bytes, kv_page_bytes, roofline
 from simulation.search.strategy import BATCH_REQUESTS
 from wire.cost_parameters import CostParameters
 from wire.errors import InvalidArgument
@@ -51,9 +55,36 @@ class Question:
     @property
     def memory(self) -> Memory:
         """The memory of one worker."""
-        weights = matrix_bytes(self.model, ITEM_BYTES)
-        a_token = kv_bytes_per_held_token(self.model, self.demand.kv_tokens, self.kv_element_bytes)
-        return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights, a_token)
+        return self._memory(self.model, self.kv_element_bytes)
+
+    def _memory(self, model: ModelSpec, kv_element_bytes: float) -> Memory:
+        a_token = kv_bytes_per_held_token(model, self.demand.kv_tokens, kv_element_bytes)
+        device_bytes = self.device.memory_gib * GIB * MEMORY_FRACTION
+        return Memory(device_bytes, matrix_bytes(model, ITEM_BYTES), a_token)
+
+    def quantized_forms(self) -> Iterator[Quantized]:
+        """Yields weights, KV and both in 8 bits, where they are not: bytes as the cost model counts them."""
+        now = model_sizes(self.model, ITEM_BYTES, self.kv_element_bytes)
+        packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
+        kv = self._narrower_kv()
+        for name, model, element_bytes in (
+            ("weights in 8 bits", packed, self.kv_element_bytes),
+            ("KV in 8 bits", self.model, kv),
+            ("both", packed, kv),
+        ):
+            if model is not None and element_bytes is not None:
+                sizes = model_sizes(model, ITEM_BYTES, element_bytes)
+                reads = [each.weight_bytes + each.expert_bytes_read(1) for each in (sizes, now)]
+                kv_reads = sizes.kv_bytes_per_token / now.kv_bytes_per_token
+                yield Quantized(name, self._memory(model, element_bytes), reads[0] / reads[1], kv_reads)
+
+    def _narrower_kv(self) -> float | None:
+        """Returns the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""
+        try:
+            found = kv_element_bytes(self.model, "int8")
+        except InvalidArgument:
+            return None
+        return found if found < self.kv_element_bytes else None
 
     @property
     def facts(self) -> WorkerFacts:

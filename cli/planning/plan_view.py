@@ -69,6 +69,5 @@ def strategy_table(found: Iterable[Found], rate: float) -> Table:
 def what_if_lines(question: Question, split: Split) -> Iterator[str]:
     """Yields the effect of each change, by the cost model alone."""
     launch_s = question.device.ceilings.launch_s
-    narrow_kv = question.kv_element_bytes < ITEM_BYTES
-    for change in changes(question.sizing, split, question.memory, launch_s, narrow_kv=narrow_kv):
+    for change in changes(question.sizing, split, question.quantized_forms(), launch_s):
         yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"

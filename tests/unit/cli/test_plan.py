@@ -54,6 +54,26 @@ def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
     assert refused.stderr.startswith("error: --kv-cache-dtype: 'int4' is not supported; use auto, int8, fp8")
 
 
+def test_effects_are_those_of_the_bytes_that_are_held() -> None:
+    """Embeddings stay in 16 bits, and scales take 4 bytes a row or a head."""
+    from cli.planning.plan_question import Question
+    from costs.devices import device_kind
+    from engine.models.shapes import shape_config
+    from planner.demand import Demand, Promise
+
+    model = shape_config("llama-3-8b")
+    question = Question("llama-3-8b", model, device_kind("--gpu", "H200"), Demand(20.0, 2000, 500), Promise(1.0, 0.025))
+    weights, kv, both = question.quantized_forms()
+    table = 128256 * 4096
+    layers = 32 * (4096 * (6144 + 4096 + 3 * 14336))
+    rows = 32 * (6144 + 4096 + 2 * 14336 + 4096)
+    assert weights.weight_reads == pytest.approx((table * 2 + layers + 4 * rows) / (table * 2 + layers * 2))
+    assert weights.memory.weight_bytes == pytest.approx(4 * table + layers + 4 * rows)
+    assert kv.kv_reads == pytest.approx(132 / 256)
+    assert (both.weight_reads, both.kv_reads) == (weights.weight_reads, kv.kv_reads)
+    assert (weights.kv_reads, kv.weight_reads) == (1.0, 1.0)
+
+
 def test_it_sizes_a_cluster_for_a_load() -> None:
     result = run(*LOAD, "--rate", "200", "--no-simulate")
     assert result.exit_code == 0, result.stderr

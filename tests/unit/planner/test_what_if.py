@@ -8,12 +8,24 @@ from planner.decision import Limits, Range
 from planner.demand import Demand, Promise
 from planner.memory import GIB, OVERHEAD_BYTES, Memory
 from planner.sizing import Sizing
-from planner.what_if import changes, tokens_a_step
+from planner.what_if import Quantized, changes, tokens_a_step
 from tests.unit.planner.scenes import FACTS, PROMISE
 
 MEMORY = Memory(device_bytes=20 * GIB + OVERHEAD_BYTES, weight_bytes=10 * GIB, kv_bytes_per_token=GIB / 1000)
 ANSWERS = Sizing(Demand(20.0, 100, 400), PROMISE, FACTS, replace(FACTS, kv_tokens=MEMORY.kv_tokens))
 """A memory with ten thousand tokens of KV, which is the limit that binds."""
+
+
+def forms(memory: Memory) -> list[Quantized]:
+    """Half of the bytes of weights, of KV and of both."""
+
+    def form(name: str, weights: float, kv: float) -> Quantized:
+        smaller = replace(
+            memory, weight_bytes=memory.weight_bytes * weights, kv_bytes_per_token=memory.kv_bytes_per_token * kv
+        )
+        return Quantized(name, smaller, weights, kv)
+
+    return [form("weights in 8 bits", 0.5, 1.0), form("KV in 8 bits", 1.0, 0.5), form("both", 0.5, 0.5)]
 
 
 def test_memory_is_what_weights_leave() -> None:
@@ -22,7 +34,7 @@ def test_memory_is_what_weights_leave() -> None:
 
 
 def test_smaller_numbers_help_where_kv_binds() -> None:
-    found = {each.name: each.rate for each in changes(ANSWERS, ANSWERS.best(8, Limits()), MEMORY, 0.0)}  # type: ignore[arg-type]
+    found = {each.name: each.rate for each in changes(ANSWERS, ANSWERS.best(8, Limits()), forms(MEMORY), 0.0)}  # type: ignore[arg-type]
     assert found["KV in 8 bits"] > 1.3
     assert found["weights in 8 bits"] > 1.2
     assert found["both"] > max(found["KV in 8 bits"], found["weights in 8 bits"])
@@ -35,7 +47,7 @@ def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
     roomy = replace(MEMORY, device_bytes=1e4 * GIB)
     split = sizing.best(40, Limits(Range(20, 20), Range(20, 20)))
     assert split is not None
-    found = {each.name: each.rate for each in changes(sizing, split, roomy, 0.01)}
+    found = {each.name: each.rate for each in changes(sizing, split, forms(roomy), 0.01)}
     assert found["KV in 8 bits"] > 1.3
 
 
@@ -44,7 +56,7 @@ def test_speculation_helps_answers_and_not_prompts() -> None:
     for sizing, least, most in ((ANSWERS, 1.1, 3.0), (prompts, 0.99, 1.01)):
         split = sizing.best(8, Limits())
         assert split is not None
-        *_, last = changes(sizing, split, MEMORY, 0.0)
+        *_, last = changes(sizing, split, forms(MEMORY), 0.0)
         assert "speculative" in last.name
         assert least < last.rate < most
 
