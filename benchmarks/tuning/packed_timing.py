@@ -99,7 +99,7 @@ def main() -> None:
     """Prints one line for each product, form and number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3-8b", choices=shape_names())
-    parser.add_argument("--tokens", type=int, nargs="+", help="default: 1 to 128, with --scaled 16 to 8192")
+    parser.add_argument("--tokens", type=int, nargs="+", help="default: 1 to 128, with --scaled 1 to 8192")
     parser.add_argument("--forms", nargs="+", choices=sorted({*FORMS, *scaled_timing.FORMS}), help="default: all")
     parser.add_argument(
         "--products", nargs="+", help="qkv, o, gate_up, down, head; default: all, scaled ones without head"

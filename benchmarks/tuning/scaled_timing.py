@@ -1,7 +1,7 @@
 """Times products whose weights and inputs both have 8 bits, for `benchmarks.tuning.packed_timing --scaled`.
 
 For each product, form and number of tokens: the quantizing of the input, Triton's product by the rule's tile or the
-fastest of some, the library's, the one with the same weight and inputs of 16 bits, and that in bfloat16. So the number
+fastest of some, for one token also both in one launch, the library's, the one with the same weight and inputs of 16 bits, and that in bfloat16. So the number
 of tokens can be read off from which each is the fastest (`scaled_products.LIBRARY_TOKENS`). The activation of gate and
 up and the sum with the residual stream are included, but for cuBLAS's products in bfloat16.
 """
@@ -21,11 +21,11 @@ from engine.kernels.linear.triton_linear import ADD
 from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch, tile_for
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import packed_products, scaled_products
-from engine.kernels.packed.scaled_products import QuantizedInput, ScaledWeight
+from engine.kernels.packed.scaled_products import Input, OneToken, QuantizedInput, ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.triton_launch import overlaps_launches
 
-TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+TOKENS = (1, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 FORMS = {"fp8": (torch.float8_e4m3fn, 0), "fp8_blocks": (torch.float8_e4m3fn, 128), "int8": (torch.int8, 0)}
 """The type of codes, and the columns of a group; 0 = one scale a row."""
 _ROTATED_BYTES = 256 << 20
@@ -56,9 +56,9 @@ def measure(product: Product, form: str, tokens: int, *, candidates: bool) -> Fi
     found: Figures = {"product": product.name, "form": form, "tokens": tokens}
     found["quantize_us"] = _us(lambda _: quantize(), 8)
 
-    def triton_product(tile: Skinny | None, number: int) -> None:
+    def triton_product(tile: Skinny | None, number: int, taken: Input = x) -> None:
         weight = scaled[number % len(scaled)]
-        scaled_products.launch(x, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
+        scaled_products.launch(taken, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
 
     count = max(4, len(scaled))
     tiles: dict[str, float] = {}
@@ -68,6 +68,8 @@ def measure(product: Product, form: str, tokens: int, *, candidates: bool) -> Fi
         except Exception as error:  # a tile may need more shared memory or registers than there are
             print(f"{tile}: {error}".splitlines()[0])
     best = min(tiles, key=lambda tile: tiles[tile])
+    if tokens == 1:
+        found["one_launch_us"] = _us(partial(triton_product, None, taken=OneToken(inputs.x, inputs.norm, _EPS)), count)
     found |= {"triton_us": tiles[best], "rule_us": next(iter(tiles.values())), "tile": best}
     if scaled_products.uses_library(1 << 20, scaled[0], torch.bfloat16):
         found["library_us"] = _library_us(product, x, scaled, inputs.out, count)

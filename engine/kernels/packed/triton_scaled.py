@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM, call_into_l2, finish_split
+from engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split
 from engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
 LARGEST_INT8 = tl.constexpr(127.0)
@@ -25,6 +25,42 @@ def _as_fp8(values):
 
 
 @triton.jit
+def _to_codes(most, largest):
+    """Returns the factors from values whose largest magnitude is `most` to codes."""
+    return tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
+
+
+@triton.jit
+def _rounded(values, FP8: tl.constexpr):
+    """Rounds to codes where the conversion to their type would not."""
+    if not FP8:
+        return (values + _ROUNDER) - _ROUNDER
+    if _INTERPRETED:
+        return _as_fp8(values)
+    return values
+
+
+@triton.jit
+def _largest_of(x, norm, K: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the largest magnitude of x · norm [K], or of x."""
+    most = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, K, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+        if NORM:
+            values *= tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.abs(values))
+    return tl.max(most, axis=0)
+
+
+@triton.jit
+def _token_codes(values, factor, first, dtype: tl.constexpr):
+    """Returns a tile [tokens, columns] of codes whose first token has these values [columns], and others zero."""
+    found = _rounded(values * factor, dtype != tl.int8).to(dtype).to(tl.int8, bitcast=True)
+    return tl.where(first[:, None], found[None, :], 0).to(tl.int8).to(dtype, bitcast=True)
+
+
+@triton.jit
 def quantize_kernel(
     x,
     norm,
@@ -41,6 +77,9 @@ def quantize_kernel(
 ):
     """Quantizes RMSNorm(x) of one token, or x itself; grid (T,).
 
+    Codes are those of x · norm: the root of the mean square is in the scales alone, as its last digit depends on the
+    order of a sum.
+
     x [T, K], norm [K], codes [T, K]; the scale of token t and group g is at g · stride + t. BLOCK columns, the next
     power of two from K on, are in GROUPs; a GROUP of BLOCK is a row.
     """
@@ -53,20 +92,18 @@ def quantize_kernel(
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     values = tl.load(x + token * K + column, mask=inside, other=0.0).to(tl.float32)
+    root = 1.0
     if NORM:
-        values *= tl.rsqrt(tl.sum(values * values, axis=0) / K + eps) * weight
+        root = tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
+        values *= weight
     largest = LARGEST_FP8 if FP8 else LARGEST_INT8
     grouped = tl.reshape(values, (BLOCK // GROUP, GROUP))
     most = tl.max(tl.abs(grouped), axis=1)
-    factor = tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
-    found = tl.reshape(grouped * factor[:, None], (BLOCK,))
-    if not FP8:
-        found = (found + _ROUNDER) - _ROUNDER
-    elif _INTERPRETED:
-        found = _as_fp8(found)
-    tl.store(codes + token * K + column, found.to(codes.dtype.element_ty), mask=inside)
+    found = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
+    tl.store(codes + token * K + column, _rounded(found, FP8).to(codes.dtype.element_ty), mask=inside)
     groups = tl.arange(0, BLOCK // GROUP)
-    tl.store(scales + groups * stride + token, tl.div_rn(most, tl.zeros_like(most) + largest), mask=groups * GROUP < K)
+    found_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
+    tl.store(scales + groups * stride + token, found_scales, mask=groups * GROUP < K)
 
 
 @triton.jit
@@ -93,6 +130,7 @@ def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM:
 def scaled_kernel(
     x,
     x_scales,
+    norm,
     codes,
     scales,
     bias,
@@ -101,6 +139,7 @@ def scaled_kernel(
     counters,
     T,
     N,
+    eps,
     token_stride,
     row_stride,
     group_stride,
@@ -115,6 +154,9 @@ def scaled_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
+    QUANTIZES: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiplies codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
@@ -123,11 +165,16 @@ def scaled_kernel(
     g · token_stride + t, likewise. codes [N or, with GATE_UP, 2·N, K] of the same type; the scale of row r and group g
     is at r · row_stride + g · group_stride. COLUMNS at a time never cross a group. partials and counters as of
     `skinny_kernel`.
+
+    With QUANTIZES x is one token that is quantized here, as `quantize_kernel` does it: the first of a tile whose others
+    are zero. A group is then a row, or COLUMNS; NORM is the time of the norm. BLOCK columns are read at a time before.
     """
     EVEN: tl.constexpr = K % (COLUMNS * SPLITS) == 0
     STEPS: tl.constexpr = (K + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
     GROUPED: tl.constexpr = GROUP < K
-    SUM: tl.constexpr = tl.int32 if codes.dtype.element_ty == tl.int8 else tl.float32
+    kind: tl.constexpr = codes.dtype.element_ty
+    SUM: tl.constexpr = tl.int32 if kind == tl.int8 else tl.float32
+    LARGEST: tl.constexpr = LARGEST_INT8 if kind == tl.int8 else LARGEST_FP8
     launch_dependents(PDL)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -142,18 +189,45 @@ def scaled_kernel(
         if OP == GATE_UP:
             call_into_l2(codes + (held_rows + N) * K, split * (STEPS * COLUMNS), K, EARLY)
     wait_for_inputs(PDL)
+    first = tokens == 0
+    most, factor = 0.0, 0.0
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    if QUANTIZES and not GROUPED:
+        most = _largest_of(x, norm, K, NORM, BLOCK)
+        factor = _to_codes(most, LARGEST)
+    if QUANTIZES:
+        at = split * (STEPS * COLUMNS) + columns
+        coming = tl.load(x + at, mask=at < K, other=0.0)
+        if NORM:
+            coming_norm = tl.load(norm + at, mask=at < K, other=0.0)
     sums = tl.zeros((ROWS, TOKENS), tl.float32 if GROUPED else SUM)
     sums_up = tl.zeros((ROWS, TOKENS), tl.float32 if GROUPED else SUM)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = (split * STEPS + step) * COLUMNS + columns
         inside = at < K
         held = _columns_at(rows_at + at[None, :], inside, EVEN, "evict_first")
-        taken = tl.trans(_columns_at(x_at + at[None, :], inside, EVEN, "evict_last"))
         scale, scale_up, token_scale = 0.0, 0.0, 0.0
         if GROUPED:
             group = tl.minimum((split * STEPS + step) * COLUMNS // GROUP, K // GROUP - 1)
             scale = tl.load(scales_at + group * group_stride)
-            token_scale = tl.load(x_scales + group * token_stride + tokens)
+            if not QUANTIZES:
+                token_scale = tl.load(x_scales + group * token_stride + tokens)
+        if QUANTIZES:
+            values = coming.to(tl.float32)
+            if NORM:
+                squares += values * values
+                values *= coming_norm.to(tl.float32)
+            # These loads are too narrow for the compiler's pipeline, so they are issued one step ahead here.
+            coming = tl.load(x + at + COLUMNS, mask=at + COLUMNS < K, other=0.0)
+            if NORM:
+                coming_norm = tl.load(norm + at + COLUMNS, mask=at + COLUMNS < K, other=0.0)
+            if GROUPED:
+                most = tl.max(tl.abs(values), axis=0)
+                factor = _to_codes(most, LARGEST)
+                token_scale = tl.where(first, tl.div_rn(most, tl.zeros_like(most) + LARGEST), 0.0)
+            taken = tl.trans(_token_codes(values, factor, first, kind))
+        else:
+            taken = tl.trans(_columns_at(x_at + at[None, :], inside, EVEN, "evict_last"))
         sums = _products(held, taken, sums, scale, token_scale, GROUPED, SUM)
         if OP == GATE_UP:
             held_up = _columns_at(up_rows_at + at[None, :], inside, EVEN, "evict_first")
@@ -163,11 +237,14 @@ def scaled_kernel(
     total = sums.to(tl.float32)
     total_up = sums_up.to(tl.float32)
     if not GROUPED:
-        token_scale = tl.load(x_scales + tokens)[None, :]
+        if QUANTIZES:
+            token_scale = tl.where(first, tl.div_rn(most, tl.zeros_like(most) + LARGEST), 0.0)[None, :]
+        else:
+            token_scale = tl.load(x_scales + tokens)[None, :]
         total *= tl.load(scales_at)[:, None] * token_scale
         if OP == GATE_UP:
             total_up *= tl.load(up_scales_at)[:, None] * token_scale
     finish_split(
-        total, total_up, tl.zeros((TOKENS,), tl.float32), bias, out, partials, counters, rows, tokens, split, T, N, 0.0,
-        K, OP, GELU, NO_NORM, BIAS, ROWS, TOKENS, SPLITS,
+        total, total_up, tl.where(first, tl.sum(squares, axis=0), 0.0), bias, out, partials, counters, rows, tokens,
+        split, T, N, eps, K, OP, GELU, NORM, BIAS, ROWS, TOKENS, SPLITS,
     )  # fmt: skip

@@ -18,8 +18,18 @@ from tests.kernels.steps import assert_as_good
 REFERENCE = ReferenceKernels()
 KINDS = ["int8", "fp8"]
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
-SHAPES = [(1, 40, 256, 128), (3, 70, 192, 64), (17, 64, 96, 32), (2, 32, 576, 576)]
-"""(tokens, rows, k, group): several groups and one scale a row, whole steps of columns and a shorter last one."""
+SHAPES = [
+    (1, 40, 256, 128),
+    (3, 70, 192, 64),
+    (17, 64, 96, 32),
+    (2, 32, 576, 576),
+    (1, 32, 576, 576),
+    (1, 32, 512, 256),
+]
+"""(tokens, rows, k, group): several groups and one scale a row, whole steps of columns and a shorter last one.
+
+A token alone is quantized by the product, but in groups of 256: the last two.
+"""
 
 
 def random(*sizes: int, seed: int) -> Tensor:
@@ -111,11 +121,21 @@ def test_products_are_those_of_what_the_codes_stand_for(kind: str, operation: st
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", ["linear", "silu"])
 @pytest.mark.parametrize("group", [64, 320])
-def test_programs_share_the_columns(kind: str, operation: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_programs_share_the_columns(
+    tokens: int, kind: str, operation: str, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Five steps of columns are divided among two programs, the second of which has one less."""
     tile = Skinny(rows=32, tokens=16, columns=64, splits=2, stages=2, warps=4)
     monkeypatch.setattr(scaled_products, "tile_for", lambda *_: tile)
-    check(kind, operation, torch.float32, [(3, 64, 320, group)])
+    check(kind, operation, torch.float32, [(tokens, 64, 320, group)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", ["linear", "norm_linear"])
+def test_a_token_alone_whose_row_is_read_in_parts(kind: str, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_products, "_MOST_BLOCK", 128)
+    check(kind, operation, torch.float32, [(1, 64, 320, 320)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
