@@ -1,9 +1,10 @@
 """Times products whose weights and inputs both have 8 bits, for `benchmarks.tuning.packed_timing --scaled`.
 
 For each product, form and number of tokens: the quantizing of the input, Triton's product by the rule's tile or the
-fastest of some, for one token also both in one launch, the library's, the one with the same weight and inputs of 16 bits, and that in bfloat16. So the number
-of tokens can be read off from which each is the fastest (`scaled_products.LIBRARY_TOKENS`). The activation of gate and
-up and the sum with the residual stream are included, but for cuBLAS's products in bfloat16.
+fastest of some, for one token also both in one launch, the library's, the one with the same weight and inputs of 16
+bits, and that in bfloat16. So the number of tokens can be read off from which each is the fastest
+(`scaled_products.LIBRARY_TOKENS`). The activation of gate and up and the sum with the residual stream are included, but
+for cuBLAS's products in bfloat16.
 """
 
 import math
