@@ -237,24 +237,21 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
 def library_product(x: QuantizedInput, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns x · weightᵀ + bias [T, N] by the library, for a weight that it `uses_library` for."""
     if weight.block_scales is None:
-        # The bias is added in the model's dtype, as in other products of libraries.
-        out = torch._scaled_mm(
+        return torch._scaled_mm(
             x.codes[: x.tokens], weight.codes.t(), x.scales[0, : x.tokens, None], weight.scales.t(), bias,
             out_dtype=dtype, use_fast_accum=True,
         )  # fmt: skip
-        return out[0] if isinstance(out, tuple) else out
-    return _block_product(x.codes, x.scales, weight.codes, weight.block_scales, bias, dtype)[: x.tokens]
+    # All rows, as the scales are read column by column.
+    out = _block_product(x.codes, x.scales, weight.codes, weight.block_scales, dtype)[: x.tokens]
+    return out if bias is None else out.add_(bias)
 
 
-def _block_product(
-    codes: Tensor, scales: Tensor, weight: Tensor, block_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Returns the product of all rows, whose scales the library reads column by column."""
+def _block_product(codes: Tensor, scales: Tensor, weight: Tensor, block_scales: Tensor, dtype: torch.dtype) -> Tensor:
     from torch.nn.functional import ScalingType, scaled_mm
 
     return scaled_mm(
         codes, weight.t(), scales.t(), ScalingType.BlockWise1x128, block_scales, ScalingType.BlockWise128x128,
-        bias=bias, output_dtype=dtype,
+        output_dtype=dtype,
     )  # fmt: skip
 
 
@@ -278,7 +275,7 @@ def _library_has_blocks(device: torch.device) -> bool:
     scales = torch.zeros(4, _ROW_TILE, device=device)
     blocks = torch.zeros(_ROW_TILE // BLOCK, 4, device=device).t()
     try:
-        _block_product(codes, scales, codes, blocks, None, torch.bfloat16)
+        _block_product(codes, scales, codes, blocks, torch.bfloat16)
     except (ImportError, AttributeError, RuntimeError, ValueError, NotImplementedError) as error:
         log.info("FP8 products in blocks are Triton's at every size: %s", str(error).partition("\n")[0])
         return False

@@ -8,7 +8,7 @@ from engine.kernels.base import Linear
 from engine.kernels.kv_cache import quantize_kv
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import scaled_products
-from engine.kernels.packed.scaled_products import QuantizedInput
+from engine.kernels.packed.scaled_products import QuantizedInput, ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.reference import ReferenceKernels, activate, rms_norm
 from tests.kernels.packed_cases import make_packed
@@ -173,3 +173,24 @@ def test_a_step_of_some_tokens_is_the_library_s(monkeypatch: pytest.MonkeyPatch)
     assert not scaled_products.uses_library(at + 1, weight, torch.float16)
     whole = scaled_products.prepared(make_weight("int8", 32, 64, 64))
     assert not scaled_products.uses_library(at + 1, whole, torch.bfloat16)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_library_s_product_of_rows(bias: bool) -> None:
+    """PyTorch's row-wise product takes what the kernel writes, without the rows that only fill up a tile."""
+    weight = scaled_products.prepared(make_weight("fp8", 64, 256, 256))
+    x, added = random(40, 256, seed=1).bfloat16(), random(64, seed=2).bfloat16() if bias else None
+    codes = scaled_products.quantized(x, None, 0.0, weight, pdl=False)
+    found = scaled_products.library_product(codes, weight, added, torch.bfloat16)
+    exact = values_of(codes, 256) @ weight.dequantized(torch.float64).t() + (0.0 if added is None else added.double())
+    assert found.shape == (40, 64)
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-7 + 0.02).all()
+
+
+def test_the_library_s_product_of_blocks_has_the_form_that_pytorch_checks() -> None:
+    """Shapes and strides alone: there is none on CPUs."""
+    codes = torch.empty(256, 640, dtype=torch.float8_e4m3fn, device="meta")
+    blocks = torch.empty(2, 8, device="meta").t()
+    weight = ScaledWeight(codes, torch.empty(5, 256, device="meta").t(), None, 128, blocks)
+    x = QuantizedInput(codes, torch.empty(5, 256, device="meta"), 200)
+    assert scaled_products.library_product(x, weight, None, torch.bfloat16).shape == (200, 256)
