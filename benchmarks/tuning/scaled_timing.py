@@ -22,7 +22,8 @@ from engine.kernels.linear.triton_linear import ADD
 from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch, tile_for
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import packed_products, scaled_products
-from engine.kernels.packed.scaled_products import Input, OneToken, QuantizedInput, ScaledWeight
+from engine.kernels.packed.library_products import library_product
+from engine.kernels.packed.scaled_weight import Input, OneToken, QuantizedInput, ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.triton_launch import overlaps_launches
 
@@ -91,7 +92,7 @@ def _library_us(product: Product, x: QuantizedInput, weights: list[ScaledWeight]
     pdl = overlaps_launches()
 
     def launch(number: int) -> None:
-        found = scaled_products.library_product(x, weights[number % len(weights)], None, torch.bfloat16)
+        found = library_product(x, weights[number % len(weights)], None, torch.bfloat16)
         if product.paired:
             silu_mul(found, pdl=pdl)
         elif product.op == ADD.value:

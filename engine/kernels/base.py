@@ -184,6 +184,15 @@ class Kernels(ABC):
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Adds x · weightᵀ + bias to `hidden` in place: attention's and the MLP's output products."""
 
+    def feed_forward(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, activation: str = "silu"
+    ) -> None:
+        """Adds down · (activation(g) · u) to `hidden` in place, with `norm_gate_up`'s g and u.
+
+        The default computes one after the other.
+        """
+        self.linear_add(self.norm_gate_up(hidden, norm, eps, gate_up, activation), down, hidden)
+
     @abstractmethod
     def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
         """Adds RMSNorm(x) to `hidden` in place; x [T, hidden_size] may be overwritten."""

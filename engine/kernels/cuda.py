@@ -24,7 +24,8 @@ from engine.kernels.linear import triton_linear
 from engine.kernels.linear.gated_product import GatedProduct
 from engine.kernels.linear.triton_activation import gelu_mul
 from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
-from engine.kernels.packed import products
+from engine.kernels.packed import products, scaled_products
+from engine.kernels.packed.scaled_weight import ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.rowwise import triton_rope
 from engine.kernels.rowwise.triton_embed import embed
@@ -188,6 +189,15 @@ class CudaKernels(Kernels):
         hidden.addmm_(x, linear.matrix.t())
         if linear.bias is not None:
             hidden += linear.bias
+
+    def feed_forward(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, activation: str = "silu"
+    ) -> None:
+        """Computes the network; with 8-bit inputs the activation is quantized in the launch that computes it."""
+        if isinstance(gate_up.weight, ScaledWeight) and isinstance(down.weight, ScaledWeight):
+            scaled_products.feed_forward(hidden, norm, eps, gate_up, down, pdl=self._pdl, activation=activation)
+        else:
+            super().feed_forward(hidden, norm, eps, gate_up, down, activation)
 
     def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
         """Applies RMSNorm and adds the result to `hidden`."""

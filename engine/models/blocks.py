@@ -96,10 +96,10 @@ class DenseBlock:
     def add(self, hidden: Tensor, slots: Tensor, output_norm: Tensor | None) -> None:
         """Adds the network's output to `hidden` in place, normed if `output_norm` is given."""
         kernels = self._kernels
-        active = kernels.norm_gate_up(hidden, self._norm, self._eps, self._gate_up, self._spec.activation)
         if output_norm is None:
-            kernels.linear_add(active, self._down, hidden)
+            kernels.feed_forward(hidden, self._norm, self._eps, self._gate_up, self._down, self._spec.activation)
         else:
+            active = kernels.norm_gate_up(hidden, self._norm, self._eps, self._gate_up, self._spec.activation)
             kernels.norm_add(kernels.linear(active, self._down), output_norm, self._eps, hidden)
 
 

@@ -37,6 +37,18 @@ def _launch(gate_up: Tensor, *, gelu: bool, pdl: bool) -> Tensor:
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """Returns silu(gate) · up, or with GELU gelu(gate) · up, of float32."""
+    if GELU:
+        product = gelu_tanh(gate) * up
+    else:
+        # Of the two forms of the sigmoid the one whose exponential cannot overflow.
+        small = tl.exp(-tl.abs(gate))
+        product = gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small) * up
+    return product
+
+
+@triton.jit
 def _gated(gate_up_ptr, out_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     launch_dependents(PDL)
     wait_for_inputs(PDL)
@@ -46,10 +58,5 @@ def _gated(gate_up_ptr, out_ptr, width, GELU: tl.constexpr, BLOCK: tl.constexpr,
     gate_row = gate_up_ptr + row * (2 * width)
     gate = tl.load(gate_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_row + width + column, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
-        product = gelu_tanh(gate) * up
-    else:
-        # Of the two forms of the sigmoid the one whose exponential cannot overflow.
-        small = tl.exp(-tl.abs(gate))
-        product = gate * tl.where(gate >= 0, 1.0, small) / (1.0 + small) * up
+    product = gated(gate, up, GELU)
     tl.store(out_ptr + row * width + column, product.to(out_ptr.dtype.element_ty), mask=inside)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels.base import Linear
 from engine.kernels.packed import packed_products, scaled_products
-from engine.kernels.packed.scaled_products import ScaledWeight
+from engine.kernels.packed.scaled_weight import ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.unpacked import unpacked
 

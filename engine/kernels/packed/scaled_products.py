@@ -1,19 +1,14 @@
 """Products on GPUs whose weights and inputs both have 8 bits: FP8 or INT8 codes, multiplied by the matrix units.
 
 One kernel quantizes the input, token by token, and norms it before where a norm is due; a token alone is quantized by
-the product itself. In steps of any size the codes
-are the same, so that a token's output differs between steps only by the order of sums (docs/decisions/0041). A Triton
-kernel multiplies few tokens, and int8 in steps of any size; a library multiplies FP8 from some tokens on, unless it
-lacks the product.
+the product itself. In steps of any size the codes are the same, so that a token's output differs between steps only by
+the order of sums (docs/decisions/0041). A Triton kernel multiplies few tokens, and int8 in steps of any size; a library
+multiplies FP8 from some tokens on, unless it lacks the product.
 
 The memory of inputs has whole tiles of tokens: nothing is read outside of it, and what is computed for tokens that are
 not there is never stored.
 """
 
-from __future__ import annotations
-
-import logging
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,17 +21,13 @@ from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes
 from engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
 from engine.kernels.linear.triton_linear_plan import fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Skinny
+from engine.kernels.packed.library_products import block_scales, library_product
+from engine.kernels.packed.scaled_weight import ROW_TILE, Input, OneToken, QuantizedInput, ScaledWeight
 from engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
 from engine.kernels.packed_weight import PackedWeight
 
-log = logging.getLogger(__name__)
-
 LIBRARY_TOKENS = 128
 """The largest step whose FP8 products are Triton's: beyond, they are not bound by the reading of weights."""
-BLOCK = 128
-"""Rows and columns of a block that shares a scale, and columns of a group of the input, in the library's product."""
-_ROW_TILE = 256
-"""The memory of inputs holds multiples of so many tokens: every tile's, and more than a library reads in excess."""
 _LEAST_GROUP = 32
 """The least number of columns of 8-bit codes that the matrix units multiply."""
 _STEP = 128
@@ -50,42 +41,6 @@ _MOST_BLOCK = 4096
 """Columns of a token that a program reads at a time for its largest value."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledWeight(PackedWeight):
-    """A weight [N, K] of 8-bit codes for inputs of 8-bit codes.
-
-    block_scales  [⌈K / BLOCK / 4⌉ · 4, N / BLOCK] float32, column-major: the scales as the library reads them, which
-                  all rows of a block share; None = there is one scale a row, or no such product
-    """
-
-    block_scales: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedInput:
-    """Tokens as codes: value = code · scale.
-
-    codes   [rows, K] of the weight's dtype; rows from `tokens` on, up to a multiple of `_ROW_TILE`, are undefined
-    scales  [groups, rows] float32
-    """
-
-    codes: Tensor
-    scales: Tensor
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class OneToken:
-    """A token [1, K] that the product itself norms and quantizes, as another launch would take longer."""
-
-    x: Tensor
-    norm: Tensor | None
-    eps: float
-
-
-Input = QuantizedInput | OneToken
-
-
 def multiplies(weight: PackedWeight) -> bool:
     """Returns True if there is a product for the weight with inputs of 8 bits."""
     columns, group = weight.shape[-1], weight.group
@@ -96,7 +51,7 @@ def multiplies(weight: PackedWeight) -> bool:
 def prepared(weight: PackedWeight) -> ScaledWeight:
     """Returns the weight with float32 scales, those of adjacent rows next to each other."""
     scales = weight.scales.t().contiguous().float().t()
-    return ScaledWeight(weight.codes, scales, None, weight.group, _block_scales(weight.codes, scales, weight.group))
+    return ScaledWeight(weight.codes, scales, None, weight.group, block_scales(weight.codes, scales, weight.group))
 
 
 def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
@@ -139,12 +94,31 @@ def norm_gate_up(
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    _add(_input(x, None, 0.0, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
+
+
+def feed_forward(
+    hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, *, pdl: bool, activation: str
+) -> None:
+    """Adds a feed-forward network to hidden [T, H] in place, see `Kernels.feed_forward`.
+
+    Where a library computes gate and up, the activation is quantized in the launch that computes it.
+    """
+    weight = _scaled(gate_up)
+    if not uses_library(len(hidden), weight, hidden.dtype):
+        active = norm_gate_up(hidden, norm, eps, gate_up, pdl=pdl, activation=activation)
+        linear_add(active, down, hidden, pdl=pdl)
+        return
+    both = library_product(quantized(hidden, norm, eps, weight, pdl=pdl), weight, gate_up.bias, hidden.dtype)
+    _add(quantized(both, None, 0.0, _scaled(down), pdl=pdl, activation=activation), down, hidden, pdl=pdl)
+
+
+def _add(x: Input, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     weight = _scaled(linear)
-    codes = _input(x, None, 0.0, weight, pdl=pdl)
-    if isinstance(codes, QuantizedInput) and uses_library(codes.tokens, weight, hidden.dtype):
-        hidden += library_product(codes, weight, linear.bias, hidden.dtype)
+    if isinstance(x, QuantizedInput) and uses_library(x.tokens, weight, hidden.dtype):
+        hidden += library_product(x, weight, linear.bias, hidden.dtype)
     else:
-        launch(codes, weight, linear.bias, hidden, ADD.value, pdl=pdl)
+        launch(x, weight, linear.bias, hidden, ADD.value, pdl=pdl)
 
 
 def _input(x: Tensor, norm: Tensor | None, eps: float, weight: ScaledWeight, *, pdl: bool) -> Input:
@@ -155,13 +129,16 @@ def _input(x: Tensor, norm: Tensor | None, eps: float, weight: ScaledWeight, *, 
     return quantized(x, norm, eps, weight, pdl=pdl)
 
 
-def quantized(x: Tensor, norm: Tensor | None, eps: float, weight: PackedWeight, *, pdl: bool) -> QuantizedInput:
+def quantized(
+    x: Tensor, norm: Tensor | None, eps: float, weight: PackedWeight, *, pdl: bool, activation: str | None = None
+) -> QuantizedInput:
     """Returns RMSNorm(x), or x [T, K] itself, as codes of the weight's dtype, with the scales of its groups.
 
-    Computed in float32 and rounded once. scale = max |value| / largest code.
+    With `activation` activation(g) · u of x = [g | u] [T, 2·K]. Computed in float32; scale = max |value| / largest
+    code.
     """
-    tokens, columns = x.shape
-    memory = triton.cdiv(tokens, _ROW_TILE) * _ROW_TILE
+    tokens, columns = len(x), weight.shape[-1]
+    memory = triton.cdiv(tokens, ROW_TILE) * ROW_TILE
     # The interpreter, on CPUs, warns of arithmetic with undefined numbers.
     empty = torch.empty if x.is_cuda else torch.zeros
     codes = empty(memory, columns, dtype=weight.codes.dtype, device=x.device)
@@ -170,8 +147,8 @@ def quantized(x: Tensor, norm: Tensor | None, eps: float, weight: PackedWeight, 
     quantize_kernel[(tokens,)](
         x, x if norm is None else norm, codes, scales, eps, memory,
         K=columns, GROUP=block if weight.group == columns else weight.group, NORM=norm is not None,
-        FP8=codes.dtype == torch.float8_e4m3fn, BLOCK=block, PDL=pdl,
-        num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), launch_pdl=pdl,
+        GATED=activation is not None, GELU=activation == "gelu_tanh", FP8=codes.dtype == torch.float8_e4m3fn,
+        BLOCK=block, PDL=pdl, num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), launch_pdl=pdl,
     )  # fmt: skip
     return QuantizedInput(codes, scales, tokens)
 
@@ -189,7 +166,7 @@ def launch(
 ) -> None:
     """Launches Triton's product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
 
-    A tile's `tokens` divide `_ROW_TILE`, and its `columns` those of `tile_for`.
+    A tile's `tokens` divide `ROW_TILE`, and its `columns` those of `tile_for`.
     """
     tokens, n, k = len(out), out.shape[1], weight.shape[1]
     if tile is None:
@@ -232,54 +209,6 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
     while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early), tiles, paired):
         splits //= 2
     return tile
-
-
-def library_product(x: QuantizedInput, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns x · weightᵀ + bias [T, N] by the library, for a weight that it `uses_library` for."""
-    if weight.block_scales is None:
-        return torch._scaled_mm(
-            x.codes[: x.tokens], weight.codes.t(), x.scales[0, : x.tokens, None], weight.scales.t(), bias,
-            out_dtype=dtype, use_fast_accum=True,
-        )  # fmt: skip
-    # All rows, as the scales are read column by column.
-    out = _block_product(x.codes, x.scales, weight.codes, weight.block_scales, dtype)[: x.tokens]
-    return out if bias is None else out.add_(bias)
-
-
-def _block_product(codes: Tensor, scales: Tensor, weight: Tensor, block_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    return scaled_mm(
-        codes, weight.t(), scales.t(), ScalingType.BlockWise1x128, block_scales, ScalingType.BlockWise128x128,
-        output_dtype=dtype,
-    )  # fmt: skip
-
-
-def _block_scales(codes: Tensor, scales: Tensor, group: int) -> Tensor | None:
-    """Returns `ScaledWeight.block_scales` of a weight [N, K] if the library has the product; scales [N, K / group]."""
-    rows, columns = codes.shape
-    if group != BLOCK or group == columns or rows % BLOCK or not codes.is_cuda or codes.dtype == torch.int8:
-        return None
-    blocks = scales.view(rows // BLOCK, BLOCK, columns // BLOCK)
-    if not bool((blocks == blocks[:, :1]).all()):  # e.g. a stacked weight whose parts do not end with a block
-        return None
-    padded = torch.zeros(rows // BLOCK, triton.cdiv(columns // BLOCK, 4) * 4, dtype=torch.float32, device=codes.device)
-    padded[:, : columns // BLOCK] = blocks[:, 0]
-    return padded.t() if _library_has_blocks(codes.device) else None
-
-
-@lru_cache(maxsize=8)
-def _library_has_blocks(device: torch.device) -> bool:
-    """Returns True if the library multiplies FP8 in blocks on this device, which it tries with zeros."""
-    codes = torch.zeros(_ROW_TILE, 4 * BLOCK, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    scales = torch.zeros(4, _ROW_TILE, device=device)
-    blocks = torch.zeros(_ROW_TILE // BLOCK, 4, device=device).t()
-    try:
-        _block_product(codes, scales, codes, blocks, torch.bfloat16)
-    except (ImportError, AttributeError, RuntimeError, ValueError, NotImplementedError) as error:
-        log.info("FP8 products in blocks are Triton's at every size: %s", str(error).partition("\n")[0])
-        return False
-    return True
 
 
 def _scaled(linear: Linear) -> ScaledWeight:

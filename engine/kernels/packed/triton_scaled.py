@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from engine.kernels.linear.triton_activation import gated
 from engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split
 from engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
 
@@ -71,11 +72,15 @@ def quantize_kernel(
     K: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
     FP8: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Quantizes RMSNorm(x) of one token, or x itself; grid (T,).
+
+    With GATED activation(g) · u of x = [g | u] [T, 2·K], rounded to x's dtype first, as other products store it.
 
     Codes are those of x · norm: the root of the mean square is in the scales alone, as its last digit depends on the
     order of a sum.
@@ -91,7 +96,12 @@ def quantize_kernel(
         weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    values = tl.load(x + token * K + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        gate = tl.load(x + token * 2 * K + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + token * 2 * K + K + column, mask=inside, other=0.0).to(tl.float32)
+        values = gated(gate, up, GELU).to(x.dtype.element_ty).to(tl.float32)
+    else:
+        values = tl.load(x + token * K + column, mask=inside, other=0.0).to(tl.float32)
     root = 1.0
     if NORM:
         root = tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.kernels.base import Linear
 from engine.kernels.linear.triton_linear import reserve_scratch
 from engine.kernels.packed import scaled_products
-from engine.kernels.packed.scaled_products import ScaledWeight
+from engine.kernels.packed.scaled_weight import ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.reference import ReferenceKernels
 from engine.kernels.triton_launch import overlaps_launches

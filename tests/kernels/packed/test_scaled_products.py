@@ -6,9 +6,11 @@ from torch import Tensor
 
 from engine.kernels.base import Linear
 from engine.kernels.kv_cache import quantize_kv
+from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import scaled_products
-from engine.kernels.packed.scaled_products import QuantizedInput, ScaledWeight
+from engine.kernels.packed.library_products import library_product
+from engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.reference import ReferenceKernels, activate, rms_norm
 from tests.kernels.packed_cases import make_packed
@@ -60,6 +62,35 @@ def test_codes_are_the_reference_s(tokens: int, k: int, group: int, kind: str, d
     assert torch.equal(found.codes[:tokens].float(), codes.view(tokens, k).float())
     assert torch.equal(found.scales[:, :tokens].t(), scales)
     assert found.scales[0, 0] == 0
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_activation_has_the_codes_that_it_has_when_it_is_stored_first(kind: str, activation: str) -> None:
+    both, weight = random(5, 384, seed=1).half(), make_weight(kind, 16, 192, 64)
+    stored = (gelu_mul if activation == "gelu_tanh" else silu_mul)(both, pdl=False)
+    first, once = (
+        scaled_products.quantized(x, None, 0.0, weight, pdl=False, activation=name)
+        for x, name in ((stored, None), (both, activation))
+    )
+    assert torch.equal(first.codes.float(), once.codes.float())
+    assert torch.equal(first.scales, once.scales)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("library", [True, False])
+def test_a_feed_forward_network(library: bool, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, norm, hidden = random(6, 64, seed=1).bfloat16(), random(64, seed=2).bfloat16(), random(6, 64, seed=1).bfloat16()
+    gate_up = Linear(scaled_products.prepared(make_weight("fp8", 192, 64, 64)))
+    down = Linear(scaled_products.prepared(make_weight("fp8", 64, 96, 96)))
+    if library:
+        monkeypatch.setattr(scaled_products, "uses_library", lambda *_: True)
+    scaled_products.feed_forward(hidden, norm, EPS, gate_up, down, pdl=False, activation=activation)
+    inner = scaled_products.norm_gate_up(x, norm, EPS, gate_up, pdl=False, activation=activation)
+    wanted = x.clone()
+    scaled_products.linear_add(inner, down, wanted, pdl=False)
+    assert torch.equal(hidden, wanted)
+    assert not torch.equal(hidden, x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,7 +212,7 @@ def test_the_library_s_product_of_rows(bias: bool) -> None:
     weight = scaled_products.prepared(make_weight("fp8", 64, 256, 256))
     x, added = random(40, 256, seed=1).bfloat16(), random(64, seed=2).bfloat16() if bias else None
     codes = scaled_products.quantized(x, None, 0.0, weight, pdl=False)
-    found = scaled_products.library_product(codes, weight, added, torch.bfloat16)
+    found = library_product(codes, weight, added, torch.bfloat16)
     exact = values_of(codes, 256) @ weight.dequantized(torch.float64).t() + (0.0 if added is None else added.double())
     assert found.shape == (40, 64)
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-7 + 0.02).all()
@@ -193,4 +224,4 @@ def test_the_library_s_product_of_blocks_has_the_form_that_pytorch_checks() -> N
     blocks = torch.empty(2, 8, device="meta").t()
     weight = ScaledWeight(codes, torch.empty(5, 256, device="meta").t(), None, 128, blocks)
     x = QuantizedInput(codes, torch.empty(5, 256, device="meta"), 200)
-    assert scaled_products.library_product(x, weight, None, torch.bfloat16).shape == (200, 256)
+    assert library_product(x, weight, None, torch.bfloat16).shape == (200, 256)
