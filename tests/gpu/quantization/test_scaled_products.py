@@ -53,9 +53,12 @@ def exact_product(x: Tensor, norm: Tensor | None, weight: PackedWeight, prepared
 
 
 def check(found: Tensor, exact: Tensor, fp8: bool) -> None:
-    """An output's rounding, and of FP8 the matrix units' sums, which have 13 bits beside the largest term."""
+    """An output's rounding, and of FP8 the matrix units' sums, which have 13 bits beside the largest term.
+
+    They cut off the rest, which adds up: with 4,096 columns peers saw 2 %.
+    """
     spread = exact.square().mean(1, keepdim=True).sqrt()
-    allowed = exact.abs() * 2**-8 + spread * (2**-7 if fp8 else 2**-12)
+    allowed = exact.abs() * 2**-8 + spread * (2**-5 if fp8 else 2**-12)
     assert ((found.double() - exact).abs() <= allowed).all()
 
 
@@ -77,7 +80,7 @@ def test_products_of_any_number_of_tokens(kind: str, shape: tuple[int, int, int]
         found = scaled_products.norm_gate_up(x, norm, EPS, Linear(prepared, bias), pdl=pdl)
         wanted = torch.nn.functional.silu(gate) * up
         slack = (gate.abs() + up.abs()).square().mean().sqrt() ** 2
-        assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-6 + slack * 2**-5).all()
+        assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-6 + slack * 2**-4).all()
         hidden = random(tokens, rows)
         wanted = hidden.double() + exact_product(x, None, weight, prepared)
         scaled_products.linear_add(x, Linear(prepared), hidden, pdl=pdl)

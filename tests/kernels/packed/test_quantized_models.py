@@ -36,8 +36,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
 }  # fmt: skip
-KL = 1e-5
-"""Codes of inputs may differ by one where their sums differ in the last digit."""
+KL = 1e-3 if torch.cuda.is_available() else 1e-5
+"""Codes of inputs may differ by one where sums differ in the last digit, and matrix units sum FP8 with few digits."""
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
