@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.experts.triton_products import finish_tile, tile_of
-from engine.kernels.packed.triton_packed import CENTRE, TILE, add_products, numbers
+from engine.kernels.packed.triton_packed import CENTRE, add_products, first_column, numbers
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
@@ -57,15 +57,9 @@ def packed_tile_kernel(
             held = _columns_at(rows_at + (start + within)[None, :], inside, EVEN)
             if GATED:
                 held_up = _columns_at(rows_at + N * BYTES + (start + within)[None, :], inside, EVEN)
-            first = start
-            half = 0
-            if BITS == 4:
-                tile = start // (TILE // 2)
-                first = start + tile * (TILE // 2)
-                half = tl.minimum(TILE, K - tile * TILE) // 2
             for part in tl.static_range(8 // BITS):
                 # Known to be a multiple, so that loads are wide.
-                at = tl.multiple_of(first + part * half, COLUMNS)
+                at = tl.multiple_of(first_column(start, part, K, BITS), COLUMNS)
                 loaded = present[:, None] & inside[None, :]
                 taken = tl.load(x_at + (at + within)[None, :], mask=loaded, other=0.0)
                 total = totals

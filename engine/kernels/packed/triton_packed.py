@@ -63,7 +63,24 @@ def _codes_at(rows_at, at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _input(x_at, norm, columns, inside, present, folded, EVEN: tl.constexpr, NORM: tl.constexpr, VECTOR: tl.constexpr):
+def first_column(start, part, K: tl.constexpr, BITS: tl.constexpr):
+    """Returns the first column of the codes from byte `start` of a row on: the lower (`part` 0) or upper halves."""
+    first = start
+    if BITS == 4:
+        tile = start // (TILE // 2)
+        first = start + tile * (TILE // 2) + part * (tl.minimum(TILE, K - tile * TILE) // 2)
+    return first
+
+
+@triton.jit
+def _norm_at(norm, start, part, within, K: tl.constexpr, BITS: tl.constexpr):
+    """Loads the norm's weight for the columns of some bytes, 0 beyond a row."""
+    columns = first_column(start, part, K, BITS) + within
+    return tl.load(norm + columns, mask=start + within < K * BITS // 8, other=0.0)
+
+
+@triton.jit
+def _input(x_at, scale, columns, inside, present, folded, EVEN: tl.constexpr, NORM: tl.constexpr, VECTOR: tl.constexpr):
     """Loads some columns of the tokens, times the norm's weight → [tokens, columns], and their squares summed."""
     if EVEN:
         loaded = tl.load(x_at + columns[None, :], mask=present, other=0.0)
@@ -72,11 +89,7 @@ def _input(x_at, norm, columns, inside, present, folded, EVEN: tl.constexpr, NOR
     if NORM:
         wide = loaded.to(tl.float32)
         folded += fold(wide * wide, VECTOR)
-        if EVEN:
-            scale = tl.load(norm + columns).to(tl.float32)
-        else:
-            scale = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
-        loaded = (wide * scale[None, :]).to(loaded.dtype)
+        loaded = (wide * scale.to(tl.float32)[None, :]).to(loaded.dtype)
     return loaded, folded
 
 
@@ -171,22 +184,28 @@ def packed_kernel(
     folded = tl.zeros((TOKENS, COLUMNS // VECTOR), tl.float32)
     totals = tl.zeros((TOKENS,), tl.float32)
     within = tl.arange(0, COLUMNS)
+    low, high = x, x
+    if NORM:
+        low = _norm_at(norm, split * STEPS * COLUMNS, 0, within, K, BITS)
+        if BITS == 4:
+            high = _norm_at(norm, split * STEPS * COLUMNS, 1, within, K, BITS)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         start = (split * STEPS + step) * COLUMNS
         inside = start + within < BYTES
+        norm_low, norm_high = low, high
+        if NORM:
+            # These loads are too narrow for the compiler's pipeline, so they are issued one step ahead here.
+            low = _norm_at(norm, start + COLUMNS, 0, within, K, BITS)
+            if BITS == 4:
+                high = _norm_at(norm, start + COLUMNS, 1, within, K, BITS)
         held = _codes_at(rows_at, start + within, inside, EVEN)
         if OP == GATE_UP:
             held_up = _codes_at(up_rows_at, start + within, inside, EVEN)
-        first = start
-        half = 0
-        if BITS == 4:
-            tile = start // (TILE // 2)
-            first = tile * TILE + start % (TILE // 2)
-            half = tl.minimum(TILE, K - tile * TILE) // 2
         for part in tl.static_range(8 // BITS):
             # Known to be a multiple, so that loads are wide.
-            at = tl.multiple_of(first + part * half, COLUMNS)
-            loaded, folded = _input(x_at, norm, at + within, inside, present, folded, EVEN, NORM, VECTOR)
+            at = tl.multiple_of(first_column(start, part, K, BITS), COLUMNS)
+            scale = norm_high if part else norm_low
+            loaded, folded = _input(x_at, scale, at + within, inside, present, folded, EVEN, NORM, VECTOR)
             total = totals
             if OFFSETS:
                 total = tl.sum(loaded.to(tl.float32), axis=1)
