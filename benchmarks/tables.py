@@ -13,10 +13,19 @@ from typing import Any
 from benchmarks.results import RESULTS, Run, newest_result, read_results
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-ENGINE_SHAPES = ("llama-3-8b", "llama-3.2-1b", "qwen3-0.6b", "qwen3-30b-a3b")
+ENGINE_SHAPES = (
+    "llama-3-8b",
+    "llama-3.2-1b",
+    "qwen3-0.6b",
+    "gemma-3-12b",
+    "qwen3-30b-a3b",
+    "deepseek-v2-lite",
+    "gpt-oss-20b",
+)
 CELLS = ("strict", "balanced", "quick")
 PEER_ROWS = {"vllm": "vLLM 0.25.1", "tandem_default_steps": "Tandem", "tandem_chunked_2048": "Tandem, 2,048"}
 """Rows of the served load in the comparison with vLLM, and their names in the table."""
+_BATCHES = (1, 32, 128)
 _DISAGGREGATED = "disaggregated"
 _REMOVED_OPTIONS = re.compile(r" --direction \w+")
 """Options in saved commands that were removed since: the direction of `benchmarks.kv_transfer`."""
@@ -81,7 +90,7 @@ def main() -> None:
 
 def make_page(folder: Path) -> str:
     """Returns the page of the runs in `folder`. LookupError if a section has no run there."""
-    sections = (_engine, _experts, _latent, _served, _handover, _goodput, _peer, _cpu)
+    sections = (_engine, _quantized, _experts, _latent, _served, _handover, _goodput, _peer, _cpu)
     return _HEAD + "".join(section(folder) for section in sections)
 
 
@@ -144,8 +153,8 @@ def _engine(folder: Path) -> str:
                 (
                     run["shape"],
                     run["hardware"]["name"],
-                    _list((run[f"decode_bw_ratio_b{batch}"] for batch in (1, 32, 128)), ".2f"),
-                    _list((run[f"decode_ms_b{batch}"] for batch in (1, 32, 128)), ".2f"),
+                    _figures(run, "decode_bw_ratio_b", _BATCHES),
+                    _figures(run, "decode_ms_b", _BATCHES),
                     _list((run[f"prefill_flops_ratio_1x{tokens}"] for tokens in (2048, 8192)), ".2f"),
                     f"{run['start_seconds']:.0f}",
                 )
@@ -155,6 +164,48 @@ def _engine(folder: Path) -> str:
         "python -m benchmarks.engine --device cuda --shape MODEL --save",
         runs,
     )
+
+
+def _quantized(folder: Path) -> str:
+    newest = {run["shape"]: (name, run) for name, run in read_results(folder, "engine-llama-3-8b_")}
+    runs = [newest[shape] for shape in sorted(newest) if "decode_over_before_b1" in newest[shape][1]]
+    batches = (1, 32, 128, 256)
+    return _section(
+        "Engine: quantized llama-3-8b",
+        "Decode steps as above, and how many times as fast decode steps and prompts are as those in bfloat16, which the"
+        " same run measures first. The share counts codes and scales as they are stored.",
+        _table(
+            (
+                "weights and KV",
+                "hardware",
+                "decode share of bandwidth, batch 1, 32, 128, 256",
+                "decode step, ms",
+                "times as fast",
+                "prompts of 512, 2,048, 8,192 tokens, times as fast",
+                "KV tokens",
+            ),
+            (
+                (
+                    run["shape"].removeprefix("llama-3-8b_").replace("_", ", ").replace("kv-", "KV "),
+                    run["hardware"]["name"],
+                    _figures(run, "decode_bw_ratio_b", batches),
+                    _figures(run, "decode_ms_b", batches),
+                    _figures(run, "decode_over_before_b", batches),
+                    _figures(run, "prefill_over_before_1x", (512, 2048, 8192)),
+                    f"{run['kv_tokens']:,}",
+                )
+                for _, run in runs
+            ),
+        ),
+        "python -m benchmarks.engine --device cuda --shape llama-3-8b --quantization WEIGHTS --kv-cache-dtype KV"
+        " --before --save",
+        runs,
+    )
+
+
+def _figures(run: Run, name: str, sizes: Iterable[int]) -> str:
+    """Returns the figures `name` of some sizes; a dash for each that the GPU's memory is too small for."""
+    return ", ".join(f"{run[key]:.2f}" if (key := f"{name}{size}") in run else "–" for size in sizes)
 
 
 def _experts(folder: Path) -> str:

@@ -69,6 +69,8 @@ CODE_TILES = {
     NARROW_TILE: Plan(block_tokens=128, warps=2, stages=3),
 }
 """The tiles over 8-bit keys and values that take the place of these: about as many bytes at a time."""
+ONE_ROW_CODE_TILE = Plan(block_tokens=64, warps=2, stages=4, shared_percent=50)
+"""The tile over 8-bit keys and values for one row: 8.0 µs instead of 10.7 for 1,024 tokens of an 8B model's layer."""
 
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 """`make_plan` or a replacement of it."""
@@ -93,7 +95,8 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
     if rows >= ROUNDS * resident and tile is not SMALL_TILE:
         tile = ROUNDS_TILE if tile is LARGE_TILE else tile
         resident *= ROUNDS
-    tile = CODE_TILES[tile] if dtype.itemsize == 1 else tile
+    if dtype.itemsize == 1:
+        tile = ONE_ROW_CODE_TILE if rows == 1 else CODE_TILES[tile]
     most = min(MOST_SPLITS, -(-capacity // tile.block_tokens))
     if rows == 1:
         return replace(tile, splits=min(resident, most))
