@@ -1,7 +1,9 @@
 """Mixtures of experts on CPUs: a loop over the experts that tokens chose, whose products are those of dense networks.
 
-The choice is computed token by token in float32, so that it does not depend on the other tokens. In a step of fewer
-than LONG_TOKENS tokens no expert has more, and every product has the same order.
+The choice is computed in float32, and does not depend on the other tokens. In a step of fewer than LONG_TOKENS tokens
+no expert has more, and every product has the same order. What PyTorch computes here, it computes token by token: its
+result for an element depends on the element's place in the tensor (the last ones are computed without vectors, and by
+other approximations of exp), and that of a product on the number of rows.
 """
 
 from dataclasses import replace
@@ -39,7 +41,7 @@ def add_experts(
 
     The router is that of `with_wide_router`. Sums over a token's experts are in float32, in the order of their numbers.
     """
-    weights, chosen = choose_experts(_logits(x, experts), experts.choice_bias, spec)
+    weights, chosen = _choose(_logits(x, experts), experts, spec)
     valid = slots >= 0
     count_experts(chosen[valid], experts)
     chosen = chosen.masked_fill(~valid.unsqueeze(1), -1)
@@ -53,15 +55,24 @@ def add_experts(
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         shared = products.linear(products.gate_up(x, experts.shared_gate_up, "silu"), experts.shared_down).float()
         if experts.shared_gate is not None:
-            shared *= torch.sigmoid(products.linear(x, Linear(experts.shared_gate)).float())
+            gates = products.linear(x, Linear(experts.shared_gate)).float()
+            shared *= torch.stack([torch.sigmoid(gate) for gate in gates])
         mixed += shared
     hidden += mixed.to(hidden.dtype)
 
 
 def _logits(x: Tensor, experts: Experts) -> Tensor:
-    """Returns the router's logits [T, E], token by token: PyTorch's order depends on how many it multiplies."""
+    """Returns the router's logits [T, E]."""
     bias = experts.router_bias
     return torch.stack([F.linear(token, experts.router, bias) for token in x.float()])
+
+
+def _choose(logits: Tensor, experts: Experts, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
+    """Returns what `choose_experts` does; softmax is computed row by row anyway."""
+    if spec.router.score != "sigmoid":
+        return choose_experts(logits, experts.choice_bias, spec)
+    found = [choose_experts(token.unsqueeze(0), experts.choice_bias, spec) for token in logits]
+    return torch.cat([weights for weights, _ in found]), torch.cat([chosen for _, chosen in found])
 
 
 def _row(stacked: Tensor | None, index: int) -> Tensor | None:

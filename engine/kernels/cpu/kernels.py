@@ -112,7 +112,7 @@ class CpuKernels(Kernels):
     ) -> Tensor:
         """Computes RMSNorm and the gated product as two jobs."""
         if not _halves_are_apart(gate_up.weight):
-            return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
+            return _activated(self.norm_linear(hidden, norm, eps, gate_up), activation)
         out = torch.empty(len(hidden), len(gate_up.weight) // 2, dtype=self._dtype)
         normed, gelu = self._normed_memory(hidden.numel()), activation == "gelu_tanh"
         self._product(cpu_jobs.NORM_GATE_UP, hidden, normed, norm, eps, gate_up, out, gelu=gelu)
@@ -121,7 +121,7 @@ class CpuKernels(Kernels):
     def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
         """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]."""
         if activation != "silu" or not _halves_are_apart(gate_up.weight):
-            return activate(self.linear(x, gate_up), activation)
+            return _activated(self.linear(x, gate_up), activation)
         out = torch.empty(len(x), len(gate_up.weight) // 2, dtype=self._dtype)
         self._product(cpu_jobs.GATE_UP, x, x, None, 0.0, gate_up, out)
         return out
@@ -303,6 +303,11 @@ def _codes_of(weight: Weight) -> Tensor:
 def _halves_are_apart(weight: Weight) -> bool:
     """Returns True if gate and up rows can be multiplied by themselves: no panel has rows of both."""
     return not isinstance(weight, PanelWeight) or weight.outputs // 2 % LANES == 0
+
+
+def _activated(gate_up: Tensor, activation: str) -> Tensor:
+    """Returns the activation token by token, whose bits do not depend on the number of tokens (see experts.py)."""
+    return torch.cat([activate(token, activation) for token in gate_up.split(1)])
 
 
 def _layer_address(cache: Tensor, layer: int) -> int:

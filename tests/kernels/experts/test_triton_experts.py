@@ -36,7 +36,8 @@ def check(cases: list[ExpertCase], dtype: torch.dtype, tile: ExpertTile | None =
     found = torch.cat([run(case, dtype, tile)[case.valid].flatten() for case in cases])
     baseline = torch.cat([reference_run(case, dtype).flatten() for case in cases])
     exact = torch.cat([reference_run(case, torch.float64).flatten() for case in cases])
-    assert_as_good(found, baseline, exact)
+    # In float32 little is rounded, and the order of sums decides.
+    assert_as_good(found, baseline, exact, times=4 if dtype is torch.float32 else 2)
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
