@@ -27,7 +27,7 @@ def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr
         tile = start // (TILE // 2)
         half = tl.minimum(TILE, K - tile * TILE) // 2
         number = tl.arange(0, COLUMNS * 2)
-        at = tile * TILE + start % (TILE // 2) + number // COLUMNS * half + number % COLUMNS
+        at = start + tile * (TILE // 2) + number // COLUMNS * half + number % COLUMNS
         at = tl.max_contiguous(tl.multiple_of(at, 8), 8)  # known to be so: loads are wide
         inside = start + number % COLUMNS < BYTES
     return at, inside
@@ -55,7 +55,7 @@ def add_step(
     distance = 0
     if BITS == 4:
         tile = start // (TILE // 2)
-        first = tile * TILE + start % (TILE // 2)
+        first = start + tile * (TILE // 2)
         distance = tl.minimum(TILE, K - tile * TILE) // 2
     ones = tl.full((ROWS, x.shape[1] // PIECES), 1.0, x.dtype)
     for piece in tl.static_range(PIECES):
