@@ -29,6 +29,9 @@ from engine.kernels.rowwise.triton_norm import rms_norm
 
 FUSED_TOKENS = 512
 """The largest step whose product unpacks codes in registers: beyond, dequantizing once costs less than in each tile."""
+_NARROW_FUSED_TOKENS = 128
+"""The same where a scale covers so few columns that scaling the products costs more than unpacking codes."""
+_NARROW_BYTES = 64
 SCRATCH_ITEMS = 1 << 25
 """Elements of a weight that are dequantized at a time: 64 MiB in 16 bits."""
 _DEQUANTIZED_COLUMNS = 1024
@@ -52,12 +55,18 @@ def _by_group(scales: Tensor) -> Tensor:
     return scales.t().contiguous().float().t()
 
 
+def fuses(tokens: int, weight: PackedWeight) -> bool:
+    """Returns True if a product of so many tokens unpacks codes in registers."""
+    narrow = weight.group < weight.shape[1] and step_bytes(weight) < _NARROW_BYTES
+    return tokens <= (min(_NARROW_FUSED_TOKENS, FUSED_TOKENS) if narrow else FUSED_TOKENS)
+
+
 def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
     """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
     x, norm = _normed(hidden, norm, eps, pdl)
     weight = _packed(linear)
     out = x.new_empty(len(x), len(weight))
-    if len(x) <= FUSED_TOKENS:
+    if fuses(len(x), weight):
         launch(x, norm, eps, weight, linear.bias, out, STORE.value, pdl=pdl)
     else:
         multiply_dequantized(x, weight, linear.bias, out)
@@ -76,10 +85,10 @@ def norm_gate_up(
     """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
     x, norm = _normed(hidden, norm, eps, pdl)
-    if len(x) > FUSED_TOKENS:
+    weight = _packed(gate_up)
+    if not fuses(len(x), weight):
         both = norm_linear(x, None, eps, gate_up, pdl=pdl)
         return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
-    weight = _packed(gate_up)
     out = x.new_empty(len(x), len(weight) // 2)
     launch(x, norm, eps, weight, gate_up.bias, out, GATE_UP.value, pdl=pdl, gelu=gelu)
     return out
@@ -87,7 +96,7 @@ def norm_gate_up(
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     """Adds x · weightᵀ + bias to hidden [T, N] in place."""
-    if len(x) <= FUSED_TOKENS:
+    if fuses(len(x), _packed(linear)):
         launch(x, None, 0.0, _packed(linear), linear.bias, hidden, ADD.value, pdl=pdl)
         return
     if linear.bias is not None:
