@@ -5,17 +5,32 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from benchmarks.tuning.linear_candidates import Product
 from benchmarks.tuning.linear_timing import launch, make_inputs
 from engine.kernels.linear.triton_linear_tiles import Tile
 
 
+class Variant(Protocol):
+    """A variant of a kernel."""
+
+    @property
+    def memory_numbers(self) -> int:
+        """bfloat16 numbers of the memory that `run` takes."""
+        ...
+
+    def run(self, memory: Tensor) -> None:
+        """Launches the kernel once; `memory` is not initialized."""
+        ...
+
+
 @dataclass(frozen=True)
 class Job:
-    """One variant of a kernel to compile and measure."""
+    """One variant of a streaming product's kernel to compile and measure."""
 
     product: Product
     tokens: int
@@ -23,16 +38,27 @@ class Job:
     normed: bool
     pdl: bool
 
+    @property
+    def memory_numbers(self) -> int:
+        """Elements of the weight."""
+        return self.product.n * self.product.k
 
-def _compile_all(jobs: Sequence[Job]) -> list[str | None]:
-    """Runs each job once on uninitialized memory, which fills Triton's disk cache; in a process of its own."""
-    largest = max((job.product.n * job.product.k for job in jobs), default=0)
-    memory = torch.empty(largest, dtype=torch.bfloat16, device="cuda")
+    def run(self, memory: Tensor) -> None:
+        """Launches the kernel with `memory` as its weight."""
+        weight = memory[: self.memory_numbers].view(self.product.n, self.product.k)
+        launch(self.product, make_inputs(self.product, self.tokens, self.normed), weight, self.tile, self.pdl)
+
+    def __str__(self) -> str:
+        return f"{self.product.name} {self.product.n}x{self.product.k} {self.tile}"
+
+
+def _compile_all(jobs: Sequence[Variant]) -> list[str | None]:
+    """Runs each job once, which fills Triton's disk cache; in a process of its own."""
+    memory = torch.empty(max((job.memory_numbers for job in jobs), default=0), dtype=torch.bfloat16, device="cuda")
     failures: list[str | None] = []
     for job in jobs:
-        weight = memory[: job.product.n * job.product.k].view(job.product.n, job.product.k)
         try:
-            launch(job.product, make_inputs(job.product, job.tokens, job.normed), weight, job.tile, job.pdl)
+            job.run(memory)
             torch.cuda.synchronize()
             failures.append(None)
         except Exception as error:
@@ -46,9 +72,9 @@ class Compilers:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._processes = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-        self.working: set[Job] = set()
+        self.working: set[Variant] = set()
 
-    def compile(self, jobs: Iterable[Job]) -> None:
+    def compile(self, jobs: Iterable[Variant]) -> None:
         """Compiles the jobs and prints those that fail."""
         started, distinct = time.perf_counter(), list(dict.fromkeys(jobs))
         shares = [distinct[i :: self._workers] for i in range(self._workers)]
@@ -57,7 +83,7 @@ class Compilers:
                 if failure is None:
                     self.working.add(job)
                 else:
-                    print(f"left out: {job.product.name} {job.product.n}x{job.product.k} {job.tile}: {failure}")
+                    print(f"left out: {job}: {failure}")
         print(f"{len(distinct)} variants compiled in {time.perf_counter() - started:.0f} s", flush=True)
 
     def close(self) -> None:

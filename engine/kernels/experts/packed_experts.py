@@ -65,7 +65,7 @@ def launch(
     pairs, outputs = out.shape
     most = len(tiles) - 1
     packed_tile_kernel[(most, triton.cdiv(outputs, product.rows))](
-        x, weight.codes.view(torch.uint8), weight.scales, weight.scales if weight.offsets is None else weight.offsets,
+        x, weight.codes.view(torch.int32), weight.scales, weight.scales if weight.offsets is None else weight.offsets,
         x if bias is None else bias, pair_weights, tiles, order, out, pairs, most, *weight.scales.stride(),
         N=outputs, K=x.shape[1], E=len(weight), TOP_K=top_k, GATED=activation is not None, ACTIVATION=activation or 0,
         BIAS=bias is not None, GROUP=weight.group, BITS=weight.bits, FP8=weight.codes.dtype.is_floating_point,

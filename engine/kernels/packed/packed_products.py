@@ -9,7 +9,6 @@ give the same bits in every run; a token's bits are the same in all steps with t
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +20,20 @@ from engine.kernels.held_weight import multiplied_on_gpus, step_bytes
 from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
 from engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
-from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, fits_scratch
+from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS
 from engine.kernels.linear.triton_linear_tiles import Skinny
+from engine.kernels.packed.packed_tiles import tile_for
 from engine.kernels.packed.triton_packed import dequantize_kernel, packed_kernel
-from engine.kernels.packed_weight import TILE, PackedWeight
+from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.rowwise.triton_norm import rms_norm
 
-FUSED_TOKENS = 1024
+FUSED_TOKENS = 512
 """The largest step whose product unpacks codes in registers: beyond, dequantizing once costs less than in each tile."""
+_NARROW_FUSED_TOKENS = 128
+"""The same where a scale covers so few columns that scaling the products costs more than unpacking codes."""
+_NARROW_BYTES = 64
 SCRATCH_ITEMS = 1 << 25
 """Elements of a weight that are dequantized at a time: 64 MiB in 16 bits."""
-_MULTIPROCESSORS = 132
-_MOST_SPLITS = 8
-_EARLY_BYTES = 512
-"""Bytes of each row of codes that are prefetched into L2 before the input is ready."""
 _DEQUANTIZED_COLUMNS = 1024
 
 
@@ -56,17 +55,28 @@ def _by_group(scales: Tensor) -> Tensor:
     return scales.t().contiguous().float().t()
 
 
+def fuses(tokens: int, weight: PackedWeight) -> bool:
+    """Returns True if a product of so many tokens unpacks codes in registers."""
+    narrow = weight.group < weight.shape[1] and step_bytes(weight) < _NARROW_BYTES
+    return tokens <= (min(_NARROW_FUSED_TOKENS, FUSED_TOKENS) if narrow else FUSED_TOKENS)
+
+
 def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
     """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
     x, norm = _normed(hidden, norm, eps, pdl)
     weight = _packed(linear)
     out = x.new_empty(len(x), len(weight))
-    if len(x) <= FUSED_TOKENS:
+    if fuses(len(x), weight):
         launch(x, norm, eps, weight, linear.bias, out, STORE.value, pdl=pdl)
     else:
-        for rows, matrix in _dequantized_pieces(weight, x.dtype):
-            out[:, rows] = F.linear(x, matrix, None if linear.bias is None else linear.bias[rows])
+        multiply_dequantized(x, weight, linear.bias, out)
     return out
+
+
+def multiply_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """Computes x · weightᵀ + bias into `out` by the library, from some dequantized rows after the others."""
+    for rows, matrix in _dequantized_pieces(weight, x.dtype):
+        out[:, rows] = F.linear(x, matrix, None if bias is None else bias[rows])
 
 
 def norm_gate_up(
@@ -75,10 +85,10 @@ def norm_gate_up(
     """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
     x, norm = _normed(hidden, norm, eps, pdl)
-    if len(x) > FUSED_TOKENS:
+    weight = _packed(gate_up)
+    if not fuses(len(x), weight):
         both = norm_linear(x, None, eps, gate_up, pdl=pdl)
         return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
-    weight = _packed(gate_up)
     out = x.new_empty(len(x), len(weight) // 2)
     launch(x, norm, eps, weight, gate_up.bias, out, GATE_UP.value, pdl=pdl, gelu=gelu)
     return out
@@ -86,13 +96,13 @@ def norm_gate_up(
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     """Adds x · weightᵀ + bias to hidden [T, N] in place."""
-    if len(x) <= FUSED_TOKENS:
+    if fuses(len(x), _packed(linear)):
         launch(x, None, 0.0, _packed(linear), linear.bias, hidden, ADD.value, pdl=pdl)
         return
+    if linear.bias is not None:
+        hidden += linear.bias  # first, where rounding costs less than after the larger product is added
     for rows, matrix in _dequantized_pieces(_packed(linear), x.dtype):
         hidden[:, rows].addmm_(x, matrix.t())
-    if linear.bias is not None:
-        hidden += linear.bias
 
 
 def launch(
@@ -114,38 +124,26 @@ def launch(
     """
     (tokens, k), n = x.shape, out.shape[1]
     if tile is None:
-        tile = tile_for(tokens, n, k, op == GATE_UP.value, step_bytes(weight))
+        tile = tile_for(tokens, len(weight), k, op == GATE_UP.value, weight.bits, step_bytes(weight))
     grid = (triton.cdiv(n, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
     packed_kernel[grid](
-        x, x if norm is None else norm, weight.codes.view(torch.uint8), weight.scales,
+        x, x if norm is None else norm, weight.codes.view(torch.int32), weight.scales,
         weight.scales if weight.offsets is None else weight.offsets, x if bias is None else bias, out, partials,
         counters, tokens, n, eps, *weight.scales.stride(),
         K=k, GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
         OFFSETS=weight.offsets is not None, OP=op, GELU=gelu,
         NORM=NO_NORM.value if norm is None else NORM_LAST.value, BIAS=bias is not None,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
-        VECTOR=min(16 // x.element_size(), tile.columns), EARLY=early_bytes(weight.codes, tile) if pdl else 0,
-        PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        VECTOR=min(16 // x.element_size(), tile.columns),
+        EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        maxnreg=_registers(tile),
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def tile_for(tokens: int, n: int, k: int, paired: bool, columns: int) -> Skinny:
-    """Returns the tile for a step of `tokens` and n outputs; `columns` bytes of codes have a single scale.
-
-    No measured tiles yet: two programs per multiprocessor where the outputs are few, as for plain weights.
-    """
-    bucket = next((size for size in (16, 32, 64) if tokens <= size), 128)
-    rows, warps = (64 if bucket < 128 or paired else 128), (4 if bucket < 128 else 8)
-    tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
-    splits = 1
-    while tiles * splits < 3 * _MULTIPROCESSORS // 2 and k >= splits * 4 * TILE and splits < _MOST_SPLITS:
-        splits *= 2
-    early = _EARLY_BYTES if tokens <= bucket else 0
-    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, 5, warps, early), tiles, paired):
-        splits //= 2
-    return tile
+def _registers(tile: Skinny) -> int | None:
+    """Returns the most registers of a thread: so few that four programs of small tiles share a multiprocessor."""
+    return 128 if tile.rows <= 64 and tile.tokens <= 32 else None
 
 
 def dequantize(weight: PackedWeight, out: Tensor) -> None:

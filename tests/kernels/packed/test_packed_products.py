@@ -10,8 +10,8 @@ from engine.kernels.base import Linear
 from engine.kernels.held_weight import step_bytes
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import packed_products
-from engine.kernels.packed.triton_packed import bytes_as, nibbles_as
-from engine.kernels.packed_weight import PackedWeight
+from engine.kernels.packed.triton_codes import bytes_as, nibbles_as, words_as
+from engine.kernels.packed_weight import PackedWeight, unpack_nibbles
 from engine.kernels.reference import ReferenceKernels
 from tests.kernels.packed_cases import KINDS, make_packed
 from tests.kernels.product_cases import DEVICE, EPS
@@ -104,22 +104,46 @@ def test_programs_share_the_columns(kind: str, operation: str, group: int, monke
 
 
 @triton.jit
-def _convert(bytes_, nibbles, out, FP8: tl.constexpr, CENTRE: tl.constexpr):
+def _convert(bytes_, nibbles, out, FP8: tl.constexpr):
     at = tl.arange(0, 256)
     held = tl.load(bytes_ + at)
     tl.store(out + at, bytes_as(held, FP8, tl.bfloat16).to(tl.float32))
-    tl.store(nibbles + at[None, :], nibbles_as((held & 15)[None, :], CENTRE, tl.bfloat16).to(tl.float32))
+    tl.store(nibbles + at[None, :], nibbles_as((held & 15)[None, :], tl.bfloat16).to(tl.float32))
 
 
-@pytest.mark.parametrize(("dtype", "centre"), [(torch.int8, 0), (torch.float8_e4m3fn, 8)])
-def test_every_code_as_bfloat16(dtype: torch.dtype, centre: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_every_code_as_bfloat16(dtype: torch.dtype) -> None:
     codes = torch.arange(256, device=DEVICE).to(torch.uint8)
     wide, nibbles = torch.zeros(2, 256, device=DEVICE)
-    _convert[(1,)](codes, nibbles, wide, FP8=dtype != torch.int8, CENTRE=centre)
+    _convert[(1,)](codes, nibbles, wide, FP8=dtype != torch.int8)
     expected = codes.view(dtype).float()
     finite = expected.isfinite()
     assert torch.equal(wide[finite], expected[finite])
-    assert torch.equal(nibbles, (codes & 15).float() - centre)
+    assert torch.equal(nibbles, (codes & 15).float() - 8)
+
+
+@triton.jit
+def _convert_words(words, out, BITS: tl.constexpr, FP8: tl.constexpr, CODES: tl.constexpr):
+    held = tl.load(words + tl.arange(0, 64)[None, :])
+    numbers = words_as(held, BITS, FP8, out.dtype.element_ty)
+    tl.store(out + tl.arange(0, CODES)[None, :], numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_every_word_of_codes_in_word_order(kind: str, dtype: torch.dtype) -> None:
+    """On a GPU bfloat16 is converted by PTX, elsewhere by the plain operations."""
+    held = torch.arange(256, device=DEVICE).to(torch.uint8)
+    if kind == "int4":
+        expected = unpack_nibbles(held).float() - 8
+    else:
+        expected = held.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn).float()
+    out = torch.zeros(len(expected), dtype=dtype, device=DEVICE)
+    bits = 4 if kind == "int4" else 8
+    _convert_words[(1,)](held.view(torch.int32), out, BITS=bits, FP8=kind == "fp8", CODES=len(out))
+    ordered = expected.view(-1, 4, 2, 2).transpose(1, 2).flatten()
+    finite = ordered.isfinite()
+    assert torch.equal(out.float()[finite], ordered[finite])
 
 
 @pytest.mark.parametrize("kind", KINDS)
