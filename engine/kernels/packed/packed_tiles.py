@@ -6,11 +6,72 @@ from engine.kernels.linear.triton_linear_plan import fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed_weight import TILE
 
-TUNED: dict[tuple[int, int, int, bool], dict[int, Skinny]] = {}
+TUNED: dict[tuple[int, int, int, bool], dict[int, Skinny]] = {
+    (8, 6144, 4096, False): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=4, stages=6, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=5, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=4, stages=3, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=128, splits=2, stages=3, warps=4, early=512),
+    },
+    (4, 6144, 4096, False): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=8, stages=4, warps=4, early=512),
+        32: Skinny(rows=128, tokens=32, columns=64, splits=4, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=64, splits=4, stages=3, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=64, splits=2, stages=3, warps=4, early=512),
+    },
+    (8, 4096, 4096, False): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=8, stages=5, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=6, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=4, stages=4, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=128, splits=4, stages=3, warps=4, early=512),
+    },
+    (4, 4096, 4096, False): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=8, stages=4, warps=8, early=512),
+        32: Skinny(rows=128, tokens=32, columns=64, splits=8, stages=4, warps=8, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=4, stages=4, warps=8, early=512),
+        128: Skinny(rows=128, tokens=128, columns=64, splits=4, stages=3, warps=8, early=512),
+    },
+    (8, 28672, 4096, True): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=1, stages=5, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=1, stages=4, warps=4, early=512),
+        128: Skinny(rows=128, tokens=128, columns=128, splits=2, stages=3, warps=8, early=512),
+    },
+    (4, 28672, 4096, True): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=2, stages=4, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=64, splits=1, stages=6, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=64, splits=1, stages=4, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=64, splits=1, stages=3, warps=8, early=512),
+    },
+    (8, 4096, 14336, False): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=8, stages=4, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=6, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=4, stages=4, warps=4, early=512),
+        128: Skinny(rows=128, tokens=128, columns=128, splits=4, stages=4, warps=8, early=512),
+    },
+    (4, 4096, 14336, False): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=8, stages=4, warps=8, early=512),
+        32: Skinny(rows=128, tokens=32, columns=64, splits=8, stages=4, warps=8, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=4, stages=4, warps=8, early=512),
+        128: Skinny(rows=128, tokens=128, columns=64, splits=4, stages=4, warps=8, early=512),
+    },
+    (8, 128256, 4096, False): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=1, stages=4, warps=4, early=512),
+        32: Skinny(rows=128, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=128, tokens=64, columns=128, splits=1, stages=4, warps=8, early=512),
+        128: Skinny(rows=128, tokens=128, columns=128, splits=1, stages=4, warps=8, early=512),
+    },
+    (4, 128256, 4096, False): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=1, stages=4, warps=8, early=512),
+        32: Skinny(rows=128, tokens=32, columns=64, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=1, stages=3, warps=4, early=512),
+        128: Skinny(rows=128, tokens=128, columns=64, splits=1, stages=4, warps=8, early=512),
+    },
+}
 """(bits, rows, columns, True if the rows are gate and up) of a weight: its tile by the largest number of tokens.
 
-From `python -m benchmarks.tuning.packed_timing --candidates`, for 8-bit codes with a scale a row and 4-bit codes with
-one for 128 columns.
+From `python -m benchmarks.tuning.packed_timing --candidates` for llama-3-8b on an H100: 8-bit codes with a scale a row,
+and 4-bit codes with one for 128 columns.
 """
 
 TOKEN_TILES = (16, 32, 64, 128)
