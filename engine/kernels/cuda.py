@@ -25,6 +25,7 @@ from engine.kernels.linear.gated_product import GatedProduct
 from engine.kernels.linear.triton_activation import gelu_mul
 from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
 from engine.kernels.packed import products, scaled_products
+from engine.kernels.packed.packed_products import dequantized_for
 from engine.kernels.packed.scaled_weight import ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.rowwise import triton_rope
@@ -141,6 +142,7 @@ class CudaKernels(Kernels):
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         """Computes RMSNorm and the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        linear = dequantized_for(len(hidden), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             return products.products_of(linear.weight).norm_linear(hidden, norm, eps, linear, pdl=self._pdl)
         if not _streams(hidden, linear):
@@ -152,6 +154,7 @@ class CudaKernels(Kernels):
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
     ) -> Tensor:
         """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
+        gate_up = dequantized_for(len(hidden), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
             return self._gate_up(hidden, norm, eps, gate_up, activation)
         x, scale = self._normed(hidden, norm, eps, streamed=_streams(hidden, gate_up))
@@ -159,6 +162,7 @@ class CudaKernels(Kernels):
 
     def _gate_up(self, x: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, activation: str = "silu") -> Tensor:
         """Computes activation(g) · u of x, which only kernels of packed weights and streaming ones norm."""
+        gate_up = dequantized_for(len(x), gate_up, self._dtype)
         if isinstance(gate_up.weight, PackedWeight):
             packed = products.products_of(gate_up.weight)
             return packed.norm_gate_up(x, norm, eps, gate_up, pdl=self._pdl, activation=activation)
@@ -172,6 +176,7 @@ class CudaKernels(Kernels):
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             return products.products_of(linear.weight).norm_linear(x, None, 0.0, linear, pdl=self._pdl)
         if _streams(x, linear):
@@ -180,15 +185,16 @@ class CudaKernels(Kernels):
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Computes the product and adds it to `hidden`, as a streaming kernel for few tokens, else with cuBLAS."""
+        linear = dequantized_for(len(x), linear, self._dtype)
         if isinstance(linear.weight, PackedWeight):
             products.products_of(linear.weight).linear_add(x, linear, hidden, pdl=self._pdl)
             return
         if _streams(x, linear):
             triton_linear.linear_add(x, linear.matrix, linear.bias, hidden, pdl=self._pdl)
             return
-        hidden.addmm_(x, linear.matrix.t())
         if linear.bias is not None:
-            hidden += linear.bias
+            hidden += linear.bias  # first, where rounding costs less than after the larger product is added
+        hidden.addmm_(x, linear.matrix.t())
 
     def feed_forward(
         self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, activation: str = "silu"

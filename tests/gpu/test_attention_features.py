@@ -60,6 +60,8 @@ def flash(page_tokens: int) -> PrefillAttention:
     always=[(name, sinks, "128", "bfloat16") for name in SHAPES for sinks in SINKS],
 )  # fmt: skip
 def test_flash_prefill(shape: AttentionShape, sinks: bool, page_tokens: int, dtype: torch.dtype) -> None:
+    if shape.window is not None and page_tokens != 128:
+        pytest.skip("the engine computes windows over such pages without flash-attn-4, whose tiles reach beyond them")
     step = made(ROWS, shape, page_tokens, sinks)
     prefill_cases.check(flash(page_tokens), step, dtype, GPU, cache=head_major(step.cache))
 

@@ -307,7 +307,7 @@ def _halves_are_apart(weight: Weight) -> bool:
 
 def _activated(gate_up: Tensor, activation: str) -> Tensor:
     """Returns the activation token by token, whose bits do not depend on the number of tokens (see experts.py)."""
-    return torch.cat([activate(token, activation) for token in gate_up.split(1)])
+    return torch.stack([activate(token, activation) for token in gate_up])
 
 
 def _layer_address(cache: Tensor, layer: int) -> int:

@@ -26,8 +26,11 @@ from engine.kernels.packed.scaled_weight import ROW_TILE, Input, OneToken, Quant
 from engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
 from engine.kernels.packed_weight import PackedWeight
 
-LIBRARY_TOKENS = 128
-"""The largest step whose FP8 products are Triton's: beyond, they are not bound by the reading of weights."""
+LIBRARY_TOKENS = 64
+"""The largest step whose FP8 products are Triton's: beyond, they are not bound by the reading of weights.
+
+A layer of llama-3-8b on an H100, µs, by Triton and by the library: 105 and 122 for 64 tokens, 179 and 123 for 128.
+"""
 _LEAST_GROUP = 32
 """The least number of columns of 8-bit codes that the matrix units multiply."""
 _STEP = 128
