@@ -77,7 +77,7 @@ def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec)
     if dtype is None:
         return parse_dtype(config, device, model)
     if dtype == torch.float8_e4m3fn:
-        _check_float8(device)
+        _check_float8_kv(device)
     return dtype
 
 
@@ -97,15 +97,25 @@ def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
     return _KV_DTYPES[name]
 
 
-def _check_float8(device: torch.device) -> None:
+def check_weights(device: torch.device, model: ModelSpec) -> None:
+    """Raises InvalidArgument for FP8 weights on a GPU that has no conversion of them."""
+    if device.type == "cuda" and model.quantization is not None and model.quantization.has_float8:
+        _check_float8("quantization", device, "weights of the checkpoint in 16 bits, or in 8 or 4 bits as integers")
+
+
+def _check_float8_kv(device: torch.device) -> None:
     """Raises InvalidArgument for a device without kernels for KV of 8-bit floating-point numbers."""
     if device.type == "cpu":
         raise InvalidArgument("kv_cache_dtype", "fp8 is served on GPUs only; use int8, which is as small, or auto.")
+    _check_float8("kv_cache_dtype", device, "int8 or auto")
+
+
+def _check_float8(setting: str, device: torch.device, instead: str) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _FLOAT8_CAPABILITY:
         has, needs = ".".join(map(str, capability)), ".".join(map(str, _FLOAT8_CAPABILITY))
         raise InvalidArgument(
-            "kv_cache_dtype", f"fp8 needs a GPU of compute capability {needs}, this one has {has}; use int8 or auto."
+            setting, f"fp8 needs a GPU of compute capability {needs}, this one has {has}; use {instead}."
         )
 
 

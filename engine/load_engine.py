@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
-from engine.device import choose_kernels, parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
+from engine.device import check_weights, choose_kernels, parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
 from engine.expert_tokens import ExpertTokens
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
@@ -72,6 +72,7 @@ def load_parts(
     stored = load_spec(config.model) if config.random_weights else check_model(config.model)
     spec = quantized_at_load(stored, config.quantization)
     dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
+    check_weights(device, spec)
     if device.type == "cpu":
         check_host_memory(weight_bytes(spec, dtype, on_cpu=True))
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
@@ -124,8 +125,9 @@ def _load_model(
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
+        size = weight_bytes(spec, dtype, on_cpu=is_cpu(device))
         raise InvalidArgument(
             "device",
-            f"{device} has no memory for the weights, {weight_bytes(spec, dtype) / GIB:.2f} GiB; free memory there, or"
+            f"{device} has no memory for the weights, {size / GIB:.2f} GiB; free memory there, or"
             " serve a smaller model.",
         ) from error

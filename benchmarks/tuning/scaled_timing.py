@@ -23,7 +23,7 @@ from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch, 
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import packed_products, scaled_products
 from engine.kernels.packed.library_products import library_product
-from engine.kernels.packed.scaled_weight import Input, OneToken, QuantizedInput, ScaledWeight
+from engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.triton_launch import overlaps_launches
 
@@ -58,9 +58,9 @@ def measure(product: Product, form: str, tokens: int, *, candidates: bool) -> Fi
     found: Figures = {"product": product.name, "form": form, "tokens": tokens}
     found["quantize_us"] = _us(lambda _: quantize(), 8)
 
-    def triton_product(tile: Skinny | None, number: int, taken: Input = x) -> None:
+    def triton_product(tile: Skinny | None, number: int) -> None:
         weight = scaled[number % len(scaled)]
-        scaled_products.launch(taken, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
+        scaled_products.launch(x, weight, None, inputs.out, product.op, pdl=pdl, tile=tile)
 
     count = max(4, len(scaled))
     tiles: dict[str, float] = {}
@@ -70,8 +70,6 @@ def measure(product: Product, form: str, tokens: int, *, candidates: bool) -> Fi
         except Exception as error:  # a tile may need more shared memory or registers than there are
             print(f"{tile}: {error}".splitlines()[0])
     best = min(tiles, key=lambda tile: tiles[tile])
-    if tokens == 1:
-        found["one_launch_us"] = _us(partial(triton_product, None, taken=OneToken(inputs.x, inputs.norm, _EPS)), count)
     found |= {"triton_us": tiles[best], "rule_us": next(iter(tiles.values())), "tile": best}
     if scaled_products.uses_library(1 << 20, scaled[0], torch.bfloat16):
         found["library_us"] = _library_us(product, x, scaled, inputs.out, count)

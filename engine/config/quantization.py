@@ -125,6 +125,11 @@ class Quantization:
         """True if 16-bit weights are quantized while they are loaded."""
         return any(each and each.format is WeightFormat.ROUND_TO_NEAREST for _, each in self.rules)
 
+    @property
+    def has_float8(self) -> bool:
+        """True if some weights have FP8 codes."""
+        return any(each and each.codes is Codes.FLOAT8 for _, each in self.rules)
+
     def scheme_of(self, module: str) -> WeightScheme | None:
         """Returns the scheme of a module (`model.layers.0.mlp.down_proj`), None = not quantized."""
         parts = module.split(".")

@@ -1,9 +1,9 @@
 """Products on GPUs whose weights and inputs both have 8 bits: FP8 or INT8 codes, multiplied by the matrix units.
 
-One kernel quantizes the input, token by token, and norms it before where a norm is due; a token alone is quantized by
-the product itself. In steps of any size the codes are the same, so that a token's output differs between steps only by
-the order of sums (docs/decisions/0041). A Triton kernel multiplies few tokens, and int8 in steps of any size; a library
-multiplies FP8 from some tokens on, unless it lacks the product.
+One kernel quantizes the input, token by token, and norms it before where a norm is due. In steps of any size the codes
+are the same, so that a token's output differs between steps only by the order of sums (docs/decisions/0041). A Triton
+kernel multiplies few tokens, and int8 in steps of any size; a library multiplies FP8 from some tokens on, unless it
+lacks the product.
 
 The memory of inputs has whole tiles of tokens: nothing is read outside of it, and what is computed for tokens that are
 not there is never stored.
@@ -18,11 +18,10 @@ from torch import Tensor
 from engine.kernels.base import Linear
 from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
-from engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
 from engine.kernels.linear.triton_linear_plan import fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed.library_products import block_scales, library_product
-from engine.kernels.packed.scaled_weight import ROW_TILE, Input, OneToken, QuantizedInput, ScaledWeight
+from engine.kernels.packed.scaled_weight import ROW_TILE, QuantizedInput, ScaledWeight
 from engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
 from engine.kernels.packed_weight import PackedWeight
 
@@ -40,8 +39,6 @@ _EARLY_BYTES = 512
 """Bytes of each row of the weight that are prefetched into L2 while the input is being quantized."""
 _ELEMENTS_PER_WARP = 512
 _MOST_WARPS = 16
-_MOST_BLOCK = 4096
-"""Columns of a token that a program reads at a time for its largest value."""
 
 
 def multiplies(weight: PackedWeight) -> bool:
@@ -72,8 +69,8 @@ def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
 def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
     """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
     weight = _scaled(linear)
-    x = _input(hidden, norm, eps, weight, pdl=pdl)
-    if isinstance(x, QuantizedInput) and uses_library(x.tokens, weight, hidden.dtype):
+    x = quantized(hidden, norm, eps, weight, pdl=pdl)
+    if uses_library(x.tokens, weight, hidden.dtype):
         return library_product(x, weight, linear.bias, hidden.dtype)
     out = hidden.new_empty(len(hidden), len(weight))
     launch(x, weight, linear.bias, out, STORE.value, pdl=pdl)
@@ -86,8 +83,8 @@ def norm_gate_up(
     """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
     gelu = activation == "gelu_tanh"
     weight = _scaled(gate_up)
-    x = _input(hidden, norm, eps, weight, pdl=pdl)
-    if isinstance(x, QuantizedInput) and uses_library(x.tokens, weight, hidden.dtype):
+    x = quantized(hidden, norm, eps, weight, pdl=pdl)
+    if uses_library(x.tokens, weight, hidden.dtype):
         both = library_product(x, weight, gate_up.bias, hidden.dtype)
         return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
     out = hidden.new_empty(len(hidden), len(weight) // 2)
@@ -97,7 +94,7 @@ def norm_gate_up(
 
 def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     """Adds x · weightᵀ + bias to hidden [T, N] in place."""
-    _add(_input(x, None, 0.0, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
+    _add(quantized(x, None, 0.0, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
 
 
 def feed_forward(
@@ -116,20 +113,12 @@ def feed_forward(
     _add(quantized(both, None, 0.0, _scaled(down), pdl=pdl, activation=activation), down, hidden, pdl=pdl)
 
 
-def _add(x: Input, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
+def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
     weight = _scaled(linear)
-    if isinstance(x, QuantizedInput) and uses_library(x.tokens, weight, hidden.dtype):
+    if uses_library(x.tokens, weight, hidden.dtype):
         hidden += library_product(x, weight, linear.bias, hidden.dtype)
     else:
         launch(x, weight, linear.bias, hidden, ADD.value, pdl=pdl)
-
-
-def _input(x: Tensor, norm: Tensor | None, eps: float, weight: ScaledWeight, *, pdl: bool) -> Input:
-    """Returns the input as the product takes it."""
-    columns = weight.shape[1]
-    if len(x) == 1 and (weight.group == columns or weight.group <= _STEP):
-        return OneToken(x, norm, eps)
-    return quantized(x, norm, eps, weight, pdl=pdl)
 
 
 def quantized(
@@ -157,7 +146,7 @@ def quantized(
 
 
 def launch(
-    x: Input,
+    x: QuantizedInput,
     weight: ScaledWeight,
     bias: Tensor | None,
     out: Tensor,
@@ -175,17 +164,13 @@ def launch(
     if tile is None:
         tile = tile_for(tokens, n, k, op == GATE_UP.value, weight.group)
     grid = (triton.cdiv(tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
-    norm, eps = (x.norm, x.eps) if isinstance(x, OneToken) else (None, 0.0)
-    codes, scales = (x.x, weight.scales) if isinstance(x, OneToken) else (x.codes, x.scales)
     partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
     scaled_kernel[grid](
-        codes, scales, codes if norm is None else norm, weight.codes, weight.scales, out if bias is None else bias, out,
-        partials, counters, tokens, n, eps, scales.stride(0), *weight.scales.stride(),
+        x.codes, x.scales, weight.codes, weight.scales, out if bias is None else bias, out,
+        partials, counters, tokens, n, x.scales.stride(0), *weight.scales.stride(),
         K=k, GROUP=weight.group, OP=op, GELU=gelu, BIAS=bias is not None,
         ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
-        EARLY=early_bytes(weight.codes, tile) if pdl else 0, QUANTIZES=isinstance(x, OneToken),
-        NORM=NO_NORM.value if norm is None else NORM_LAST.value, BLOCK=min(triton.next_power_of_2(k), _MOST_BLOCK),
-        PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 

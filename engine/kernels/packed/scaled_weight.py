@@ -34,15 +34,3 @@ class QuantizedInput:
     codes: Tensor
     scales: Tensor
     tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class OneToken:
-    """A token [1, K] that the product itself norms and quantizes, as another launch would take longer."""
-
-    x: Tensor
-    norm: Tensor | None
-    eps: float
-
-
-Input = QuantizedInput | OneToken

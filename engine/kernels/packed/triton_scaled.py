@@ -4,25 +4,14 @@ import triton
 import triton.language as tl
 
 from engine.kernels.linear.triton_activation import gated
-from engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split
-from engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
+from engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM, call_into_l2, finish_split
+from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 LARGEST_INT8 = tl.constexpr(127.0)
 LARGEST_FP8 = tl.constexpr(448.0)
 """The largest code of each type."""
 _ROUNDER = tl.constexpr(12582912.0)
 """1.5 · 2²³: a small float32 number that is added to it is rounded to the nearest integer, ties to even."""
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
-
-
-@triton.jit
-def _as_fp8(values):
-    """Rounds float32 to numbers that float8_e4m3fn holds, ties to even, which the interpreter's conversion does not."""
-    bits = values.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
-    small = (values + _ROUNDER / 512) - _ROUNDER / 512
-    return tl.where(tl.abs(values) < 1 / 64, small, normal)
 
 
 @triton.jit
@@ -34,31 +23,9 @@ def _to_codes(most, largest):
 @triton.jit
 def _rounded(values, FP8: tl.constexpr):
     """Rounds to codes where the conversion to their type would not."""
-    if not FP8:
-        return (values + _ROUNDER) - _ROUNDER
-    if _INTERPRETED:
-        return _as_fp8(values)
-    return values
-
-
-@triton.jit
-def _largest_of(x, norm, K: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the largest magnitude of x · norm [K], or of x."""
-    most = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, K, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
-        if NORM:
-            values *= tl.load(norm + at, mask=at < K, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.abs(values))
-    return tl.max(most, axis=0)
-
-
-@triton.jit
-def _token_codes(values, factor, first, dtype: tl.constexpr):
-    """Returns a tile [tokens, columns] of codes whose first token has these values [columns], and others zero."""
-    found = _rounded(values * factor, dtype != tl.int8).to(dtype).to(tl.int8, bitcast=True)
-    return tl.where(first[:, None], found[None, :], 0).to(tl.int8).to(dtype, bitcast=True)
+    if FP8:
+        return values
+    return (values + _ROUNDER) - _ROUNDER
 
 
 @triton.jit
@@ -78,9 +45,9 @@ def quantize_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantizes RMSNorm(x) of one token, or x itself; grid (T,).
+    """Quantizes RMSNorm(x), x itself, or with GATED activation(g) · u of x = [g | u] [T, 2·K]; grid (T,).
 
-    With GATED activation(g) · u of x = [g | u] [T, 2·K], rounded to x's dtype first, as other products store it.
+    The activation's product is rounded to x's dtype first, as other products store it.
 
     Codes are those of x · norm: the root of the mean square is in the scales alone, as its last digit depends on the
     order of a sum.
@@ -108,7 +75,8 @@ def quantize_kernel(
         values *= weight
     largest = LARGEST_FP8 if FP8 else LARGEST_INT8
     grouped = tl.reshape(values, (BLOCK // GROUP, GROUP))
-    most = tl.max(tl.abs(grouped), axis=1)
+    # The maximum of the bits, as that of numbers passes over NaN: its scale becomes NaN, whatever its code is.
+    most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     found = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
     tl.store(codes + token * K + column, _rounded(found, FP8).to(codes.dtype.element_ty), mask=inside)
     groups = tl.arange(0, BLOCK // GROUP)
@@ -140,7 +108,6 @@ def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM:
 def scaled_kernel(
     x,
     x_scales,
-    norm,
     codes,
     scales,
     bias,
@@ -149,7 +116,6 @@ def scaled_kernel(
     counters,
     T,
     N,
-    eps,
     token_stride,
     row_stride,
     group_stride,
@@ -164,9 +130,6 @@ def scaled_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-    QUANTIZES: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiplies codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
@@ -175,16 +138,12 @@ def scaled_kernel(
     g · token_stride + t, likewise. codes [N or, with GATE_UP, 2·N, K] of the same type; the scale of row r and group g
     is at r · row_stride + g · group_stride. COLUMNS at a time never cross a group. partials and counters as of
     `skinny_kernel`.
-
-    With QUANTIZES x is one token that is quantized here, as `quantize_kernel` does it: the first of a tile whose others
-    are zero. A group is then a row, or COLUMNS; NORM is the time of the norm. BLOCK columns are read at a time before.
     """
     EVEN: tl.constexpr = K % (COLUMNS * SPLITS) == 0
     STEPS: tl.constexpr = (K + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
     GROUPED: tl.constexpr = GROUP < K
     kind: tl.constexpr = codes.dtype.element_ty
     SUM: tl.constexpr = tl.int32 if kind == tl.int8 else tl.float32
-    LARGEST: tl.constexpr = LARGEST_INT8 if kind == tl.int8 else LARGEST_FP8
     launch_dependents(PDL)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -199,17 +158,6 @@ def scaled_kernel(
         if OP == GATE_UP:
             call_into_l2(codes + (held_rows + N) * K, split * (STEPS * COLUMNS), K, EARLY)
     wait_for_inputs(PDL)
-    first = tokens == 0
-    most, factor = 0.0, 0.0
-    squares = tl.zeros((COLUMNS,), tl.float32)
-    if QUANTIZES and not GROUPED:
-        most = _largest_of(x, norm, K, NORM, BLOCK)
-        factor = _to_codes(most, LARGEST)
-    if QUANTIZES:
-        at = split * (STEPS * COLUMNS) + columns
-        coming = tl.load(x + at, mask=at < K, other=0.0)
-        if NORM:
-            coming_norm = tl.load(norm + at, mask=at < K, other=0.0)
     sums = tl.zeros((ROWS, TOKENS), tl.float32 if GROUPED else SUM)
     sums_up = tl.zeros((ROWS, TOKENS), tl.float32 if GROUPED else SUM)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -220,24 +168,8 @@ def scaled_kernel(
         if GROUPED:
             group = tl.minimum((split * STEPS + step) * COLUMNS // GROUP, K // GROUP - 1)
             scale = tl.load(scales_at + group * group_stride)
-            if not QUANTIZES:
-                token_scale = tl.load(x_scales + group * token_stride + tokens)
-        if QUANTIZES:
-            values = coming.to(tl.float32)
-            if NORM:
-                squares += values * values
-                values *= coming_norm.to(tl.float32)
-            # These loads are too narrow for the compiler's pipeline, so they are issued one step ahead here.
-            coming = tl.load(x + at + COLUMNS, mask=at + COLUMNS < K, other=0.0)
-            if NORM:
-                coming_norm = tl.load(norm + at + COLUMNS, mask=at + COLUMNS < K, other=0.0)
-            if GROUPED:
-                most = tl.max(tl.abs(values), axis=0)
-                factor = _to_codes(most, LARGEST)
-                token_scale = tl.where(first, tl.div_rn(most, tl.zeros_like(most) + LARGEST), 0.0)
-            taken = tl.trans(_token_codes(values, factor, first, kind))
-        else:
-            taken = tl.trans(_columns_at(x_at + at[None, :], inside, EVEN, "evict_last"))
+            token_scale = tl.load(x_scales + group * token_stride + tokens)
+        taken = tl.trans(_columns_at(x_at + at[None, :], inside, EVEN, "evict_last"))
         sums = _products(held, taken, sums, scale, token_scale, GROUPED, SUM)
         if OP == GATE_UP:
             held_up = _columns_at(up_rows_at + at[None, :], inside, EVEN, "evict_first")
@@ -247,14 +179,12 @@ def scaled_kernel(
     total = sums.to(tl.float32)
     total_up = sums_up.to(tl.float32)
     if not GROUPED:
-        if QUANTIZES:
-            token_scale = tl.where(first, tl.div_rn(most, tl.zeros_like(most) + LARGEST), 0.0)[None, :]
-        else:
-            token_scale = tl.load(x_scales + tokens)[None, :]
+        token_scale = tl.load(x_scales + tokens)[None, :]
         total *= tl.load(scales_at)[:, None] * token_scale
         if OP == GATE_UP:
             total_up *= tl.load(up_scales_at)[:, None] * token_scale
+    no_squares = tl.zeros((TOKENS,), tl.float32)
     finish_split(
-        total, total_up, tl.where(first, tl.sum(squares, axis=0), 0.0), bias, out, partials, counters, rows, tokens,
-        split, T, N, eps, K, OP, GELU, NORM, BIAS, ROWS, TOKENS, SPLITS,
+        total, total_up, no_squares, bias, out, partials, counters, rows, tokens, split, T, N, 0.0,
+        K, OP, GELU, NO_NORM, BIAS, ROWS, TOKENS, SPLITS,
     )  # fmt: skip

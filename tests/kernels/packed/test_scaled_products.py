@@ -170,11 +170,14 @@ def test_programs_share_the_columns(
     check(kind, operation, torch.float32, [(tokens, 64, 320, group)])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # by the interpreter
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("operation", ["linear", "norm_linear"])
-def test_a_token_alone_whose_row_is_read_in_parts(kind: str, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_products, "_MOST_BLOCK", 128)
-    check(kind, operation, torch.float32, [(1, 64, 320, 320)])
+def test_a_number_that_is_none_makes_outputs_that_are_none(kind: str) -> None:
+    x, weight = random(3, 256, seed=1), make_weight(kind, 48, 256, 256)
+    x[1, 200] = float("nan")
+    found = operate("linear", x, x[0], Linear(scaled_products.prepared(weight)), x)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,6 +194,8 @@ def test_a_token_has_the_same_bits_in_every_step(kind: str, group: int) -> None:
         assert torch.equal(many.scales[:, 5], codes.scales[:, 0])
         together = operate("norm_linear", x[:tokens], norm, linear, x)[5]
         assert_summed_as_well(kind, together, alone[0], alone[0].double())
+        if tokens == 6:  # the same tile
+            assert torch.equal(together, alone[0])
 
 
 @pytest.mark.parametrize(("kind", "k", "group", "served"), [

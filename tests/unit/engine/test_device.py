@@ -11,9 +11,9 @@ import torch
 from engine.config import EngineConfig
 from engine.config.attention import AttentionShape
 from engine.config.model import ModelSpec
-from engine.device import choose_kernels, parse_device, parse_dtype, parse_kv_dtype
+from engine.device import check_weights, choose_kernels, parse_device, parse_dtype, parse_kv_dtype
 from engine.memory import GIB, kv_cache_bytes, naming_the_setting
-from engine.models.load_spec import parse_spec
+from engine.models.load_spec import parse_spec, quantized_at_load
 from tests.factories import FAMILIES, tiny_engine_config
 from wire.errors import InvalidArgument
 
@@ -77,6 +77,19 @@ def test_8_bit_kv_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     play_gpu(monkeypatch, (8, 9))
     found = parse_kv_dtype(config(kv_cache_dtype=name), GPU, model())
     assert found == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[name]
+
+
+def test_fp8_weights_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8, int8 = (quantized_at_load(model(), name) for name in ("fp8", "int8"))
+    play_gpu(monkeypatch, (8, 6))
+    with pytest.raises(
+        InvalidArgument, match=r"quantization: fp8 needs a GPU of compute capability 8\.9, this one"
+    ):
+        check_weights(GPU, fp8)
+    check_weights(GPU, int8)
+    check_weights(torch.device("cpu"), fp8)
+    play_gpu(monkeypatch, (8, 9))
+    check_weights(GPU, fp8)
 
 
 def test_8_bit_floating_point_kv_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
