@@ -39,8 +39,9 @@ class _Part(NamedTuple):
 class QuantizedPrefill:
     """`PrefillAttention` that copies a layer's keys and values, dequantized, and attends to the copies.
 
-    Also the step's own tokens attend to dequantized keys and values: a token sees the same ones in any step. Rows whose
-    copies do not fit are computed one after another. Copies of positions after a row's context are 0.
+    Also the step's own tokens attend to dequantized keys and values: a prompt's token sees the same ones in any step.
+    Decode differs by the rounding of code times scale to 16 bits. Rows whose copies do not fit are computed one after
+    another. Copies of positions after a row's context are 0.
     """
 
     def __init__(self, attention: PrefillAttention, copies: Tensor) -> None:

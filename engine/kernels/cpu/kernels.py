@@ -306,7 +306,9 @@ def _halves_are_apart(weight: Weight) -> bool:
 
 
 def _activated(gate_up: Tensor, activation: str) -> Tensor:
-    """Returns the activation token by token, whose bits do not depend on the number of tokens (see experts.py)."""
+    """Returns the activation; up to LONG_TOKENS token by token, whose bits then depend on no others (see experts.py)."""
+    if len(gate_up) >= LONG_TOKENS:
+        return activate(gate_up, activation)
     return torch.stack([activate(token, activation) for token in gate_up])
 
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from engine.kernels.fallback import failure_of
 from engine.kernels.packed.scaled_weight import BLOCK, ROW_TILE, QuantizedInput, ScaledWeight
 
 log = logging.getLogger(__name__)
@@ -51,9 +52,7 @@ def _library_has_blocks(device: torch.device) -> bool:
     codes = torch.zeros(ROW_TILE, 4 * BLOCK, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     scales = torch.zeros(4, ROW_TILE, device=device)
     blocks = torch.zeros(ROW_TILE // BLOCK, 4, device=device).t()
-    try:
-        _block_product(codes, scales, codes, blocks, torch.bfloat16)
-    except (ImportError, AttributeError, RuntimeError, ValueError, NotImplementedError) as error:
-        log.info("FP8 products in blocks are Triton's at every size: %s", str(error).partition("\n")[0])
-        return False
-    return True
+    failure = failure_of(lambda: _block_product(codes, scales, codes, blocks, torch.bfloat16))
+    if failure:
+        log.info("FP8 products in blocks are Triton's at every size: %s", failure)
+    return not failure
