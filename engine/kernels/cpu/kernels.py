@@ -306,7 +306,7 @@ def _halves_are_apart(weight: Weight) -> bool:
 
 
 def _activated(gate_up: Tensor, activation: str) -> Tensor:
-    """Returns the activation; up to LONG_TOKENS token by token, whose bits then depend on no others (see experts.py)."""
+    """Returns the activation; of fewer than LONG_TOKENS tokens each by itself, as in experts.py."""
     if len(gate_up) >= LONG_TOKENS:
         return activate(gate_up, activation)
     return torch.stack([activate(token, activation) for token in gate_up])

@@ -83,6 +83,7 @@ def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear,
     if fuses(len(x), weight):
         launch(x, norm, eps, weight, linear.bias, out, STORE.value, pdl=pdl)
     else:
+        assert norm is None, "a norm is due to the product of a dequantized weight"
         multiply_dequantized(x, weight, linear.bias, out)
     return out
 
@@ -104,6 +105,7 @@ def norm_gate_up(
     x, norm = _normed(hidden, norm, eps, pdl)
     weight = _packed(gate_up)
     if not fuses(len(x), weight):
+        assert norm is None, "a norm is due to the product of a dequantized weight"
         both = norm_linear(x, None, eps, gate_up, pdl=pdl)
         return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
     out = x.new_empty(len(x), len(weight) // 2)
