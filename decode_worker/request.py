@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Protocol
 
 from engine.cache.prefix_cache import Prefix
-from engine.steps.batch import History
+from engine.steps.draws import History
 from wire.ending import Ending
 from wire.messages import Lease, Reservation
 from wire.tracing.timeline import EdgeStamp
