@@ -32,7 +32,8 @@ from engine.device import parse_device
 from engine.kernels.cpu.pool import usable_cores
 from engine.model_runner import ModelRunner
 from engine.models.shapes import shape_names
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from engine.weights.gguf import prepare_model
 from wire.messages import SamplingParams
 

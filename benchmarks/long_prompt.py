@@ -18,7 +18,8 @@ from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from engine.models.shapes import shape_names, write_shape
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from engine.weights.gguf import default_cache
 from wire.kv_pages import FREED, KvPages, held_pages
 from wire.messages import SamplingParams

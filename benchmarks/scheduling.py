@@ -45,9 +45,9 @@ from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reserva
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
 from worker.loop import StepMeter
-from worker.outbox import Outbox
 from worker.router_stream import RouterStream
 from worker.scheduler import StepScheduler
+from worker.step_publisher import StepPublisher
 from worker.worker import Worker
 
 PROMPT = 1000
@@ -69,7 +69,7 @@ INSIDE = {
     "plan": "StepScheduler.plan: requests that end, join or need a page, page allocation, the policy, all rows",
     "pack": "columns of rows and draws, checks, the step's host buffer, parameters and numbers of random draws",
     "results": "tokens to a list, StepScheduler.apply, columns of tokens for each router; the step's time learned",
-    "outbox": "Outbox.publish: the events, given to the event loop",
+    "outbox": "StepPublisher.publish: the events, given to the event loop",
     "send": "not in `us`: the event loop's thread, from events to the bytes of one message",
     "nowhere": "launching kernels, copies to the device, gRPC's own threads, requests that arrive",
 }
@@ -158,7 +158,7 @@ _TIMED = (
     (StepScheduler, "apply", "applied"),
     (CompletedStep, "plain_tokens", "tokens"),
     (StepMeter, "learn", "learned"),
-    (Outbox, "publish", "outbox"),
+    (StepPublisher, "publish", "outbox"),
 )
 
 

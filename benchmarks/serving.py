@@ -23,7 +23,8 @@ from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.messages import RequestRef, SamplingParams
 from wire.rpc import open_client_channel

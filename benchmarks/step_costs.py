@@ -24,7 +24,8 @@ from costs.step_fit import StepFit
 from costs.step_work import StepWork
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from wire.kv_pages import KvPages
 from wire.messages import SamplingParams
 

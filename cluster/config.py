@@ -11,7 +11,8 @@ from cluster.liveness import HANG_DEADLINE_S
 from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import Ceilings
 from router.observability.otlp import check_endpoint
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
+from router.slo_options import classes_by_name
 from wire.errors import InvalidArgument
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import MAX_MIB, LogConfig, LogFormat

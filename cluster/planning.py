@@ -127,7 +127,7 @@ class Planning:
 
     def _promises(self, idle_step_s: float) -> Mapping[str, Promise]:
         classes = (each for each in self._classes if each.has_targets)
-        return {each.name: Promise(each.ttft_s, each.tolerates(idle_step_s) / StepCost().margin) for each in classes}
+        return {each.name: Promise(each.ttft_s, each.gap_target(idle_step_s) / StepCost().margin) for each in classes}
 
     def _facts(self) -> Facts:
         facts: dict[Family, float | Reading] = {

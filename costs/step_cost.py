@@ -1,4 +1,4 @@
-"""Predicts the duration of an engine step from what is in it, and learns how far predictions are exceeded.
+"""Predicts the duration of an engine step from what is in it.
 
     seconds = base + prompt_base (if it has prompt tokens)
             + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
@@ -16,33 +16,7 @@ from costs.step_grid import FEWEST_SLOTS, FINE_TILES, MOST_TILES
 from costs.step_work import StepWork
 from wire.cost_parameters import UNMEASURED, CostParameters
 
-__all__ = ["CostParameters", "LearnedMargin", "StepCost"]
-
-MARGIN_MIN, MARGIN_MAX = 1.05, 1.5
-"""The bounds of a margin. Delivery to the client adds some percent to each gap, whatever was observed of steps; beyond
-the upper bound something else uses the machine, and no margin would help.
-"""
-_OVER = 0.005
-"""The share of observations that exceed the margin: half of what targets at the 99th percentile allow, as requests
-differ. A margin that is too large costs next to nothing, one that is too small costs one answer in six (0026).
-"""
-_PACE = 4 * _OVER
-"""The amount by which one larger observation raises the margin."""
-
-
-@dataclass(slots=True)
-class LearnedMargin:
-    """Learns the 99.5th percentile of observed ÷ predicted, by which gap targets are divided.
-
-    Stochastic approximation (Robbins and Monro 1951): an observation moves `value` by a constant, however large it is.
-    """
-
-    value: float
-
-    def observe(self, ratio: float, weight: float = 1.0) -> None:
-        """Add an observation of observed ÷ predicted that counts as `weight` steps."""
-        moved = self.value + weight * _PACE * ((1.0 - _OVER) if ratio > self.value else -_OVER)
-        self.value = min(max(moved, MARGIN_MIN), MARGIN_MAX)
+__all__ = ["CostParameters", "StepCost"]
 
 
 def slots_of(rows: int) -> int:

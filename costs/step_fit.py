@@ -21,7 +21,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from costs.step_cost import CostParameters, LearnedMargin, StepCost
+from costs.margin import LearnedMargin
+from costs.step_cost import CostParameters, StepCost
 from costs.step_work import StepWork
 from wire.cost_parameters import UNMEASURED
 

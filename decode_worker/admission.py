@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from decode_worker.config import DecodeConfig
-from decode_worker.half import RunningRequests
 from decode_worker.kv_arrival import ArrivalCheck, ArrivalHandler
 from decode_worker.leased import LeasedRequests
 from decode_worker.page_budget import PageBudget
@@ -95,16 +94,13 @@ class DecodeAdmission:
             lives,
         )
         self._leases: LeaseTable = LeaseTable(clock, config.lease_s, fence)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Guards the requests, for the running batch as well."""
         self._budget = PageBudget(config, me.worker_id, cache, self._leases, model=model, clock=clock)
-        self._requests = DecodeRequests(cache, self._budget, emit)
-        self._leased = LeasedRequests(me, self._leases, cache, self._budget, self._requests)
+        self.requests = DecodeRequests(cache, self._budget, emit)
+        self._leased = LeasedRequests(me, self._leases, cache, self._budget, self.requests)
         self.arrival = ArrivalCheck(me, model, checks)
-        self._arrivals = ArrivalHandler(
-            self._requests, self.arrival, self._lock, self._changed, config.check_deadline_s
-        )
-        self.running = RunningRequests(self._requests, self._lock)
-        """The access of the running batch to its requests."""
+        self._arrivals = ArrivalHandler(self.requests, self.arrival, self.lock, self._changed, config.check_deadline_s)
         self._stale_attempts = 0
         self.expired_leases = 0
         """Leases that ended because nobody renewed them."""
@@ -119,7 +115,7 @@ class DecodeAdmission:
         prefill worker is gone.
         """
         prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt)
-        with self._lock:
+        with self.lock:
             try:
                 request = self._known(reservation) or self._leased.grant(reservation, prefix)
             finally:
@@ -129,14 +125,14 @@ class DecodeAdmission:
     def heartbeat(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
         """Keep these leases alive; returns those that are lost. One that has become a request is not lost."""
         unknown = self._leases.renew(leases)
-        with self._lock:
-            return tuple(lease for lease in unknown if not self._requests.has_arrived(lease))
+        with self.lock:
+            return tuple(lease for lease in unknown if not self.requests.has_arrived(lease))
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
         """Forget these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
-        with self._lock:
+        with self.lock:
             for ref in refs:
-                request = self._requests.find(router_id, ref.request_id)
+                request = self.requests.find(router_id, ref.request_id)
                 if request is not None and request.reservation.ref.attempt <= ref.attempt:
                     self._abort(request)
         self._changed()
@@ -149,22 +145,22 @@ class DecodeAdmission:
 
     def refs(self) -> list[tuple[str, RequestRef]]:
         """Every request that is not over, with its router."""
-        with self._lock:
-            return self._requests.refs()
+        with self.lock:
+            return self.requests.refs()
 
     def close(self, why: str) -> None:
         """Promise nothing new until `open`; what is here goes on."""
-        with self._lock:
+        with self.lock:
             self._budget.close(why)
 
     def open(self) -> None:
         """Promise."""
-        with self._lock:
+        with self.lock:
             self._budget.open()
 
     def limit(self, max_pages: int | None) -> None:
         """See `PageBudget.limit`."""
-        with self._lock:
+        with self.lock:
             self._budget.limit(max_pages)
 
     # ---- prefill workers ----
@@ -176,12 +172,12 @@ class DecodeAdmission:
         fills: the KV of the pages before them is already on this worker. Raises StaleEpoch if the lease has ended or
         belongs to another worker, InvalidArgument if the count is not the prompt's.
         """
-        with self._lock:
+        with self.lock:
             return self._leased.allot(lease, pages, prefill)
 
     def held(self, lease: Lease) -> int:
         """Return the number of first pages of a local prompt that are read from the cache; StaleEpoch as `allot`."""
-        with self._lock:
+        with self.lock:
             return self._leased.held(lease)
 
     def take(self, lease: Lease, pages: int, position: int, prefill: PeerRef) -> Sequence[int]:
@@ -189,7 +185,7 @@ class DecodeAdmission:
 
         The next token to be computed is at `position`. StaleEpoch if the lease has ended.
         """
-        with self._lock:
+        with self.lock:
             return self._leased.take(lease, pages, position, prefill)
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
@@ -201,14 +197,14 @@ class DecodeAdmission:
 
         If a write failed (`in_doubt`), the pages are quarantined first. Raises StaleEpoch if the lease has ended.
         """
-        with self._lock:
+        with self.lock:
             for change in self._leases.release(lease, prefill, in_doubt=in_doubt):
                 self._leased.follow(change, None)
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
         """Handle leases whose notices `prefill` sent long ago: a notice that has not arrived by now is lost."""
-        with self._lock:
+        with self.lock:
             lost = self._leases.delivered(leases, prefill)
             for change in lost:
                 log.warning("the notice of %s from %s was lost", change.lease, prefill.worker_id)
@@ -223,7 +219,7 @@ class DecodeAdmission:
         one that does not fit the reservation fails the request, which is prefilled again.
         """
         seen = EdgeStamp.now(Edge.NOTICE_SEEN)
-        with self._lock:
+        with self.lock:
             try:
                 change = self._leases.settle(notice.lease, notice.prefill)
             except StaleEpoch as error:
@@ -238,7 +234,7 @@ class DecodeAdmission:
 
     def peer_gone(self, peer: PeerRef) -> None:
         """The process of `peer` is believed dead: whatever it was to write is over."""
-        with self._lock:
+        with self.lock:
             reason = TransferFailed(f"prefill worker {peer.worker_id} is gone; prefill again elsewhere")
             self._leased.follow_all(self._leases.peer_gone(peer), reason)
         self._changed()
@@ -252,12 +248,12 @@ class DecodeAdmission:
 
         Called by a timer.
         """
-        with self._lock:
+        with self.lock:
             reason = TransferFailed("the lease had no heartbeat and expired; prefill again")
             changes = self._leases.expire()
             self.expired_leases += sum(change.action is not PageAction.FREE for change in changes)
             self._leased.follow_all(changes, reason)
-            late = self._requests.end_late_checks(self._clock())
+            late = self.requests.end_late_checks(self._clock())
         if changes or late:
             self._changed()
 
@@ -266,7 +262,7 @@ class DecodeAdmission:
     @property
     def open_requests(self) -> int:
         """Requests that are not over."""
-        return len(self._requests)
+        return len(self.requests)
 
     @property
     def write_window_s(self) -> float:
@@ -299,7 +295,7 @@ class DecodeAdmission:
         `work`: that, or a request that is ready, may be news for the step loop, which must not be woken in vain where
         others need the interpreter at once.
         """
-        with self._lock:
+        with self.lock:
             self._expect(self._leases.open_leases)
             self._budget.update_lost()
         if work:
@@ -309,7 +305,7 @@ class DecodeAdmission:
 
     def _known(self, reservation: Reservation) -> DecodeRequest | None:
         """This very reservation, if it was made before; an earlier attempt of it ends here."""
-        known = self._requests.find(reservation.router_id, reservation.ref.request_id)
+        known = self.requests.find(reservation.router_id, reservation.ref.request_id)
         if known is None or known.reservation == reservation:
             return known
         if known.reservation.ref.attempt >= reservation.ref.attempt:
@@ -322,4 +318,4 @@ class DecodeAdmission:
         if request.stage is Stage.LEASED:
             self._leased.revoke(request)
         else:
-            self._requests.cancel(request)
+            self.requests.cancel(request)

@@ -15,7 +15,7 @@ It belongs to the engine thread. `decode_worker/running_batch.py` keeps the data
 import logging
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from decode_worker.batch_snapshot import CompletedStep
@@ -23,7 +23,8 @@ from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
-from engine.steps.batch import History, TokenRows
+from engine.steps.batch import TokenRows
+from engine.steps.draws import History
 from wire.ending import Ending, failure_event
 from wire.errors import Internal
 from wire.kv_pages import KvPages
@@ -36,69 +37,21 @@ log = logging.getLogger(__name__)
 NO_ROWS = TokenRows.of(())
 
 
-class RunningRequests:
-    """Starts ready requests, allocates pages for their answers, and ends them.
-
-    The engine thread calls the methods, which return at once, under the admission's lock; any thread may read counts.
-    """
-
-    def __init__(self, requests: DecodeRequests, lock: threading.Lock) -> None:
-        self._requests = requests
-        self._lock = lock
-
-    def join(self, most: int) -> list[DecodeRequest]:
-        """Start at most `most` ready requests, oldest first; the batch runs them until they `leave`."""
-        with self._lock:
-            return self._requests.join(most)
-
-    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Allocate one more page to each of these requests of the batch, if that preempts none.
-
-        Otherwise it returns False and changes nothing; the caller calls `grow`.
-        """
-        with self._lock:
-            return self._requests.grow_all(requests)
-
-    def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
-        """Allocate one more page to a request of the batch `running`, if need be by preemption of it or another one.
-
-        A preempted request without a step in flight leaves at once, others are `preempting`. Returns False if the
-        request has no page in this step.
-        """
-        with self._lock:
-            return self._requests.grow(request, running)
-
-    def preempt(self, request: DecodeRequest) -> None:
-        """End a preempting request that is in no step in flight: its router is notified, its pages are freed."""
-        with self._lock:
-            self._requests.preempt(request)
-
-    def leave(self, request: DecodeRequest) -> None:
-        """End a running request: its pages are freed or cached at once."""
-        with self._lock:
-            self._requests.leave(request)
-
-    @property
-    def ready(self) -> int:
-        """The number of requests that wait for the running batch."""
-        return len(self._requests.ready)
-
-    @property
-    def preemptions(self) -> int:
-        """The number of requests that were preempted so far."""
-        return self._requests.preemptions
-
-    @property
-    def cancelled(self) -> int:
-        """The number of requests that were cancelled so far while they ran or were checked."""
-        return self._requests.cancelled
-
-
 class DecodeHalf:
     """Owns the running batch; a request owns its pages until it leaves."""
 
-    def __init__(self, *, requests: RunningRequests, model: ModelFacts, kv: KvPages, max_batch_requests: int) -> None:
+    def __init__(
+        self,
+        *,
+        requests: DecodeRequests,
+        lock: threading.Lock,
+        model: ModelFacts,
+        kv: KvPages,
+        max_batch_requests: int,
+    ) -> None:
+        """`lock` guards `requests`, which belong to the admission; their counts are read without it."""
         self._requests = requests
+        self._lock = lock
         self._model = model
         self._max_batch = max_batch_requests
         self._batch = RunningBatch(max_batch_requests, kv)
@@ -161,7 +114,8 @@ class DecodeHalf:
         """Take ready requests into the batch up to its limit; returns True if any joined."""
         if not self._requests.ready or self._batch.waits_for_pages:
             return False
-        joining = self._requests.join(min(self._max_batch, budget) - len(self._batch))
+        with self._lock:
+            joining = self._requests.join(min(self._max_batch, budget) - len(self._batch))
         for request in joining:
             self._start(request)
         return bool(joining)
@@ -189,7 +143,9 @@ class DecodeHalf:
             return
         needs_page.sort(key=age)  # the oldest first, so that no request waits for one that is preempted itself
         staying = [request for request in needs_page if request.stage is Stage.RUNNING and not request.leaving]
-        if not staying or self._requests.grow_all(staying):
+        with self._lock:
+            given = not staying or self._requests.grow_all(staying)
+        if given:
             for request in staying:
                 self._batch.page_added(request)
             return
@@ -197,7 +153,9 @@ class DecodeHalf:
         for request in needs_page:
             if request.stage is not Stage.RUNNING or request.leaving:
                 continue
-            if self._requests.grow(request, self._batch.requests):
+            with self._lock:
+                given = self._requests.grow(request, self._batch.requests)
+            if given:
                 self._batch.page_added(request)
             else:
                 short = True
@@ -216,13 +174,15 @@ class DecodeHalf:
         for request in self._batch.drained():
             if request.preempting and not request.cancelled and not request.ended:
                 self._remove(request)
-                self._requests.preempt(request)
+                with self._lock:
+                    self._requests.preempt(request)
             else:
                 self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
         self._remove(request)
-        self._requests.leave(request)
+        with self._lock:
+            self._requests.leave(request)
 
     def _remove(self, request: DecodeRequest) -> None:
         """Remove a request from the batch."""

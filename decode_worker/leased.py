@@ -46,13 +46,13 @@ class LeasedRequests:
         It fails as `PageBudget.promise` and `LeaseTable.grant` do, and has taken nothing then.
         """
         local, tokens = reservation.prefill == self._me, len(reservation.prompt_token_ids)
-        pages, promised = self._budget.promise(reservation, prefix, local=local)
+        pages, claimed = self._budget.promise(reservation, prefix, local=local)
         held = prefix.held
         try:
             lease = self._table.grant(reservation.ref, reservation.prefill)
         except TandemError:
             self._cache.let_go(prefix)
-            self._budget.withdraw(pages, promised)
+            self._budget.withdraw(pages, claimed)
             raise
         token_hash = hash_token_ids(reservation.prompt_token_ids)
         if local:
@@ -66,7 +66,7 @@ class LeasedRequests:
             lease,
             self._kv.numbers(tokens),
             pages,
-            promised,
+            claimed,
             token_hash,
             prefix,
             skipped,

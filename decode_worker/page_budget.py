@@ -1,9 +1,13 @@
 """The page budget of the decode half: what each request claims, what the pool promises, and when nothing is promised.
 
-A request claims the pages that its prompt and answer are expected to fill (`costs/answer_length.py`), so that more of
-them run at once than if each claimed the longest answer. The pool's promise backs the claims of all together: an answer
-that outgrows its forecast gets a new one and takes what others have not used yet. Only when nothing of that is left
-must a younger request give way (`requests.py`), and until that one is back so many pages are left for it.
+Two words for a request's pages, which the prefill half uses too:
+  claimed   may still be taken from the pool. Prompt and answer are expected to fill them (`costs/answer_length.py`), so
+            that more requests run at once than if each claimed the longest answer
+  held      taken or read. Those for the lease are claimed, and count as held already
+
+The pool promises the claimed pages of all requests together: an answer that outgrows its forecast gets a new one and
+takes what others have not used yet. Only when nothing of that is left must a younger request give way (`requests.py`),
+and until that one is back so many pages are left for it.
 
 Prompts in transfer are different: their pages were promised to a worker that is going to write them, so that part of
 the promise is for them alone.
@@ -34,13 +38,13 @@ class PageClaims:
         self._groups = cache.kv.groups
         self._limit: int | None = None
         self.committed = 0
-        """Pages that the requests hold or claim."""
-        self._claims = 0
-        """Claimed pages that were not taken from the pool yet."""
-        self._backed = 0
-        """Pages that the pool has promised: as many as are claimed, or fewer where answers have outgrown forecasts."""
-        self._prompts = 0
-        """The part of the promise that is for prompts in transfer."""
+        """Pages that the requests hold or have claimed."""
+        self._claimed = 0
+        """Claimed pages: those that the requests may still take from the pool."""
+        self._promised = 0
+        """The part of them that the pool has promised: all, or fewer where answers have outgrown forecasts."""
+        self._lease_pages = 0
+        """The part of the promised pages that is for leases: for prompts in transfer."""
         self._held = 0
         """Pages that the requests hold, those for prompts in transfer included."""
 
@@ -71,18 +75,18 @@ class PageClaims:
         `reserved_for_preempted` pages must be left. ResourceExhausted changes nothing. `await_prompt` follows.
         """
         self._balance()
-        short = self._backed < self._claims
+        short = self._promised < self._claimed
         if short or (self._limit is not None and self.committed + pages + reserved_for_preempted > self._limit):
             raise ResourceExhausted("answers have outgrown their forecasts; come back later")
-        promised = self._cache.promise(prefix, pages, prompt_tokens, aside=reserved_for_preempted, position=position)
+        claimed = self._cache.promise(prefix, pages, prompt_tokens, aside=reserved_for_preempted, position=position)
         self.committed += pages
-        self._claims += promised
-        self._backed += promised
-        return promised
+        self._claimed += claimed
+        self._promised += claimed
+        return claimed
 
     def await_prompt(self, lease_pages: int, held: int) -> None:
         """Keep so many of the promised pages for a lease; with them the request holds `held` pages."""
-        self._prompts += lease_pages
+        self._lease_pages += lease_pages
         self._held += held
 
     def for_chunk(self, request: DecodeRequest, most: int) -> int:
@@ -91,15 +95,15 @@ class PageClaims:
         Other prompts' pages are backed in any case; the claim of this one may exceed what it was promised at first.
         """
         self._balance()
-        return max(0, min(most, request.lease_pages, self._backed - self._prompts + request.lease_pages))
+        return max(0, min(most, request.lease_pages, self._promised - self._lease_pages + request.lease_pages))
 
     def spend_on_prompt(self, request: DecodeRequest, pages: int) -> int:
         """Move so many promised pages to the lease; returns their number."""
-        request.promised -= pages
+        request.claimed -= pages
         request.lease_pages -= pages
-        self._claims -= pages
-        self._backed -= pages
-        self._prompts -= pages
+        self._claimed -= pages
+        self._promised -= pages
+        self._lease_pages -= pages
         return pages
 
     def give_up(self, request: DecodeRequest, pages: int, *, for_prompt: bool = False) -> None:
@@ -107,11 +111,11 @@ class PageClaims:
 
         `for_prompt` keeps them for its lease.
         """
-        request.promised += pages
-        self._claims += pages
+        request.claimed += pages
+        self._claimed += pages
         if for_prompt:
             request.lease_pages += pages
-            self._prompts += pages
+            self._lease_pages += pages
         else:
             request.held -= pages
             self._held -= pages
@@ -119,21 +123,21 @@ class PageClaims:
     def settle(self, request: DecodeRequest, committed: int) -> None:
         """Reduce the claim of a request whose KV is here to what it needs from now on."""
         left, request.lease_pages = request.lease_pages, 0
-        self._prompts -= left
+        self._lease_pages -= left
         self._held -= left
         request.held -= left
-        spare = min(request.promised, max(0, request.committed - committed))
+        spare = min(request.claimed, max(0, request.committed - committed))
         request.committed -= spare
-        request.promised -= spare
+        request.claimed -= spare
         self.give_back(spare, spare, 0, 0)
 
     def extend(self, request: DecodeRequest, pages: int) -> None:
         """Claim `pages` pages in all for a request that outgrew its forecast, whether there are any or not."""
         more = pages - request.committed
         request.committed += more
-        request.promised += more
+        request.claimed += more
         self.committed += more
-        self._claims += more
+        self._claimed += more
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
         """Take one more page of each group for a request with a claim; False if there are none."""
@@ -141,8 +145,8 @@ class PageClaims:
         if self._limit is not None and self._held + self._groups > self._limit:
             if not beyond_limit:
                 return False
-            self._backed += self._pool.promise_up_to(self._groups)
-        if self._backed - self._groups < self._prompts:
+            self._promised += self._pool.promise_up_to(self._groups)
+        if self._promised - self._groups < self._lease_pages:
             return False
         self._count_growth(request, self._pool.allocate(request.reservation.ref, self._groups, from_promise=True))
         return True
@@ -154,7 +158,7 @@ class PageClaims:
         pages = len(requests) * groups
         if self._limit is not None and self._held + pages > self._limit:
             return False
-        if self._backed - pages < self._prompts:
+        if self._promised - pages < self._lease_pages:
             return False
         taken = self._pool.allocate_each([request.reservation.ref for request in requests for _ in range(groups)])
         for index, request in enumerate(requests):
@@ -163,34 +167,34 @@ class PageClaims:
 
     def leave(self, request: DecodeRequest) -> None:
         """Drop the claim of a request that is over; its pages belong to others already."""
-        self.give_back(request.committed, request.promised, request.held, request.lease_pages)
+        self.give_back(request.committed, request.claimed, request.held, request.lease_pages)
 
     def _count_growth(self, request: DecodeRequest, pages: Sequence[int]) -> None:
         request.pages += pages
-        request.promised -= len(pages)
+        request.claimed -= len(pages)
         request.held += len(pages)
-        self._claims -= len(pages)
-        self._backed -= len(pages)
+        self._claimed -= len(pages)
+        self._promised -= len(pages)
         self._held += len(pages)
 
-    def give_back(self, committed: int, claims: int, held: int, prompts: int) -> None:
+    def give_back(self, committed: int, claimed: int, held: int, lease_pages: int) -> None:
         """Subtract what is over from each count."""
         self.committed -= committed
-        self._claims -= claims
+        self._claimed -= claimed
         self._held -= held
-        self._prompts -= prompts
+        self._lease_pages -= lease_pages
         self._balance()
 
     def _balance(self) -> None:
         """Have the pool promise as much of the claims as it can, and no more."""
-        missing = self._claims - self._backed
+        missing = self._claimed - self._promised
         if missing < 0:
             self._pool.unpromise(-missing)
-            self._backed = self._claims
+            self._promised = self._claimed
         elif missing > 0:
             if self._limit is not None:
-                missing = min(missing, self._limit - self._held + self._prompts - self._backed)
-            self._backed += self._pool.promise_up_to(max(0, missing))
+                missing = min(missing, self._limit - self._held + self._lease_pages - self._promised)
+            self._promised += self._pool.promise_up_to(max(0, missing))
 
 
 class PageBudget:
@@ -253,7 +257,7 @@ class PageBudget:
 
         A `local` prompt is computed in these pages.
 
-        Returns how many are expected and how many of them are promised. ResourceExhausted with a retry hint when there
+        Returns how many are expected and how many of them are claimed. ResourceExhausted with a retry hint when there
         are none now, InvalidArgument when the longest answer will never fit, RoleClosed while closed.
         """
         self.update_lost()
@@ -273,16 +277,16 @@ class PageBudget:
         position = None if local else prompt_tokens
         reserved_for_preempted = self._reserved_for_preempted(reservation, self._limit - pages)
         try:
-            promised = self._claims.enter(prefix, pages, prompt_tokens, reserved_for_preempted, position=position)
+            claimed = self._claims.enter(prefix, pages, prompt_tokens, reserved_for_preempted, position=position)
         except ResourceExhausted:
             message = f"worker {self._worker_id} has no KV pages left to promise; come back later"
             raise self._come_back(message) from None
         self._preempted.pop((reservation.router_id, reservation.ref.request_id), None)
-        return pages, promised
+        return pages, claimed
 
-    def withdraw(self, pages: int, promised: int) -> None:
+    def withdraw(self, pages: int, claimed: int) -> None:
         """Give back what `promise` gave for a reservation that becomes no request."""
-        self._claims.give_back(pages, promised, 0, 0)
+        self._claims.give_back(pages, claimed, 0, 0)
 
     def await_prompt(self, request: DecodeRequest) -> None:
         """Keep the promised pages for a new request's lease."""
@@ -315,7 +319,7 @@ class PageBudget:
         False if there are none, or none within the limit.
         """
         self._retire_unseen(request)
-        if request.promised < self._kv.groups:
+        if request.claimed < self._kv.groups:
             pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
             self._claims.extend(request, max(pages, request.held + self._kv.groups))
         return self._claims.grow(request, beyond_limit=beyond_limit)
@@ -324,7 +328,7 @@ class PageBudget:
         """`grow` for each request; False, and no page is taken, if any of them has no claim or no page."""
         for request in requests:
             self._retire_unseen(request)
-        return all(request.promised >= self._kv.groups for request in requests) and self._claims.grow_all(requests)
+        return all(request.claimed >= self._kv.groups for request in requests) and self._claims.grow_all(requests)
 
     def give_back(self, request: DecodeRequest) -> None:
         """Drop the claim of a request that is over and whose pages belong to others. The caller frees what it reads."""

@@ -5,7 +5,7 @@ from enum import Enum
 from typing import Protocol
 
 from engine.cache.prefix_cache import Prefix
-from engine.steps.batch import History
+from engine.steps.draws import History
 from wire.ending import Ending
 from wire.messages import Lease, Reservation
 from wire.tracing.timeline import EdgeStamp
@@ -46,8 +46,8 @@ class DecodeRequest:
     """The number of pages that the prompt fills in a group without a window."""
     committed: int
     """Pages that prompt and answer are expected to fill, counted against the worker's limit until it is over."""
-    promised: int
-    """The part of them not yet taken from the pool: its claim (`page_budget.py`)."""
+    claimed: int
+    """The part of them that it may still take from the pool (`page_budget.py`)."""
     token_hash: bytes
     """The hash of the prefilled tokens: made when there is time, compared when there is none."""
     prefix: Prefix
@@ -58,7 +58,7 @@ class DecodeRequest:
     pages: list[int] = field(default_factory=list)
     """Its pages as `KvPages` lists them, once its KV is here; before that, those that are advertised."""
     lease_pages: int = 0
-    """Promised pages for the lease, not yet advertised."""
+    """Claimed pages for the lease, not yet advertised."""
     held: int = 0
     """Pages that it reads or owns, and those for the lease."""
     answer: list[int] = field(default_factory=list)

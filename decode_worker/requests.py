@@ -173,7 +173,7 @@ class DecodeRequests:
         """
         self._cache.let_go(request.prefix)
         self._budget.give_back(request)
-        request.promised, request.pages, request.stage = 0, [], Stage.OVER
+        request.claimed, request.pages, request.stage = 0, [], Stage.OVER
         if self._by_key.get(request.key) is request:
             del self._by_key[request.key]
         if failure is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.steps.batch import Draw
+from engine.steps.draws import Draw
 from wire.messages import TokenLogprobs
 
 _LOW_HALF = (1 << 31) - 1

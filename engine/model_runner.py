@@ -15,11 +15,9 @@ from engine.kernels.base import Kernels
 from engine.load_engine import LoadedParts, load_parts
 from engine.memory import naming_the_setting
 from engine.model_sizes import cost_guess, roofline
-from engine.steps.batch import Draw, PendingStep, StepBatch, StepResult, StepRow
+from engine.steps.batch import PendingStep, StepBatch, StepResult
+from engine.warm_up import warm_up
 from engine.weights.checkpoint import Progress
-from wire.messages import SamplingParams
-
-_WARM_UP_TOKENS = 64
 
 
 class ModelRunner:
@@ -60,7 +58,7 @@ class ModelRunner:
         loaded = load_parts(config, progress, name=name, kernels=kernels)
         runner = cls(loaded)
         with naming_the_setting(loaded.cache.device):
-            runner._warm_up(progress)
+            warm_up(runner.run, loaded.cache, runner.facts.max_context, progress)
         runner.expert_tokens.reset()
         return runner
 
@@ -120,19 +118,3 @@ class ModelRunner:
             ("windows", ", ".join("none" if group.window is None else str(group.window) for group in cache.groups)),
             ("page_tokens", str(cache.page_tokens)),
         )
-
-    def _warm_up(self, progress: Progress | None) -> None:
-        """Run a prompt and a decode step, so that no user waits for kernels to be compiled or threads to start.
-
-        They write to page 0 while nobody owns it, and leave it as it was.
-        """
-        if progress is not None:
-            progress("compiling kernels", 0.0)
-        sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
-        tokens = min(self.page_tokens, _WARM_UP_TOKENS, self.facts.max_context)
-        pages = [0] * len(self.cache.groups)
-        for row in (StepRow([0] * tokens, 0, pages, None), StepRow([0], 0, pages, Draw(sampling, 0))):
-            self.run(StepBatch([row]))
-        self.cache.storage[0].zero_()
-        if progress is not None:
-            progress("compiling kernels", 1.0)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from engine.logits_mask import without_early_ends
 from engine.sampling_filters import column, draw_filtered, has_filters, invert
-from engine.steps.batch import Draw, History
-from engine.steps.draws import Draws
+from engine.steps.draws import Draw, Draws, History
 from engine.steps.seeded import uniform
 from wire.messages import SamplingParams
 

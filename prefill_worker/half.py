@@ -25,10 +25,11 @@ from engine.steps.batch import StepRow
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.decode_peers import LocalDecode
+from prefill_worker.notice import make_notice
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.registry import PendingTransfers, RequestRegistry
-from prefill_worker.request import Abortable, EventThread, PrefillRequest, Progress, ProgressUpdates, make_notice
+from prefill_worker.request import Abortable, EventThread, PrefillRequest, Progress, ProgressUpdates
 from wire.ending import reason_to_end
 from wire.errors import Internal, InvalidArgument, TandemError
 from wire.logging.logs import about
@@ -67,6 +68,7 @@ class PrefillHalf:
         self._config = config
         self._me = me
         self._cache = cache
+        self._windowed = cache.kv.windowed
         self._local = local
         self._pages = PromptPages(cache, me, local)
         self._pages_total = cache.pool.counts().total
@@ -174,8 +176,9 @@ class PrefillHalf:
         """Rows of the next step with at most `budget` tokens in all; the pages stay this half's."""
         with self._lock:
             planned = self.queue.plan(budget, self._config.max_rows, self._start)
-            covered = [(request, self._cover(request, tokens)) for request, tokens in planned]
-            step = [(request, tokens) for request, tokens in covered if tokens]
+            if self._windowed:
+                planned = [(request, self._cover(request, tokens)) for request, tokens in planned]
+            step = [(request, tokens) for request, tokens in planned if tokens]
             self.deliver_updates()
             if step:
                 self._steps.add(step)
@@ -234,11 +237,6 @@ class PrefillHalf:
         self._updates.deliver()
 
     # ---- facts ----
-
-    def waiting_requests(self) -> int:
-        """Requests whose prompt is not wholly computed."""
-        with self._lock:
-            return len(self.queue)
 
     def waiting_tokens(self) -> int:
         """Prompt tokens not yet computed."""

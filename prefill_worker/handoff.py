@@ -26,8 +26,9 @@ from typing import Protocol
 from kv_transfer.base import Sender
 from kv_transfer.checksums import PageChecks
 from prefill_worker.decode_peers import DecodePeers, LocalDecode
+from prefill_worker.notice import make_notice
 from prefill_worker.page_writes import OutgoingChecksums, OutgoingWrites, WritingTime
-from prefill_worker.request import PrefillRequest, make_notice
+from prefill_worker.request import PrefillRequest
 from prefill_worker.write_window import WindowRenewals, WriteWindow
 from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed

@@ -45,12 +45,10 @@ class PromptPages:
     def cover(self, request: PrefillRequest, tokens: int) -> int:
         """Take the pages for the request's next `tokens` tokens; returns for how many of them there are pages.
 
-        All of them in a model without windows. Fewer, perhaps none, while other requests read pages that this one has
-        given up; they give them up in their turn.
+        Fewer, perhaps none, while other requests read pages that this one has given up; they give them up in their
+        turn. Models without windows need no call: `take` has taken all pages.
         """
         kv = self._kv
-        if not kv.windowed:
-            return tokens
         if not request.local:
             self._give_up(request, request.computed)
         end = request.launched + tokens

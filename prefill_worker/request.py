@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.cache.prefix_cache import Prefix
-from engine.steps.batch import Draw, History, StepRow
-from wire.errors import Internal, TandemError
-from wire.messages import FinishReason, PageChecksum, PeerRef, PrefillTask, TransferNotice
+from engine.steps.batch import StepRow
+from engine.steps.draws import Draw, History
+from wire.errors import TandemError
+from wire.messages import FinishReason, PrefillTask
 from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
@@ -179,31 +180,3 @@ def call_all(calls: Iterable[Callable[[], None]]) -> None:
             call()
         except Exception:
             log.exception("a hand-over did not hear of its step")
-
-
-def make_notice(
-    request: PrefillRequest,
-    me: PeerRef,
-    first_token_id: int,
-    *,
-    token_hash: bytes,
-    skipped: int,
-    checksums: tuple[PageChecksum, ...] = (),
-) -> TransferNotice:
-    """The notice that tells a decode worker of a prompt whose KV it has.
-
-    The prompt's first `skipped` pages were there already.
-    """
-    task = request.task
-    if task.destination is None:
-        raise Internal(f"{task.ref.request_id} has no lease to be handed over under")
-    return TransferNotice(
-        lease=task.destination.lease,
-        prefill=me,
-        token_hash=token_hash,
-        pages=request.pages_needed,
-        first_token_id=first_token_id,
-        next_draw=task.answered + 1,
-        checksums=checksums,
-        skipped=skipped,
-    )

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
+from router.slo_options import classes_by_name
 from wire.errors import InvalidArgument
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import TO_STDERR, LogConfig

@@ -1,7 +1,6 @@
 """SLO classes: the latency targets of requests, and the policy for targets that cannot be met."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -53,17 +52,13 @@ class SloClass:
         """Hash the name only, because workers count decoding requests by class in their hot path."""
         return hash(self.name)
 
-    def gap_target(self, idle_step_s: float) -> float:
+    def itl_target(self, idle_step_s: float) -> float:
         """Return the ITL target in seconds on a worker whose decode step of one request takes `idle_step_s`."""
         return min(self.itl_s, self.itl_steps * idle_step_s)
 
-    def tolerates(self, idle_step_s: float) -> float:
-        """Return the longest gap in seconds that may occur any number of times on such a worker."""
-        return min(self.gap_target(idle_step_s), self.worst_gap_s)
-
-    def spare_gaps(self, tokens: float) -> int:
-        """Return the number of gaps of an answer of `tokens` tokens that may exceed the ITL target."""
-        return int((1 - self.itl_percent / 100) * max(0.0, tokens - 1) + 1e-6)
+    def gap_target(self, idle_step_s: float) -> float:
+        """Return the longest gap in seconds that may occur any number of times: `min(ITL target, worst gap)`."""
+        return min(self.itl_target(idle_step_s), self.worst_gap_s)
 
 
 BEST_EFFORT = SloClass("best_effort", overload=Overload.DEGRADE)
@@ -74,13 +69,3 @@ DEFAULT_CLASSES = (
     SloClass("quick", ttft_s=0.3, itl_s=0.060),
     BEST_EFFORT,
 )
-
-
-def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
-    """Return the classes by name; raises InvalidArgument if two have the same name."""
-    named: dict[str, SloClass] = {}
-    for each in classes:
-        if each.name in named:
-            raise InvalidArgument("slo_classes", f"has two classes named {each.name!r}; name each once")
-        named[each.name] = each
-    return named

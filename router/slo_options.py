@@ -1,10 +1,20 @@
-"""Service classes as command-line options give them."""
+"""Service classes as options give them: by name, and as texts of the command line."""
 
 import math
 from collections.abc import Iterable
 
-from router.slo import DEFAULT_CLASSES, Overload, SloClass, classes_by_name
+from router.slo import DEFAULT_CLASSES, Overload, SloClass
 from wire.errors import InvalidArgument
+
+
+def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
+    """Return the classes by name; raises InvalidArgument if two have the same name."""
+    named: dict[str, SloClass] = {}
+    for each in classes:
+        if each.name in named:
+            raise InvalidArgument("slo_classes", f"has two classes named {each.name!r}; name each once")
+        named[each.name] = each
+    return named
 
 
 def with_defaults(own: Iterable[SloClass]) -> tuple[SloClass, ...]:

@@ -12,7 +12,7 @@ from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
-from router.placement.worker_state import REFUSAL_PAUSE_S, WorkerState
+from router.placement.worker_state import BACK_OFF_S, WorkerState
 from router.requests.first_token import hold_s
 from router.requests.sweeper import SWEEP_S
 from router.workers.prefix_feed import PrefixFeed
@@ -196,8 +196,8 @@ class VirtualRouter:
 
     def _refused(self, flow: Flow, ref: RequestRef, asked: WorkerState | None) -> None:
         if asked is not None:
-            asked.pause()
-            self.clock.after(REFUSAL_PAUSE_S, self.pump)
+            asked.back_off()
+            self.clock.after(BACK_OFF_S, self.pump)
         if flow.ref == ref:
             self._again(flow)
 

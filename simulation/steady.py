@@ -50,7 +50,7 @@ class SteadyDecodeHalf(DecodeHalf):
     @property
     def ready_requests(self) -> int:
         """Number of requests that wait to join the batch."""
-        return self._requests.ready
+        return len(self._requests.ready)
 
     def look_ahead(self, spare_pages: int) -> Ahead | None:
         """Returns the steps that need no decision if `spare_pages` are free; None = every step needs one."""

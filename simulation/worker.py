@@ -80,7 +80,8 @@ class VirtualWorker:
         self.cache = PrefixCache(self.pool, spec.kv, enabled=spec.config.prefix_cache, names=PageNames())
         self.admission = self._make_admission()
         self._decode = SteadyDecodeHalf(
-            requests=self.admission.running,
+            requests=self.admission.requests,
+            lock=self.admission.lock,
             model=spec.model,
             kv=spec.kv,
             max_batch_requests=spec.info.max_batch_requests,

@@ -12,7 +12,8 @@ from engine.config import EngineConfig
 from engine.models.allocation import allocate_parameters
 from engine.models.families import places_of
 from engine.models.load_spec import parse_spec
-from engine.steps.batch import Draw, StepRow
+from engine.steps.batch import StepRow
+from engine.steps.draws import Draw
 from engine.weights.safetensors_file import write_float32
 from wire.messages import SamplingParams
 

@@ -37,7 +37,7 @@ class CostParameters:
     wave_tokens: int = 1
     """Prompt tokens whose attention runs in one wave and takes as long as that of one token, see `costs.step_grid`."""
     mixed_noise: float = 1.2
-    """The margin by which mixed steps are planned shorter than their target (`costs.step_cost.LearnedMargin`)."""
+    """The margin by which mixed steps are planned shorter than their target (`costs.margin.LearnedMargin`)."""
 
 
 UNMEASURED = CostParameters()

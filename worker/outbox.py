@@ -1,6 +1,6 @@
 """The way out of a worker: one stream of events for each router.
 
-The engine thread hands over a step's events in one call; the event loop sorts them by router and wakes the streams. A
+`StepPublisher` takes a step's events from the engine thread; here they are sorted by router, and the streams wake. A
 stream that is slower than the steps sends several of them as one message.
 
 What changes in the prefix cache goes to those routers that asked for it, in batches that are numbered: a stream that is
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Every router's stream. Lives on the event loop; `publish` alone may be called from another thread."""
+    """Every router's stream. Lives on the event loop."""
 
     def __init__(
         self,
@@ -45,19 +45,6 @@ class Outbox:
         self._streams: dict[str, RouterStream] = {}
         self._step = 0
         self._closed = False
-
-    def publish(
-        self,
-        step: int,
-        events: Sequence[RoutedEvent],
-        tokens: Sequence[RoutedTokens] = (),
-        then: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        """Engine thread: what a step did, and the calls that are made on the event loop behind that. Never waits.
-
-        It wakes the event loop once: between two calls that thread might write messages while this one waits for it.
-        """
-        self._events.call_soon_threadsafe(self._take_step, step, events, tokens, then)
 
     def post(self, routed: RoutedEvent) -> None:
         """Something happened between steps."""
@@ -108,13 +95,14 @@ class Outbox:
         if not stream.attached:
             self.detach(stream)
 
-    def _take_step(
+    def take_step(
         self,
         step: int,
         events: Sequence[RoutedEvent],
         tokens: Sequence[RoutedTokens],
         then: Sequence[Callable[[], None]],
     ) -> None:
+        """Take what a step did, and make the calls behind that."""
         self._step = step
         for routed in events:
             stream = self._streams.get(routed.router_id)

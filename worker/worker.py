@@ -44,6 +44,7 @@ from worker.reporting.metrics import Utilization, WorkerMetrics
 from worker.reporting.report import WorkerReport
 from worker.reporting.watchdog import Watchdog
 from worker.router_stream import RouterStream
+from worker.step_publisher import StepPublisher
 from worker.validation import check_prefill, check_reservation
 
 log = logging.getLogger(__name__)
@@ -243,7 +244,8 @@ class Worker:
             events=self._events,
         )
         decode = DecodeHalf(
-            requests=admission.running,
+            requests=admission.requests,
+            lock=admission.lock,
             model=model,
             kv=cache.kv,
             max_batch_requests=decode_batch(config.role, config.engine),
@@ -261,7 +263,7 @@ class Worker:
             meter=self._meter,
             deadline_s=config.step_deadline,
             gather_s=config.gather_s,
-            publish=self._outbox.publish,
+            publish=StepPublisher(self._events, self._outbox).publish,
             on_death=lambda error: self._post_threadsafe(self._die, error),
         )
 

@@ -25,7 +25,7 @@ from engine.kernels.reference import rms_norm as plain_rms_norm
 from engine.kernels.rowwise.triton_norm import rms_norm
 from engine.kernels.triton_launch import overlaps_launches
 from engine.models.rope import rope_table
-from engine.steps.batch import Draw
+from engine.steps.draws import Draw
 from wire.messages import SamplingParams
 
 DECODE_TOKENS = 256

@@ -18,7 +18,8 @@ from costs.step_work import StepWork
 from engine.cuda.cuda_stepper import CudaStepper
 from engine.cuda.step_graph import StepGraph
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, PendingStep, StepBatch, StepRow
+from engine.steps.batch import PendingStep, StepBatch, StepRow
+from engine.steps.draws import Draw
 from wire.kv_pages import FREED
 from wire.messages import SamplingParams
 

@@ -174,7 +174,7 @@ class PlannedRun(Run):
         seen = Observation(
             seconds=self.window_s,
             offered=offered,
-            promise=Promise(self.day.slo.ttft_s, self.day.slo.tolerates(self.idle_step_s) / StepCost().margin),
+            promise=Promise(self.day.slo.ttft_s, self.day.slo.gap_target(self.idle_step_s) / StepCost().margin),
             prompts=facts,
             answers=facts,
             prefill=wanted[Role.PREFILL],

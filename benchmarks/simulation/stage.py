@@ -125,7 +125,7 @@ def _keeps_pace(outcome: Outcome, idle_step_s: float, longest_s: float) -> bool:
     slo, prediction = outcome.asked.slo, outcome.prediction
     if prediction is None or not slo.has_gap_target:
         return False
-    return must_not_wait(slo.tolerates(idle_step_s), prediction.itl_s, prediction.itl_s, longest_s)
+    return must_not_wait(slo.gap_target(idle_step_s), prediction.itl_s, prediction.itl_s, longest_s)
 
 
 def records(

@@ -24,7 +24,8 @@ from engine.host_stepper import forward_over
 from engine.kernels.triton_launch import overlaps_launches
 from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
 from engine.models.decoder import DecoderModel
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress
 from wire.ending import pages_for
@@ -138,7 +139,7 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
     later = _prompt_rows(tokens, tokens, probe, cached=tokens // 2)
     trials["a prefill step behind cached tokens"] = lambda: stepper.logits(StepBatch(later))
     run_side_by_side(trials, device)
-    model.end_trials()
+    model.kernels.end_trials()
 
 
 def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache, cached: int = 0) -> list[StepRow]:
@@ -160,10 +161,10 @@ def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
     if not config.cuda_graphs:
         return _Sizes([], [])
     rows = graph_sizes(config.max_batch_requests)
-    if not model.prompts_capturable:
+    if not model.kernels.prompts_capturable:
         return _Sizes(rows, [])
     prompts = prompt_graph_sizes(model.spec, config.max_step_tokens, config.max_batch_requests)
-    most = model.capturable_tokens
+    most = model.kernels.capturable_tokens
     return _Sizes(rows, [size for size in prompts if most is None or size.tokens <= most])
 
 
@@ -178,7 +179,7 @@ def _make_stepper(
     sampler = DeviceSampler(model.spec.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():
         pool = torch.cuda.graph_pool_handle()
-        prompts = PromptGraphs(packer, forward, drawn, pool, model.capturable_pages)
+        prompts = PromptGraphs(packer, forward, drawn, pool, model.kernels.capturable_pages)
         prompts.capture(sizes.prompts, progress)
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.sampler_cuda import IN_PROMPT
-from engine.steps.batch import Draw, History
+from engine.steps.draws import Draw, History
 
 
 @dataclass(slots=True)

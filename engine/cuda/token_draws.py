@@ -13,8 +13,7 @@ from engine.cuda.sampler_cuda import MANY_ROWS, PARAMS, DeviceSampler
 from engine.kernels.sampling.triton_logprobs import MOST_TOP, logprobs
 from engine.logits_mask import MaskedLogits
 from engine.logprobs import scores_of, wants_logprobs
-from engine.steps.batch import Draw, History
-from engine.steps.draws import Draws
+from engine.steps.draws import Draw, Draws, History
 from wire.messages import SamplingParams, TokenLogprobs
 
 Drawn = tuple[list[int], list[TokenLogprobs | None]]

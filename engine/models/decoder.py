@@ -1,41 +1,16 @@
 """The decoder: a stack of layers that says what is computed and leaves how to the kernels."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engine.config.kv import kv_groups
-from engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec
-from engine.config.rope import RopeConfig
+from engine.config.model import ModelSpec
 from engine.expert_tokens import ExpertTokens
-from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from engine.kernels.base import Feed, Kernels, Linear, StepLayout
 from engine.kernels.kv_cache import KvCache
-from engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, Norm
-from engine.models.parameters import AttentionParameters, DenseParameters, LatentParameters, LayerParameters, Parameters
-from engine.models.rope import rope_table
-
-RopeTable = Callable[[RopeConfig | None, int], Tensor]
-
-
-class CachePlace(NamedTuple):
-    """The place of a layer in the KV cache: its group, and its index in that group's pages."""
-
-    group: int
-    layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """The two halves of a layer, the norms of their outputs if it has any, and its group's number in the KV cache."""
-
-    attention: AttentionBlock | LatentBlock
-    attention_output_norm: Tensor | None
-    feed_forward: DenseBlock | ExpertsBlock
-    feed_forward_output_norm: Tensor | None
-    group: int
+from engine.models.layers import DecoderLayer, prepare_layers
+from engine.models.parameters import Parameters
 
 
 class DecoderModel:
@@ -45,7 +20,7 @@ class DecoderModel:
         self.spec = spec
         self.dtype = parameters.dtype
         """The dtype of the activations."""
-        self._kernels = kernels
+        self.kernels = kernels
         self._final_norm = parameters.final_norm
         self._lm_head = kernels.prepare(Linear(parameters.lm_head))
         # A tied table that was rearranged for the last product is not kept twice.
@@ -56,43 +31,7 @@ class DecoderModel:
         scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()
         self._embedding_scale = None if scale == 1.0 else scale
         self.expert_tokens = ExpertTokens(spec, device)
-        tables: dict[tuple[RopeConfig | None, int], Tensor] = {}
-
-        def table(rope: RopeConfig | None, dims: int) -> Tensor:
-            if (rope, dims) not in tables:
-                tables[rope, dims] = rope_table(rope, dims, max_context, device)
-            return tables[rope, dims]
-
-        places = {
-            layer: CachePlace(number, index)
-            for number, group in enumerate(kv_groups(spec))
-            for index, layer in enumerate(group.layers)
-        }
-        self._layers = [
-            _prepare_layer(
-                spec, number, places[number], weights, kernels=kernels, table=table, expert_tokens=self.expert_tokens
-            )
-            for number, weights in enumerate(parameters.layers)
-        ]
-
-    @property
-    def prompts_capturable(self) -> bool:
-        """See `Kernels`."""
-        return self._kernels.prompts_capturable
-
-    @property
-    def capturable_tokens(self) -> int | None:
-        """See `Kernels`."""
-        return self._kernels.capturable_tokens
-
-    @property
-    def capturable_pages(self) -> int | None:
-        """See `Kernels`."""
-        return self._kernels.capturable_pages
-
-    def end_trials(self) -> None:
-        """See `Kernels.end_trials`."""
-        self._kernels.end_trials()
+        self._layers = prepare_layers(spec, parameters, kernels, max_context, self.expert_tokens)
 
     def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: KvCache) -> None:
         """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; see `forward`."""
@@ -116,7 +55,7 @@ class DecoderModel:
         saves all that follows the last layer's store.
         """
         for layout in reversed(layouts):
-            self._kernels.begin_step(cache, layout)
+            self.kernels.begin_step(cache, layout)
         hidden = self._embed(token_ids, feed)
         if self._embedding_scale is not None:
             hidden *= self._embedding_scale
@@ -137,7 +76,7 @@ class DecoderModel:
     def _embed(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
         table = self._embedding
         if isinstance(table, Tensor):
-            return self._kernels.embed(token_ids, table, feed)
+            return self.kernels.embed(token_ids, table, feed)
         # The rows of a step are few: kernels need not know packed tables.
         if feed is not None:
             token_ids = feed.tokens(token_ids)
@@ -145,7 +84,7 @@ class DecoderModel:
 
     def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
         """Adds attention's output and the feed-forward network to the residual stream, in place."""
-        kernels, eps = self._kernels, self.spec.norm_eps
+        kernels, eps = self.kernels, self.spec.norm_eps
         if layer.attention_output_norm is None:
             kernels.linear_add(mixed, layer.attention.output, hidden)
         else:
@@ -154,49 +93,9 @@ class DecoderModel:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         spec = self.spec
-        logits = self._kernels.norm_linear(hidden, self._final_norm, spec.norm_eps, self._lm_head)
+        logits = self.kernels.norm_linear(hidden, self._final_norm, spec.norm_eps, self._lm_head)
         if spec.logits_scale != 1.0:
             logits *= spec.logits_scale
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits
-
-
-def _prepare_layer(
-    spec: ModelSpec,
-    number: int,
-    place: CachePlace,
-    weights: LayerParameters,
-    *,
-    kernels: Kernels,
-    table: RopeTable,
-    expert_tokens: ExpertTokens,
-) -> DecoderLayer:
-    layer = spec.layers[number]
-    attention, feed_forward = layer.attention, layer.feed_forward
-    found, inner = weights.attention, weights.feed_forward
-    before, between = Norm(weights.input_norm, spec.norm_eps), Norm(weights.feed_forward_norm, spec.norm_eps)
-    attention_block: AttentionBlock | LatentBlock
-    if isinstance(attention, GroupedQueryAttention):
-        assert isinstance(found, AttentionParameters)
-        rope = table(attention.rope, attention.shape.rotated)
-        attention_block = AttentionBlock(attention, place.layer, before, found, rope=rope, kernels=kernels)
-    else:
-        assert isinstance(found, LatentParameters)
-        rope = table(attention.rope, attention.shape.rope)
-        attention_block = LatentBlock(attention, place.layer, before, found, rope=rope, kernels=kernels)
-    feed_forward_block: DenseBlock | ExpertsBlock
-    if isinstance(feed_forward, MixtureOfExperts):
-        assert isinstance(inner, Experts)
-        counted = replace(inner, tokens=expert_tokens.of_layer(number))
-        feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels)
-    else:
-        assert isinstance(inner, DenseParameters)
-        feed_forward_block = DenseBlock(feed_forward, between, inner, kernels)
-    return DecoderLayer(
-        attention_block,
-        weights.attention_output_norm,
-        feed_forward_block,
-        weights.feed_forward_output_norm,
-        place.group,
-    )

@@ -13,7 +13,8 @@ import torch
 
 from engine.model_runner import ModelRunner
 from engine.quality.divergence import Divergence, DivergenceSum
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from wire.errors import InvalidArgument
 from wire.messages import SamplingParams
 

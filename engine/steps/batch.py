@@ -14,21 +14,8 @@ from typing import NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.steps.draws import Draw, Draws, History
+from engine.steps.draws import Draw, Draws
 from wire.messages import TokenLogprobs
-
-__all__ = [
-    "FROM_HOST",
-    "Draw",
-    "History",
-    "PendingStep",
-    "RowColumns",
-    "StepBatch",
-    "StepResult",
-    "StepRow",
-    "TokenRows",
-    "rows_of",
-]
 
 _Drawn = TypeVar("_Drawn")
 

@@ -3,8 +3,8 @@
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product, takewhile
 from operator import itemgetter
 
 from router.placement.prefix_index import PrefixIndex
@@ -13,14 +13,16 @@ from wire.messages import PeerRef
 
 REMEMBERED_S = 300.0
 """The time for which a pair counts as incompatible; it bounds the harm of an accidental rejection."""
+Rank = tuple[bool, float]
+"""True for a worker that is full, and its load."""
 
 
 class Ranking:
-    """Workers sorted by a key. Moving one takes microseconds, however many there are."""
+    """Workers sorted by a key: those that are full last. Moving one takes microseconds, however many there are."""
 
     def __init__(self) -> None:
-        self._order: list[tuple[float, int, WorkerState]] = []
-        self._keys: dict[int, float] = {}
+        self._order: list[tuple[Rank, int, WorkerState]] = []
+        self._keys: dict[int, Rank] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -29,7 +31,11 @@ class Ranking:
         """Iterate from the smallest key; the ranking must not be changed meanwhile."""
         return map(itemgetter(2), self._order)
 
-    def put(self, worker: WorkerState, key: float | None) -> None:
+    def with_capacity(self) -> Iterator[WorkerState]:
+        """Iterate over those that are not full, in this order."""
+        return map(itemgetter(2), takewhile(lambda entry: not entry[0][0], self._order))
+
+    def put(self, worker: WorkerState, key: Rank | None) -> None:
         """Set the key of `worker`; None removes it."""
         old = self._keys.get(worker.slot)
         if old == key:
@@ -44,7 +50,7 @@ class Ranking:
 class IncompatiblePairs:
     """Pairs of workers that rejected each other: other releases, models or KV settings, as in a rolling update.
 
-    A worker that registers again is another run, of which nothing is known.
+    A worker that registers again is another run (`PeerRef`), of which nothing is known.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,10 +74,6 @@ class IncompatiblePairs:
         self._pairs = {pair: known for pair, known in self._pairs.items() if known[0] > self._clock()}
         return len(self._pairs) < before
 
-    def forget(self, peer: PeerRef) -> None:
-        """Forget the pairs of a run that is over."""
-        self._pairs = {pair: known for pair, known in self._pairs.items() if peer not in pair}
-
     def why(self, prefills: Iterable[PeerRef], decodes: Iterable[PeerRef]) -> str:
         """Return the reason of the first rejection between these; "" without one."""
         known = (self._pairs.get(pair) for pair in product(prefills, decodes))
@@ -84,7 +86,8 @@ class Fleet:
     def __init__(self) -> None:
         self.prefixes = PrefixIndex()
         self.incompatible = IncompatiblePairs()
-        self._live: dict[PeerRef, WorkerState] = {}
+        self.live: list[WorkerState] = []
+        """The live workers, in no order."""
         self._by_slot: dict[int, WorkerState] = {}
         self._free_slots: list[int] = []
         self.prefills = Ranking()
@@ -95,11 +98,6 @@ class Fleet:
         """The number of live workers with both roles."""
         self.changes = 0
         """The number of times that workers came, went, changed or became compatible again."""
-
-    @property
-    def live(self) -> Collection[WorkerState]:
-        """The live workers, in no order."""
-        return self._live.values()
 
     def worker(self, slot: int) -> WorkerState | None:
         """Return the live worker with this number in the prefix index, None if it is not live."""
@@ -117,7 +115,6 @@ class Fleet:
         self.set_live(worker, live=False)
         worker.on_change = None
         self.prefixes.drop(worker.slot)
-        self.incompatible.forget(worker.peer)
         del self._by_slot[worker.slot]
         heapq.heappush(self._free_slots, worker.slot)
 
@@ -125,10 +122,7 @@ class Fleet:
         """Set whether `worker` takes new work; called again when its facts have changed."""
         self.changes += 1
         worker.live = live
-        if live:
-            self._live[worker.peer] = worker
-        else:
-            self._live.pop(worker.peer, None)
+        self.live = [each for each in self._by_slot.values() if each.live]
         self.both_roles = sum(each.prefills and each.decodes for each in self.live)
         worker.refresh()
 

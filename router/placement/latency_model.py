@@ -68,11 +68,6 @@ class AnswerPrediction:
         self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s))
         self.misses = worker.answers_broken(step_s) + (step_s > self.target_s)
 
-    @property
-    def crowded(self) -> bool:
-        """True if its gaps would miss the target because of other answers: rejecting requests helps only then."""
-        return self.step_s > self.target_s >= self.alone_s
-
 
 def prefill_time(worker: WorkerState, tokens: int, pairs: float) -> tuple[float, int]:
     """Return the seconds and steps until `worker` has computed `tokens` > 0 with these attention pairs."""

@@ -5,6 +5,7 @@ The cost of a placement is defined in `router/placement/latency_model.py`, its l
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice, product
 from typing import NamedTuple
 
@@ -19,17 +20,8 @@ from wire.mode import Mode
 
 _CANDIDATES = 2
 """The workers of each role that are compared for their load, and as many for the prefix that they hold."""
-_CONSIDERED = 32 * _CANDIDATES
-"""The workers that are asked for capacity before a request waits; those behind them in the order have less."""
-_STEPS_AHEAD = 2
-"""The steps of prompts that may wait at a worker: its device never idles, and few requests are bound to one that turns
-out slow.
-"""
-
 _WORST = (math.inf, math.inf)
-Takes = Callable[[WorkerState, QueuedRequest], bool]
-Candidate = tuple[WorkerState, int]
-"""A worker that takes the request, and the tokens of the prompt that it holds."""
+Takes = Callable[[WorkerState], bool]
 
 
 class Placement(NamedTuple):
@@ -79,8 +71,8 @@ class PlacementPolicy:
 
     def predict_prompt(self, request: QueuedRequest, fleet: Fleet) -> PromptPrediction | None:
         """Predict the soonest first token, with capacity now or not; None without a worker for it."""
-        match, soonest = fleet.prefixes.match(request.digests), _first(fleet.prefills, _can_prefill, request, 1)
-        found = _with_holders(request, match, fleet, soonest, _can_prefill)
+        match, takes = fleet.prefixes.match(request.digests), partial(_can_prefill, request=request)
+        found = _with_holders(match, fleet, _first(fleet.prefills, takes, 1), takes)
         prompts = (PromptPrediction(worker, request.prefill_tokens, held) for worker, held in found)
         return min(prompts, key=lambda prompt: prompt.ttft_s, default=None)
 
@@ -89,7 +81,7 @@ class PlacementPolicy:
         reserved = self._reserved(request, fleet)
         measured = (each for each in fleet.decodes if each.slot not in reserved and each.cost.parameters.observed)
         each_ahead = ahead / max(1, len(fleet.decodes) - len(reserved))
-        workers = _first(measured, _can_decode, request, _CANDIDATES)
+        workers = _first(measured, partial(_can_decode, request=request), _CANDIDATES)
         found = [AnswerPrediction(worker, 0, request, each_ahead) for worker in workers]
         able = [each for each in found if each.alone_s <= each.target_s] or found
         return min(able, key=lambda each: each.step_s / each.target_s, default=None)
@@ -100,21 +92,27 @@ class PlacementPolicy:
         A worker for the answer may compute the prompt as well. While workers are reserved, only these and the workers
         that do not decode compute prompts.
         """
+        apart, reserved = self._apart(fleet), self._reserved(request, fleet)
         match = fleet.prefixes.match(request.digests)
-        reserved, answers, prefills = NO_WORKERS, list[AnswerPrediction | None]([None]), list[Candidate]()
+        answers, prefills = list[AnswerPrediction | None]([None]), list[tuple[WorkerState, int]]()
+
+        def takes_answer(worker: WorkerState) -> bool:
+            takes = worker.slot not in reserved and _takes_decode(worker, request)
+            return takes and (apart or _takes_prefill(worker, request))
+
+        def takes_prompt(worker: WorkerState) -> bool:
+            allowed = not reserved or worker.slot in reserved or not worker.decodes
+            return allowed and _takes_prefill(worker, request)
+
         if request.decodes:
-            reserved = self._reserved(request, fleet)
-            free = (worker for worker in fleet.decodes if worker.slot not in reserved)
-            takes = _takes_decode if self._apart(fleet) else _takes_both
-            prefills = _with_holders(request, match, fleet, _first(free, takes, request, most), takes)
-            prefills = [(worker, held) for worker, held in prefills if worker.slot not in reserved]
+            found = _first(fleet.decodes.with_capacity(), takes_answer, most)
+            prefills = _with_holders(match, fleet, found, takes_answer)
             answers = [AnswerPrediction(worker, held, request) for worker, held in prefills]
-        if answers and (self._apart(fleet) or not request.decodes):
-            free = (each for each in fleet.prefills if not reserved or each.slot in reserved or not each.decodes)
-            workers = _first(free, _takes_prefill, request, most)
-            if self._local(fleet) and not reserved:
-                workers += [each for each, _ in prefills if each not in workers and _takes_prefill(each, request)]
-            prefills = _with_holders(request, match, fleet, workers, _takes_prefill)
+        if answers and (apart or not request.decodes):
+            found = _first(fleet.prefills.with_capacity(), takes_prompt, most)
+            if self._local(fleet):
+                found += [each for each, _ in prefills if each not in found and takes_prompt(each)]
+            prefills = _with_holders(match, fleet, found, takes_prompt)
         left_s = request.slo.ttft_s - waited_s
         prompts = [PromptPrediction(worker, request.prefill_tokens, held, left_s) for worker, held in prefills]
         return self._choose(prompts, answers, fleet)
@@ -174,15 +172,14 @@ class PlacementPolicy:
 
     def _reserved(self, request: QueuedRequest, fleet: Fleet) -> frozenset[int]:
         """Return the workers that this answer may not use."""
-        if self.mode is not Mode.ADAPTIVE or not request.slo.has_gap_target:
+        if self.mode is not Mode.ADAPTIVE or not request.decodes or not request.slo.has_gap_target:
             return NO_WORKERS
         return self._reserve.workers(request, fleet)
 
 
 def _takes_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if the prompt may go there now."""
-    has_capacity = worker.prefill_idle or worker.prefill_tokens < _STEPS_AHEAD * worker.max_step_tokens
-    return has_capacity and _can_prefill(worker, request)
+    return not worker.prefill_full and _can_prefill(worker, request)
 
 
 def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
@@ -192,7 +189,7 @@ def _can_prefill(worker: WorkerState, request: QueuedRequest) -> bool:
 
 def _takes_decode(worker: WorkerState, request: QueuedRequest) -> bool:
     """Return True if it has capacity for the expected answer now, and ever for the longest one."""
-    if worker.decode_requests >= worker.max_batch_requests or not _can_decode(worker, request):
+    if worker.decode_full or not _can_decode(worker, request):
         return False
     return worker.kv.held(request.reserved_tokens, decoding=not worker.prefills) <= worker.pages_free
 
@@ -202,23 +199,18 @@ def _can_decode(worker: WorkerState, request: QueuedRequest) -> bool:
     return worker.decodes and request.kv_tokens <= worker.answer_tokens_total
 
 
-def _takes_both(worker: WorkerState, request: QueuedRequest) -> bool:
-    return _takes_decode(worker, request) and _takes_prefill(worker, request)
-
-
-def _first(workers: Iterable[WorkerState], takes: Takes, request: QueuedRequest, most: int) -> list[WorkerState]:
+def _first(workers: Iterable[WorkerState], takes: Takes, most: int) -> list[WorkerState]:
     """Return the first in this order that take the request."""
-    considered = islice(workers, _CONSIDERED)
-    return list(islice((each for each in considered if takes(each, request) and not each.refusing), most))
+    return list(islice((each for each in workers if takes(each) and not each.refusing), most))
 
 
 def _with_holders(
-    request: QueuedRequest, match: PrefixMatch, fleet: Fleet, workers: list[WorkerState], takes: Takes
-) -> list[Candidate]:
-    """Return these workers, and those that hold more of the prompt than one of them."""
+    match: PrefixMatch, fleet: Fleet, workers: list[WorkerState], takes: Takes
+) -> list[tuple[WorkerState, int]]:
+    """Return these workers, and those that hold more of the prompt than one of them, each with the tokens it holds."""
     held = [(worker, match.pages(worker.slot)) for worker in workers]
     for slot, pages in match.longest(_CANDIDATES, min((pages for _, pages in held), default=0)):
         worker = fleet.worker(slot)
-        if worker and worker not in workers and takes(worker, request) and not worker.refusing:
+        if worker and worker not in workers and takes(worker) and not worker.refusing:
             held.append((worker, pages))
     return [(worker, pages * worker.kv.page_tokens) for worker, pages in held]

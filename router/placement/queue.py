@@ -23,6 +23,7 @@ class QueuedRequest:
     sequence: int
     """The order of arrival."""
     arrived_s: float
+    """The time at which it was received."""
     prompt_tokens: int
     max_tokens: int
     to_the_limit: bool = False

@@ -9,19 +9,21 @@ from router.placement.fleet import Fleet
 from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest, RequestQueue
-from router.placement.worker_state import REFUSAL_PAUSE_S, AnswerWork, Clock, PromptWork, WorkerState
+from router.placement.worker_state import BACK_OFF_S, AnswerWork, Clock, PromptWork, WorkerState
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload
 
-_RETRY_MIN_S = 2 * REFUSAL_PAUSE_S
+_RETRY_MIN_S = 2 * BACK_OFF_S
 
 
 class AdmissionController:
     """Decides at arrival whether a request can be served within its targets, by the predictions of placement."""
 
-    def __init__(self, policy: PlacementPolicy, fleet: Fleet, queue: RequestQueue, deferral_s: float) -> None:
+    def __init__(
+        self, policy: PlacementPolicy, fleet: Fleet, queue: RequestQueue, clock: Clock, deferral_s: float
+    ) -> None:
         """`deferral_s` is the time after which a request without a target goes before new ones."""
-        self._policy, self._fleet, self._queue, self._deferral_s = policy, fleet, queue, deferral_s
+        self._policy, self._fleet, self._queue, self._clock, self._deferral_s = policy, fleet, queue, clock, deferral_s
 
     def admit(self, request: QueuedRequest, others: int = 0) -> None:
         """Set the request's position in the queue. `others` arrive with it or before it and are not queued yet.
@@ -54,14 +56,14 @@ class AdmissionController:
     def _check_ttft(self, request: QueuedRequest, prediction: PromptPrediction) -> Refused | None:
         """Return a rejection if its first token would be late.
 
-        work ahead / prefill workers + ttft > target / margin of the prefill worker
+        time since arrival + work ahead / prefill workers + ttft > target / margin of the prefill worker
         """
         target_s, slo = request.slo.ttft_s, request.slo.name
         if target_s > self._deferral_s:
             return None
         limit_s = target_s / prediction.worker.margin
-        ahead_s = self._queue.ahead(request)[0]
-        ttft_s = ahead_s / max(1, self._policy.prefill_workers(request, self._fleet)) + prediction.ttft_s
+        waited_s, ahead_s = self._clock() - request.arrived_s, self._queue.ahead(request)[0]
+        ttft_s = waited_s + ahead_s / max(1, self._policy.prefill_workers(request, self._fleet)) + prediction.ttft_s
         if ttft_s <= limit_s:
             return None
         if prediction.compute_s > limit_s:
@@ -87,8 +89,8 @@ class AdmissionController:
             return None
         ahead = self._queue.ahead(request)[1] + others
         answer = self._policy.predict_answer(request, self._fleet, ahead)
-        if answer is None or not answer.crowded:
-            return None
+        if answer is None or not answer.step_s > answer.target_s >= answer.alone_s:
+            return None  # it meets its target, or would miss it alone as well: rejecting it would help no one
         excess = (answer.step_s - answer.target_s) / (answer.step_s - answer.alone_s)
         hint_s = max(excess * request.mean_tokens * answer.step_s, _RETRY_MIN_S)
         return Refused(
@@ -108,7 +110,7 @@ class RequestScheduler:
         self._policy, self._fleet, self._clock = policy, fleet, clock
         self.queue = RequestQueue()
         """The waiting requests; one whose attempt failed or was refused is pushed again, at its old position."""
-        self._admission = AdmissionController(policy, fleet, self.queue, config.max_deferral_s)
+        self._admission = AdmissionController(policy, fleet, self.queue, clock, config.max_deferral_s)
         self._lengths = AnswerLengths()
         self._seen_changes = 0
         """The value of `Fleet.changes` when skipped requests were last restored."""

@@ -7,15 +7,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from costs.chunks import ConcurrentDecode, StepLimit, breaks_target, step_limit
-from costs.step_cost import LearnedMargin, StepCost
+from costs.margin import LearnedMargin
+from costs.step_cost import StepCost
 from costs.step_work import chunk_pairs
 from router.slo import SloClass
 from wire.ending import answer_tokens
 from wire.messages import WorkerInfo, WorkerLoad
 from wire.tracing.timeline import TransferStats
 
-REFUSAL_PAUSE_S = 0.05
+BACK_OFF_S = 0.05
 """The time for which a worker that refused a request is not asked again while others can serve."""
+_STEPS_AHEAD = 2
+"""The steps of prompts that may wait at a worker: its device never idles, and few requests are bound to one that turns
+out slow.
+"""
 
 Clock = Callable[[], float]
 """A clock of seconds: `time.monotonic` or a virtual one."""
@@ -63,13 +68,11 @@ class WorkerState:
         self.gap_targets: tuple[float, ...] = ()
         """The longest gaps that the answers there tolerate, one per class, in seconds, sorted."""
         self._prompts: dict[str, PromptWork] = {}
-        """Prompts that are not computed yet."""
-        self._computed: set[str] = set()
-        """Prompts whose KV may still be in transfer."""
+        """Prompts with what is left to compute; nothing of those whose KV may still be in transfer."""
         self._unreported: dict[str, bool] = {}
         """Prompts that the last load report did not include: True if the worker has accepted the prompt since then."""
-        self.prefill_tokens = 0
-        """Prompt tokens that wait there."""
+        self.prefill_tokens, self.prefill_full = 0, False
+        """Prompt tokens that wait there, and True if it takes no further prompt now."""
         self._answers: dict[str, AnswerWork] = {}
         self._classes: dict[SloClass, int] = {}
         """The number of answers by class."""
@@ -98,17 +101,17 @@ class WorkerState:
 
     def prompt_computed(self, request_id: str) -> None:
         """Note that nothing of the prompt is left to compute; its KV may still be in transfer."""
-        if self._prompts.pop(request_id, None) is not None:
-            self._computed.add(request_id)
+        if request_id in self._prompts and self._prompts[request_id].tokens:
+            self._prompts[request_id] = PromptWork(0)
             self._unreported.pop(request_id, None)
-            if not self._prompts:
+            if not any(work.tokens for work in self._prompts.values()):
                 self._reported = (0, *self._reported[1:])  # it may be idle now, and then sends no further report
             self._refresh_prompts()
 
     def remove_prompt(self, request_id: str) -> None:
         """Remove a prompt with which the worker's prefill half is done."""
         self.prompt_computed(request_id)
-        self._computed.discard(request_id)
+        self._prompts.pop(request_id, None)
 
     def add_answer(self, request_id: str, work: AnswerWork) -> None:
         """Count an answer that is going to be decoded there."""
@@ -119,13 +122,14 @@ class WorkerState:
         """Remove an answer of which nothing is left there."""
         work = self._answers.pop(request_id, None)
         if work is not None:
-            self._reported = (self._reported[0], 0, 0)  # the last report still counts it
+            prompts, rows, pages = self._reported  # the last report still counts it
+            self._reported = (prompts, rows - 1, max(0, pages - work.pages)) if rows > 1 else (prompts, 0, 0)
             self._count_answer(work, -1)
 
     @property
     def request_ids(self) -> set[str]:
         """The requests that this worker is still needed for."""
-        return {*self._prompts, *self._computed, *self._answers}
+        return {*self._prompts, *self._answers}
 
     def report(self, load: WorkerLoad) -> None:
         """Take a load report, which the worker sends after a step."""
@@ -158,17 +162,18 @@ class WorkerState:
         """Drop a load report older than the last call, as a worker without work sends none. Called periodically."""
         if not self._fresh:
             self._reported = _NOTHING
-            self._unreported = {each: self._unreported.get(each, True) for each in self._prompts}
+            known = self._unreported
+            self._unreported = {name: known.get(name, True) for name, work in self._prompts.items() if work.tokens}
             self.refresh()
         self._fresh = False
 
-    def pause(self) -> None:
+    def back_off(self) -> None:
         """Note that it refused a request."""
-        self._refused_until_s = self.clock() + REFUSAL_PAUSE_S
+        self._refused_until_s = self.clock() + BACK_OFF_S
 
     @property
     def refusing(self) -> bool:
-        """True if it refused a request within `REFUSAL_PAUSE_S` or reports that it is not ready."""
+        """True if it refused a request within `BACK_OFF_S` or reports that it is not ready."""
         return bool(self.info.not_ready) or self.clock() < self._refused_until_s
 
     @property
@@ -185,7 +190,7 @@ class WorkerState:
 
     def gap_target(self, slo: SloClass) -> float:
         """Return the longest gap that `slo` tolerates there, in seconds; infinite = any, or not known yet."""
-        return slo.tolerates(self.idle_step_s) or math.inf
+        return slo.gap_target(self.idle_step_s) or math.inf
 
     def step_target(self, slo: SloClass) -> float:
         """Return the longest predicted decode step that keeps this gap: `gap_target / margin`."""
@@ -233,7 +238,9 @@ class WorkerState:
         waiting = self._reported[0] + sum(self._prompts[each].tokens for each in self._unreported)
         if self.prefill_tokens and not waiting:
             self._last_prompt_s = self.clock()
-        self.prefill_idle, self.prefill_tokens, self.backlog = own == 0, waiting, None
+        self.prefill_tokens, self.backlog = waiting, None
+        # One without own prompts takes a prompt of any length.
+        self.prefill_full = own > 0 and waiting >= _STEPS_AHEAD * self.max_step_tokens
         if waiting < own:  # the last tokens of a prompt attend to the most
             self.prefill_pairs = own_pairs * (1 - (1 - waiting / own) ** 2)
         else:
@@ -241,8 +248,8 @@ class WorkerState:
         self._rank()
 
     def _rank(self) -> None:
-        self.prompt_rank = self.prefill_tokens + self.decode_requests
-        """Its order for prompts. Decode rows count as well: a prompt delays them."""
+        self.prompt_rank = self.prefill_full, self.prefill_tokens + self.decode_requests
+        """Its order for prompts: those with capacity first. Decode rows count as well: a prompt delays them."""
         if self.on_change is not None:
             self.on_change(self)
 
@@ -259,7 +266,9 @@ class WorkerState:
         self.step_s = self.cost.decode_step_seconds(rows, self.decode_context)
         """A decode step there, in seconds."""
         step_s, free = max(self.step_s, self.idle_step_s), self.pages_free
-        self.answer_rank = step_s * self.info.pages_total / free if free > 0 else math.inf
-        """Its order for answers: step seconds / free share of pages."""
+        self.decode_full = free <= 0 or rows >= self.max_batch_requests
+        """True if it takes no further answer now."""
+        self.answer_rank = self.decode_full, step_s * self.info.pages_total / max(1, free)
+        """Its order for answers: those with capacity first, then by step seconds / free share of pages."""
         self.backlog = None
         self._rank()

@@ -199,7 +199,7 @@ class Dispatcher:
         request.last_event_s = request.placed_s = time.monotonic()
         request.first_token_s = 0.0
         request.prediction = placement
-        request.pace.target_s = self._gap_target(request, placement)
+        request.pace.target_s = self._itl_target(request, placement)
         request.prefill = self.pool.link(placement.prefill)
         request.decode = None if placement.decode is None else self.pool.link(placement.decode)
         request.prefill_worker = placement.prefill.worker_id
@@ -208,10 +208,10 @@ class Dispatcher:
         record(request.queued, placement, request.prefill.state, decode)
         self._calls.start(request)
 
-    def _gap_target(self, request: RoutedRequest, placement: Placement) -> float:
+    def _itl_target(self, request: RoutedRequest, placement: Placement) -> float:
         """Return the ITL target of its class on these workers, in seconds."""
         state = self.pool.link(placement.decode or placement.prefill).state
-        return request.admitted.slo.gap_target(state.idle_step_s)
+        return request.admitted.slo.itl_target(state.idle_step_s)
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
         """Iterate over the requests in the queue."""

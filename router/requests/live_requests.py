@@ -95,7 +95,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         return RoutedRequest(
             wire_id=wire_id,
             admitted=admitted,
-            queued=admitted.queued(wire_id, self.arrivals, now),
+            queued=admitted.queued(wire_id, self.arrivals, now - admitted.waited_s),
             text=AnswerText(
                 self._tokens,
                 admitted.stop,

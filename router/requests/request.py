@@ -131,12 +131,17 @@ class Admitted:
     operation: str = "text_completion"
     """The same as in `ClientRequest`."""
 
-    def queued(self, wire_id: str, sequence: int, now: float) -> QueuedRequest:
-        """Return the request as placement policies see it on arrival."""
+    @property
+    def waited_s(self) -> float:
+        """Return the seconds since it was received: TTFT counts from there, its tokenization included."""
+        return max(0.0, (time.time_ns() - self.edges[0].unix_nanos) / 1e9) if self.edges else 0.0
+
+    def queued(self, wire_id: str, sequence: int, arrived_s: float) -> QueuedRequest:
+        """Return the request as placement policies see it."""
         return QueuedRequest(
             wire_id=wire_id,
             sequence=sequence,
-            arrived_s=now,
+            arrived_s=arrived_s,
             prompt_tokens=len(self.prompt_token_ids),
             max_tokens=self.sampling.max_tokens,
             to_the_limit=self.sampling.runs_to_limit and not self.stop,

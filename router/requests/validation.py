@@ -13,7 +13,7 @@ from router.config import RouterConfig
 from router.requests.prompts import PromptEncoder, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
 from router.requests.tenants import tenant_salt
-from router.slo import classes_by_name
+from router.slo_options import classes_by_name
 from router.text.model_folder import GenerationDefaults
 from router.text.request_items import check_template_kwargs
 from router.text.request_reader import RequestReader

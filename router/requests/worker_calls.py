@@ -120,7 +120,7 @@ class DispatchCalls:
     def _refused(self, request: RoutedRequest, ref: RequestRef, asked: WorkerLink, error: TandemError) -> None:
         unavailable = isinstance(error, _UNAVAILABLE)
         if unavailable or isinstance(error, _BUSY):
-            asked.refuse_for_a_moment()
+            asked.back_off()
         if not _current(request, ref):
             return
         if isinstance(error, _BUSY):

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import grpc.aio
 
 from router.placement.fleet import Fleet
-from router.placement.worker_state import REFUSAL_PAUSE_S, WorkerState
+from router.placement.worker_state import BACK_OFF_S, WorkerState
 from router.workers.lease_keeper import LeaseKeeper
 from router.workers.prefix_feed import PrefixFeed
 from wire import convert
@@ -113,10 +113,10 @@ class WorkerLink:
         self.leases.drop(request_id)
         self.state.remove_answer(request_id)
 
-    def refuse_for_a_moment(self) -> None:
-        """Pause placement on this worker briefly after it rejected a request."""
-        self.state.pause()
-        asyncio.get_running_loop().call_later(REFUSAL_PAUSE_S, self._observer.on_change)
+    def back_off(self) -> None:
+        """Place nothing there for `BACK_OFF_S`, as it refused a request."""
+        self.state.back_off()
+        asyncio.get_running_loop().call_later(BACK_OFF_S, self._observer.on_change)
 
     # ---- calls ----
 

@@ -27,7 +27,7 @@ def judge(
         waited = 2 * queued_s >= moments[0] - outcome.asked.due_s
         return Verdict(Kind.MISSED_TTFT, Phase.QUEUE if waited else Phase.PREFILL)
     gaps = np.diff(moments)
-    over = int((gaps > slo.gap_target(idle_step_s)).sum())
+    over = int((gaps > slo.itl_target(idle_step_s)).sum())
     allowed = len(gaps) - math.ceil(round(slo.itl_percent / 100 * len(gaps), 6))
     if over > allowed or (len(gaps) and gaps.max() > slo.worst_gap_s):
         return Verdict(Kind.MISSED_ITL, Phase.DECODE)

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from prefill_worker.half import PrefillHalf
-from prefill_worker.request import PrefillRequest, make_notice
+from prefill_worker.notice import make_notice
+from prefill_worker.request import PrefillRequest
 from simulation.clock import VirtualClock
 from simulation.network import Network, Wire
 from wire.ending import failure_event

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, History, PendingStep, StepBatch, StepRow
+from engine.steps.batch import PendingStep, StepBatch, StepRow
+from engine.steps.draws import Draw, History
 from wire.messages import SamplingParams, TokenLogprobs
 
 Schedule = Sequence[Sequence[tuple[int, int]]]

@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from engine.kernels.linear.triton_linear_plan import FLOAT_STREAMED_TOKENS
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, PendingStep, StepBatch, StepRow
+from engine.steps.batch import PendingStep, StepBatch, StepRow
+from engine.steps.draws import Draw
 from wire.errors import InvalidArgument
 from wire.messages import SamplingParams
 

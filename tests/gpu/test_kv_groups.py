@@ -8,7 +8,8 @@ import torch
 from engine.config import EngineConfig
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from tests.factories import write_tiny_model
 from wire.kv_pages import FREED, KvPages
 from wire.messages import SamplingParams

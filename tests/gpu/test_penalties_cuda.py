@@ -10,7 +10,8 @@ import torch
 from engine.config import EngineConfig
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, History, PendingStep, StepBatch, StepRow
+from engine.steps.batch import PendingStep, StepBatch, StepRow
+from engine.steps.draws import Draw, History
 from wire.messages import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

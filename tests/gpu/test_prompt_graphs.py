@@ -17,7 +17,8 @@ from engine.kernels.reference import ReferenceKernels
 from engine.logprobs import score
 from engine.model_runner import ModelRunner
 from engine.sampler import sample
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from wire.messages import SamplingParams
 
 from .scheduled_steps import Request, Schedule, launch_ahead, logits_again

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, History, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw, History
 from tests.factories import tiny_engine_config, write_tiny_model
 from wire import convert, rpc
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc

@@ -14,7 +14,8 @@ from engine.kernels.linear.gated_product import GatedProduct, PlainGated
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)

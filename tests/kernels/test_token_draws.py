@@ -12,7 +12,7 @@ from engine.cuda.penalty_counts import PenaltyCounts
 from engine.cuda.sampler_cuda import IN_PROMPT, DeviceSampler
 from engine.cuda.token_draws import Drawn, TokenDraws
 from engine.kernels.triton_launch import overlaps_launches
-from engine.steps.batch import Draw, History
+from engine.steps.draws import Draw, History
 from tests.factories import draw
 from wire.messages import SamplingParams, TokenLogprobs
 

@@ -13,7 +13,7 @@ from engine import sampler
 from engine.cuda.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
 from engine.kernels.sampling.triton_logprobs import logprobs
 from engine.kernels.triton_launch import overlaps_launches
-from engine.steps.batch import Draw, History
+from engine.steps.draws import Draw, History
 from engine.steps.seeded import uniform
 from tests.factories import draw
 from wire.messages import SamplingParams

@@ -172,7 +172,7 @@ class WorkerProcess:
         self._check_forecasts()
         admission = self.worker.admission
         running = self.worker._halves.decode._batch.requests
-        alive = [*admission._requests.ready, *(r for r in running if not (r.cancelled or r.ended))]
+        alive = [*admission.requests.ready, *(r for r in running if not (r.cancelled or r.ended))]
         for request in alive:
             ref = request.reservation.ref
             if ref.attempt <= self._aborted.get(ref.request_id, 0):

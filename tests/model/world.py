@@ -395,7 +395,7 @@ class World:
         self._settle("with one more request")
         if last.ending is None or last.ending.finish_reason is not finish_reason(last):
             raise Broken(f"the cluster serves no more: {last}")
-        self.seen["gave way"] += sum(one.worker.admission.running.preemptions for one in self.workers.values())
+        self.seen["gave way"] += sum(one.worker.admission.requests.preemptions for one in self.workers.values())
         self.seen["answered"] += sum(client.ending is not None for client in self.router.clients)
         if unheard := self.loop.unheard():
             raise Broken(f"failures that nobody looks at: {unheard}")

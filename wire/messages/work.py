@@ -42,7 +42,7 @@ class _Continued:
 class Reservation(_Continued):
     """Router to decode worker: promise pages for this prompt and its answer, which only `prefill` may write.
 
-    `gap_target_s` is the ITL target on that worker in seconds, infinite = none.
+    `gap_target_s` is the longest gap between tokens that the answer tolerates there, in seconds, infinite = any.
     """
 
     prefill: PeerRef

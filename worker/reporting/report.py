@@ -15,7 +15,7 @@ def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostPa
     """Return the load of a worker, real or simulated, from its newest decode rows and its cost parameters."""
     pool = cache.pool
     return WorkerLoad(
-        prefill_requests=halves.prefill.waiting_requests(),
+        prefill_requests=halves.prefill.queue.length,
         prefill_tokens=halves.prefill.waiting_tokens(),
         decode_requests=halves.decode.running_requests(),
         pages_used=pool.total - pool.room,
@@ -24,7 +24,7 @@ def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostPa
         prefix_hit_tokens=cache.hit_tokens,
         decode_context_tokens=decoding.decode_context_tokens,
         cost=cost,
-        preemptions=halves.admission.running.preemptions,
+        preemptions=halves.admission.requests.preemptions,
     )
 
 

@@ -166,7 +166,7 @@ class CpuKernels(Kernels):
             cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
             _is_wide(q_norm), _layer_address(codes, layer), codes.stride(0), codes.stride(2), codes.stride(3),
             layout.positions.data_ptr(), layout.slots.data_ptr(), tokens, shape.heads, shape.kv_heads, shape.head_dim,
-            shape.rotated, codes.shape[4], isinstance(cache, QuantizedKv), eps,
+            rope.shape[1], codes.shape[4], isinstance(cache, QuantizedKv), eps,
         )  # fmt: skip
         self._perform(cpu_jobs.ROPE)
         return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)

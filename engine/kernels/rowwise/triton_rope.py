@@ -108,7 +108,7 @@ def rope_and_store(
         HEADS=shape.heads,
         KV_HEADS=shape.kv_heads,
         HEAD_DIM=head_dim,
-        ROTATED=shape.rotated,
+        ROTATED=rope.shape[1],
         WHOLE_ROWS=whole_rows,
         PAGE_TOKENS=held.shape[4],
         Q_NORMED=q_norm is not None,

@@ -13,7 +13,8 @@ from engine.config import EngineConfig
 from engine.kernels.kv_cache import QuantizedKv
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from tests.gpu.test_engine_cuda import Forced, greedy
 from wire.messages import SamplingParams
 

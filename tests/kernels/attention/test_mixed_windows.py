@@ -22,7 +22,8 @@ from engine.models.allocation import allocate_parameters
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import load_spec
 from engine.models.parameters import Parameters, tensors_of
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.random_weights import fill_randomly
 from tests.kernels.decode_cases import DEVICE, ON_GPU

@@ -18,7 +18,8 @@ from engine.kernels.reference import ReferenceKernels
 from engine.models.allocation import allocate_parameters
 from engine.models.decoder import DecoderModel
 from engine.models.parameters import Parameters, tensors_of
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from engine.steps.step_packer import StepPacker, step_limits, unpack
 from wire.messages import SamplingParams
 

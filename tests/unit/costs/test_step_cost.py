@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from costs.step_cost import MARGIN_MAX, MARGIN_MIN, CostParameters, LearnedMargin, StepCost
+from costs.margin import MARGIN_MAX, MARGIN_MIN, LearnedMargin
+from costs.step_cost import CostParameters, StepCost
 from costs.step_work import NOTHING, StepWork, chunk_pairs
 
 EASY = CostParameters(

@@ -6,7 +6,8 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
-from costs.step_cost import MARGIN_MAX, CostParameters, StepCost
+from costs.margin import MARGIN_MAX
+from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import AT_ONCE, LEARN_EVERY, StepFit
 from costs.step_work import StepWork
 

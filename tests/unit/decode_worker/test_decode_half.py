@@ -63,7 +63,11 @@ class House:
         )
         self.admission.limit(max_pages)
         self.half = DecodeHalf(
-            requests=self.admission.running, model=FACTS, kv=KvPages(PAGE_TOKENS), max_batch_requests=batch
+            requests=self.admission.requests,
+            lock=self.admission.lock,
+            model=FACTS,
+            kv=KvPages(PAGE_TOKENS),
+            max_batch_requests=batch,
         )
 
     def _expect(self, leases: int) -> None:
@@ -531,7 +535,7 @@ def test_the_transport_hears_each_count_before_the_next_change() -> None:
     """Counts told outside the lock could arrive in the wrong order: a stale 0 would put the transport to rest."""
     house = House()
     told: list[tuple[int, bool]] = []
-    house.admission._expect = lambda leases: told.append((leases, house.admission._lock.locked()))
+    house.admission._expect = lambda leases: told.append((leases, house.admission.lock.locked()))
     house.arrive("q")
     house.reserve("r")
     house.abort("r")

@@ -26,7 +26,7 @@ def crowded(seed: int) -> tuple[PageClaims, list[DecodeRequest]]:
         prefix = Prefix(b"")
         reservation = Reservation("r", ref, tuple(range(4 * prompt_pages)), SamplingParams(9), PeerRef("p", 1))
         try:
-            promised = claims.enter(prefix, pages, 4 * prompt_pages, 0)
+            claimed = claims.enter(prefix, pages, 4 * prompt_pages, 0)
         except ResourceExhausted:
             break
         request = DecodeRequest(
@@ -34,7 +34,7 @@ def crowded(seed: int) -> tuple[PageClaims, list[DecodeRequest]]:
             Lease(ref.request_id, 1, number),
             prompt_pages,
             pages,
-            promised,
+            claimed,
             b"",
             prefix,
             0,
@@ -54,7 +54,7 @@ def crowded(seed: int) -> tuple[PageClaims, list[DecodeRequest]]:
 
 def state(claims: PageClaims, requests: list[DecodeRequest]) -> object:
     facts = {name: value for name, value in vars(claims).items() if isinstance(value, int)}
-    return facts, claims._pool.counts(), [(request.pages, request.promised) for request in requests]
+    return facts, claims._pool.counts(), [(request.pages, request.claimed) for request in requests]
 
 
 def test_together_is_one_by_one() -> None:
@@ -63,10 +63,10 @@ def test_together_is_one_by_one() -> None:
         together, some = crowded(seed)
         single, others = crowded(seed)
         gave = True
-        while gave and (growing := [request for request in some if request.promised]):
+        while gave and (growing := [request for request in some if request.claimed]):
             before = [list(request.pages) for request in growing]
             gave = together.grow_all(growing)
-            each = [single.grow(request) for request in others if request.promised]
+            each = [single.grow(request) for request in others if request.claimed]
             assert gave == all(each)
             if gave:
                 assert state(together, some) == state(single, others)

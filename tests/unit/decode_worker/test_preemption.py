@@ -14,10 +14,11 @@ import pytest
 from costs.answer_length import SEEN_MIN
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
-from decode_worker.half import DecodeHalf, RunningRequests
+from decode_worker.half import DecodeHalf
 from decode_worker.page_budget import RETURN_S
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
+from decode_worker.requests import DecodeRequests
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from engine.steps.batch import StepRow
@@ -100,7 +101,11 @@ class House:
         )
         self.admission.limit(max_pages)
         self.half = DecodeHalf(
-            requests=self.admission.running, model=FACTS, kv=KvPages(PAGE_TOKENS), max_batch_requests=batch
+            requests=self.admission.requests,
+            lock=self.admission.lock,
+            model=FACTS,
+            kv=KvPages(PAGE_TOKENS),
+            max_batch_requests=batch,
         )
         self.behind = behind
         self.late = late
@@ -233,7 +238,7 @@ def test_expected_lengths_let_more_run_at_once(behind: bool) -> None:
         for number in range(6):
             house.ask(f"q{number}", 4, 40, length=7)
         house.run()
-        assert not house.admission.running.preemptions
+        assert not house.admission.requests.preemptions
         return house.most_running
 
     assert most_running(taught=False) == 24 // 11
@@ -247,7 +252,7 @@ def test_answers_that_may_fill_the_context_share_a_pool_from_the_first_on(behind
         house.ask(f"q{number}", 4, 1500, length=7)
     house.run()
     assert house.most_running > 1
-    assert not house.admission.running.preemptions
+    assert not house.admission.requests.preemptions
 
 
 def test_the_youngest_gives_way_and_goes_on_behind_its_tokens(behind: bool) -> None:
@@ -256,7 +261,7 @@ def test_the_youngest_gives_way_and_goes_on_behind_its_tokens(behind: bool) -> N
     old, young = (house.ask(name, 4, 30) for name in ("old", "young"))
     house.run()
     assert (old.preempted, old.progress) == (0, [30])
-    assert young.preempted == house.admission.running.preemptions == 1
+    assert young.preempted == house.admission.requests.preemptions == 1
     assert sum(young.progress) == 30
     assert young.progress[0] > PAGE_TOKENS
 
@@ -267,7 +272,7 @@ def test_where_all_answers_run_to_their_limit_nobody_gives_way(behind: bool) -> 
     for name in "abc":
         house.ask(name, 4, 30, ignore_eos=True)
     house.run()
-    assert house.admission.running.preemptions == 0
+    assert house.admission.requests.preemptions == 0
     assert house.most_running == 1
 
 
@@ -390,7 +395,7 @@ def house_of_any_lengths(seed: int, *, behind: bool, late: bool = False) -> Hous
 def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
     house = house_of_any_lengths(seed, behind=behind)
     house.run()
-    assert sum(asked.preempted for asked in house.asked.values()) == house.admission.running.preemptions
+    assert sum(asked.preempted for asked in house.asked.values()) == house.admission.requests.preemptions
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -412,5 +417,5 @@ def test_pages_given_together_are_those_given_one_by_one(
         return found
 
     together = steps()
-    monkeypatch.setattr(RunningRequests, "grow_all", lambda _self, _requests: False)
+    monkeypatch.setattr(DecodeRequests, "grow_all", lambda _self, _requests: False)
     assert together == steps()

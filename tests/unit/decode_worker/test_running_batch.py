@@ -10,7 +10,8 @@ from decode_worker.batch_snapshot import BUFFERED_STEPS
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
 from engine.cache.prefix_cache import Prefix
-from engine.steps.batch import FROM_HOST, History
+from engine.steps.batch import FROM_HOST
+from engine.steps.draws import History
 from wire.ending import Ending
 from wire.kv_pages import KvPages
 from wire.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, SamplingParams

@@ -10,7 +10,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from engine.logprobs import logprobs, score
 from engine.sampler import penalize, sample
 from engine.sampling_filters import draw_filtered, invert, keep_best
-from engine.steps.batch import Draw, History, StepBatch, rows_of
+from engine.steps.batch import StepBatch, rows_of
+from engine.steps.draws import Draw, History
 from engine.steps.seeded import start_of, uniform, uniforms
 from tests.factories import draw, row
 from wire.messages import SamplingParams, TokenLogprobs

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.steps.batch import FROM_HOST, Draw, RowColumns, StepBatch, StepRow, TokenRows
-from engine.steps.draws import Draws
+from engine.steps.batch import FROM_HOST, RowColumns, StepBatch, StepRow, TokenRows
+from engine.steps.draws import Draw, Draws
 from engine.steps.step_buffer import StepLimits, StepSizes
 from engine.steps.step_packer import PackedStep, StepPacker, unpack, view_step
 from wire.errors import Internal

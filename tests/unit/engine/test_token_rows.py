@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from engine.steps.batch import Draw, History, StepBatch, StepRow, TokenRows
-from engine.steps.draws import Draws
+from engine.steps.batch import StepBatch, StepRow, TokenRows
+from engine.steps.draws import Draw, Draws, History
 from wire.messages import SamplingParams
 
 PLAIN = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)

@@ -154,7 +154,7 @@ async def test_the_head_of_the_line_waits_for_pages_and_nobody_overtakes() -> No
     house.submit("small", 2)
     assert pieces(house.step(100)) == [(0, 30)]
     assert house.step(100) == []
-    assert house.half.waiting_requests() == 2
+    assert house.half.queue.length == 2
     assert house.half.waiting_tokens() == 22
     assert house.half.waiting() == WaitingPrompts(2, 22, 0)
     house.half.free(house.requests["first"])

@@ -1,7 +1,9 @@
 """The router's metrics: verdicts and goodput under a manual clock, and the values of a whole router."""
 
 import math
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc.aio
@@ -15,6 +17,7 @@ from router.observability.prediction_quality import PlacementRecord
 from router.observability.verdict import MET, JointVerdict, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
 from router.placement.policy import Placement
 from router.refusal import Refusal, Refused
+from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.request import Admitted, RoutedRequest
 from router.slo import BEST_EFFORT, SloClass
@@ -186,7 +189,7 @@ def metrics(model: Any, clock: Clock) -> RouterMetrics:
 def request_of(slo: SloClass, prompt: int = 7, **edges: float) -> RoutedRequest:
     admitted = Admitted("r", (1,) * prompt, SamplingParams(8), (), 0, (), slo=slo)
     request = RoutedRequest("r~1", admitted, admitted.queued("r~1", 1, 0.0), cast(Any, None), cast(Any, None), 0.0)
-    request.pace.target_s = slo.gap_target(0.01)
+    request.pace.target_s = slo.itl_target(0.01)
     request.edges = list(timeline_of(**edges).edges)
     return request
 
@@ -223,6 +226,17 @@ def test_a_request_from_its_first_token_to_its_end(metrics: RouterMetrics, clock
     assert (registry.counter(f.PROMPT_TOKENS).value, registry.counter(f.CACHED_PROMPT_TOKENS).value) == (7, 7)
     assert registry.counter(f.REQUEST_SUCCESS, "stop").value == 1
     assert outcomes(metrics) == {("tight", "met"): 1}
+
+
+def test_placement_counts_from_the_reception_as_the_metric_does() -> None:
+    """It counted from the end of the tokenization: a request could be late before its clock began."""
+    now = time.time_ns()
+    edges = EdgeStamp(Edge.RECEIVED, now - 3 * 10**9), EdgeStamp(Edge.TOKENIZED, now)
+    admitted = Admitted("r", (1,), SamplingParams(8), (), 0, edges)
+    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted)
+    assert time.monotonic() - request.queued.arrived_s == pytest.approx(3.0, abs=0.5)
+    ahead = Admitted("r", (1,), SamplingParams(8), (), 0, (EdgeStamp(Edge.RECEIVED, now + 10**12),))
+    assert ahead.waited_s == 0.0, "the wall clock was set back"
 
 
 def test_ends_that_are_not_good(metrics: RouterMetrics) -> None:

@@ -15,6 +15,7 @@ from tests.fake_engine import answer_to
 from tests.worker_pair import WorkerPair, until
 from wire.messages import FinishReason, RequestEvent, RequestRef, RoutedEvent, SamplingParams, WorkerLoad
 from worker.outbox import Outbox
+from worker.step_publisher import StepPublisher
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -94,7 +95,9 @@ async def test_pages_that_cannot_be_taken_in(
 async def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.LogCaptureFixture) -> None:
     made: list[int] = []
     outbox = Outbox(asyncio.get_running_loop(), lambda: WorkerLoad(0, 0, 0, 0, 8), lambda _: [], 60.0)
-    outbox.publish(1, (), (), (lambda: made.append(1), lambda: made.remove(0), lambda: made.append(2)))
+    StepPublisher(asyncio.get_running_loop(), outbox).publish(
+        1, (), (), (lambda: made.append(1), lambda: made.remove(0), lambda: made.append(2))
+    )
     await until(lambda: len(made) == 2)
     assert "did not hear of its step" in caplog.text
 
@@ -107,7 +110,7 @@ async def test_a_step_is_sent_without_the_cache_changes_that_cannot_be_told() ->
     messages = aiter(outbox.attach("r", prefixes=True).messages())
     await anext(messages)
     event = RequestEvent(RequestRef("a", 1))
-    outbox.publish(1, [RoutedEvent("r", event)])
+    StepPublisher(asyncio.get_running_loop(), outbox).publish(1, [RoutedEvent("r", event)])
     async with asyncio.timeout(30):
         assert (await anext(messages)).events == (event,)
 

@@ -16,6 +16,7 @@ from wire.messages import (
 from wire.prefixes import PrefixChanges
 from worker.outbox import Outbox
 from worker.router_stream import PREFIX_BATCHES_MAX, RouterStream
+from worker.step_publisher import StepPublisher
 
 LOAD = WorkerLoad(0, 0, 0, 0, 8)
 
@@ -35,7 +36,9 @@ class Office:
     def __init__(self, grace_s: float = 0.01) -> None:
         self.gone: list[str] = []
         self.batches = 0
-        self.outbox = Outbox(asyncio.get_running_loop(), lambda: LOAD, self._router_gone, grace_s, self._changes)
+        events = asyncio.get_running_loop()
+        self.outbox = Outbox(events, lambda: LOAD, self._router_gone, grace_s, self._changes)
+        self.publish = StepPublisher(events, self.outbox).publish
 
     def _changes(self) -> PrefixChanges | None:
         """One batch a step, if any were asked for."""
@@ -59,7 +62,7 @@ async def test_steps_go_to_each_router_alone() -> None:
     office = Office()
     (one, first), (two, _) = await read(office.outbox.attach("1")), await read(office.outbox.attach("2"))
     assert first == StepEvents(0, (), LOAD)
-    office.outbox.publish(7, [RoutedEvent("1", event("a")), RoutedEvent("2", event("b")), RoutedEvent("3", event("c"))])
+    office.publish(7, [RoutedEvent("1", event("a")), RoutedEvent("2", event("b")), RoutedEvent("3", event("c"))])
     assert await anext(one) == StepEvents(7, (event("a"),), LOAD)
     assert await anext(two) == StepEvents(7, (event("b"),), LOAD)
     office.outbox.post(RoutedEvent("1", event("d")))
@@ -70,7 +73,7 @@ async def test_a_slow_reader_gets_several_steps_as_one_message() -> None:
     office = Office()
     messages, _ = await read(office.outbox.attach("1"))
     for step in (1, 2, 3):
-        office.outbox.publish(step, [RoutedEvent("1", event(str(step)))])
+        office.publish(step, [RoutedEvent("1", event(str(step)))])
     await asyncio.sleep(0)
     assert await anext(messages) == StepEvents(3, (event("1"), event("2"), event("3")), LOAD)
 
@@ -80,7 +83,7 @@ async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
     (one, _), (two, _) = await read(office.outbox.attach("1")), await read(office.outbox.attach("2"))
     some, others, lost = tokens(3, "a", "b"), tokens(5, "c"), tokens(0, "d")
     routed = [RoutedTokens("1", some), RoutedTokens("2", others), RoutedTokens("3", lost)]
-    office.outbox.publish(7, [RoutedEvent("2", event("z"))], routed)
+    office.publish(7, [RoutedEvent("2", event("z"))], routed)
     assert await anext(one) == StepEvents(7, (), LOAD, tokens=(some,))
     second = await anext(two)
     assert second == StepEvents(7, (event("z"),), LOAD, tokens=(others,))
@@ -91,11 +94,11 @@ async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
     """The end of an answer must not overtake its tokens, nor later tokens the ones before."""
     office = Office()
     messages, _ = await read(office.outbox.attach("1"))
-    office.outbox.publish(1, [], [RoutedTokens("1", tokens(3, "a", "b"))])
-    office.outbox.publish(2, [], [RoutedTokens("1", tokens(4, "a", "b"))])
+    office.publish(1, [], [RoutedTokens("1", tokens(3, "a", "b"))])
+    office.publish(2, [], [RoutedTokens("1", tokens(4, "a", "b"))])
     end = RequestEvent(RequestRef("a", 1), 5, (9,), FinishReason.STOP)
-    office.outbox.publish(3, [RoutedEvent("1", end)], [RoutedTokens("1", tokens(5, "b"))])
-    office.outbox.publish(4, [], [RoutedTokens("1", tokens(6, "b"))])
+    office.publish(3, [RoutedEvent("1", end)], [RoutedTokens("1", tokens(5, "b"))])
+    office.publish(4, [], [RoutedTokens("1", tokens(6, "b"))])
     await asyncio.sleep(0)
     message = await anext(messages)
     assert message.step == 4
@@ -109,10 +112,10 @@ async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
 async def test_an_event_between_steps_comes_behind_tokens_that_wait() -> None:
     office = Office(grace_s=60.0)
     office.outbox.expect("1")
-    office.outbox.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
+    office.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
     await asyncio.sleep(0)
     office.outbox.post(RoutedEvent("1", RequestEvent(RequestRef("a", 1), 4, preempted=True)))
-    office.outbox.publish(2, [], [RoutedTokens("1", tokens(3, "b"))])
+    office.publish(2, [], [RoutedTokens("1", tokens(3, "b"))])
     await asyncio.sleep(0)
     _, first = await read(office.outbox.attach("1"))  # takes over what the stream that was expected had
     assert [(each.ref.request_id, each.first_index) for each in first.each()] == [("a", 3), ("a", 4), ("b", 3)]
@@ -124,7 +127,7 @@ async def test_a_router_is_gone_with_its_stream() -> None:
     office.outbox.detach(stream)
     office.outbox.detach(stream)
     assert office.gone == ["1"]
-    office.outbox.publish(1, [RoutedEvent("1", event("a"))])  # nobody listens any more
+    office.publish(1, [RoutedEvent("1", event("a"))])  # nobody listens any more
 
 
 async def test_events_wait_for_a_stream_that_is_about_to_come() -> None:
@@ -169,7 +172,7 @@ async def test_closing_sends_what_is_pending_first() -> None:
 async def test_tokens_that_wait_when_the_worker_closes_are_sent_before_the_stream_ends() -> None:
     office = Office()
     messages, _ = await read(office.outbox.attach("1"))
-    office.outbox.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
+    office.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
     await asyncio.sleep(0)
     office.outbox.close()
     assert [message.tokens async for message in messages] == [(tokens(3, "a"),)]
@@ -181,7 +184,7 @@ async def test_changes_of_the_prefix_cache_go_to_those_who_asked() -> None:
     asked, _ = await read(office.outbox.attach("1", prefixes=True))
     others, _ = await read(office.outbox.attach("2"))
     for step in (1, 2):
-        office.outbox.publish(step, [])
+        office.publish(step, [])
     await asyncio.sleep(0)
     assert await anext(asked) == StepEvents(2, (), LOAD, (PrefixChanges(1), PrefixChanges(2)))
     assert await anext(others) == StepEvents(2, (), LOAD)
@@ -194,7 +197,7 @@ async def test_a_router_that_does_not_read_loses_the_oldest_changes_and_can_see_
     office.batches = 1
     messages, _ = await read(office.outbox.attach("1", prefixes=True))
     for step in range(PREFIX_BATCHES_MAX + 3):
-        office.outbox.publish(step, [])
+        office.publish(step, [])
     await asyncio.sleep(0)
     numbers = [changes.sequence for changes in (await anext(messages)).prefixes]
     assert numbers == list(range(4, PREFIX_BATCHES_MAX + 4))
@@ -221,6 +224,6 @@ async def test_what_follows_a_step_is_called_behind_its_events_and_runs_before_t
         order.append(f"call behind {len(office.outbox._streams['1'].pending)} event")
         woken.set()
 
-    office.outbox.publish(1, [RoutedEvent("1", event("a"))], (), [call])
+    office.publish(1, [RoutedEvent("1", event("a"))], (), [call])
     await asyncio.gather(*tasks)
     assert order == ["call behind 1 event", "handoff", "message"]

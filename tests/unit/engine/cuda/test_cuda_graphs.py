@@ -7,7 +7,8 @@ import pytest
 
 from engine.cuda.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.cuda.step_graph import StepGraph
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from engine.steps.step_buffer import StepSizes
 from wire.messages import SamplingParams
 

@@ -33,7 +33,7 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
     told: list[str] = []
     over = partial(told.append, "trials are over")
-    model = cast(Any, SimpleNamespace(spec=shape, dtype=torch.bfloat16, end_trials=over))
+    model = cast(Any, SimpleNamespace(spec=shape, dtype=torch.bfloat16, kernels=SimpleNamespace(end_trials=over)))
     probe = cuda_start._one_row(config, model, PAGE, torch.float32, CPU)
     packer = StepPacker(step_limits(shape, probe))
     sizes = []

@@ -10,7 +10,8 @@ import torch
 from engine.cuda import cuda_stepper
 from engine.cuda.cuda_stepper import CudaStepper
 from engine.graph_use import GraphUse
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from engine.steps.step_buffer import StepLimits, StepSizes
 from engine.steps.step_packer import StepPacker
 from wire.errors import Internal

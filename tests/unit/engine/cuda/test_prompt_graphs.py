@@ -10,7 +10,8 @@ from costs.step_grid import TILE_TOKENS
 from engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
 from engine.cuda.step_graph import StepGraph
 from engine.models.shapes import shape_config
-from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import Draw
 from engine.steps.step_buffer import StepLimits
 from engine.steps.step_packer import StepPacker
 from wire.messages import SamplingParams

@@ -54,6 +54,15 @@ def test_the_wait_is_divided_by_the_workers_that_take_prompts() -> None:
     assert one == pytest.approx(SECOND.ttft_s / 1.2 / PROMPT_S, abs=2)
 
 
+def test_what_its_tokenization_took_is_part_of_its_ttft() -> None:
+    world = World()
+    now = world.at.clock()
+    world.scheduler.enter(QueuedRequest("soon", 0, now, 2048, 100, slo=SECOND))
+    with pytest.raises(Refused) as refused:
+        world.scheduler.enter(QueuedRequest("late", 1, now - 0.8 * SECOND.ttft_s, 2048, 100, slo=SECOND))
+    assert refused.value.reason is Refusal.SLO_TTFT
+
+
 def test_under_its_capacity_nobody_is_refused() -> None:
     world = World()
     arrivals(world, 1000.0, 10.0, 0.8 * CAPACITY, SECOND)

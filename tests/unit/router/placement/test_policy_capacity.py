@@ -4,7 +4,7 @@ import pytest
 
 from router.placement.policy import PlacementPolicy
 from tests.unit.router.fleets import TestFleet, names, need
-from wire.messages import Role
+from wire.messages import PeerRef, Role
 from wire.mode import Mode
 
 
@@ -35,10 +35,22 @@ class TestEveryMode:
         assert policy.place(need(), at.fleet, 0.0) is None, "its batch is full"
         assert decode.decode_requests == 4
 
+    def test_a_large_worker_is_found_behind_many_small_ones(self, policy: PlacementPolicy, at: TestFleet) -> None:
+        """The first 64 were looked at, and a request that none of them could hold waited."""
+        for number in range(70):
+            at.add(f"small-{number}", Role.BOTH, pages_total=8)
+        at.add("large-0", Role.BOTH, pages_total=100)
+        at.add("large-1", Role.BOTH, pages_total=100)
+        at.answers("large-0", 3, pages=20)
+        at.answers("large-1", 3, pages=20)
+        chosen = names(policy.place(need(), at.fleet, 0.0))
+        assert chosen is not None
+        assert chosen[1].startswith("large")
+
     def test_a_worker_that_refused_is_not_asked_for_a_moment(self, policy: PlacementPolicy, at: TestFleet) -> None:
         prefill = at.add("p", Role.PREFILL)
         at.add("d", Role.DECODE)
-        prefill.pause()
+        prefill.back_off()
         assert policy.place(need(), at.fleet, 0.0) is None
         at.clock.now += 0.06
         assert names(policy.place(need(), at.fleet, 0.0)) == ("p", "d")
@@ -79,8 +91,8 @@ class TestEveryMode:
         assert "b" in (names(policy.place(need(), at.fleet, 0.0)) or ()), "no worker has refused it"
         at.remove("b")
         at.remove("d0")
-        at.add("d0", Role.DECODE)
-        assert policy.place(need(), at.fleet, 0.0) is not None, "forgotten with the run"
+        at.add("d0", Role.DECODE, peer=PeerRef("d0", 2))
+        assert policy.place(need(), at.fleet, 0.0) is not None, "another run"
 
     def test_roles_are_kept(self, policy: PlacementPolicy, at: TestFleet) -> None:
         at.add("p", Role.PREFILL)

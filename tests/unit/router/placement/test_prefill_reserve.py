@@ -182,7 +182,7 @@ def test_a_refusal_changes_nothing() -> None:
     reserve = fed(at, 12_000)
     assert reserved(at, reserve) == ["w0"]
     at.clock.now += 0.1
-    at.workers["w0"].pause()
+    at.workers["w0"].back_off()
     assert reserved(at, reserve) == ["w0"]
 
 
@@ -225,6 +225,18 @@ def test_a_prompt_waits_until_the_reserved_worker_has_capacity() -> None:
     policy = placing(at)
     at.prompt(chosen(policy, at).prefill.worker_id, 8000)
     assert policy.place(asked(), at.fleet, 0.0) is None
+
+
+def test_a_cached_prompt_is_no_exception() -> None:
+    """The worker that held it computed the rest in a forced chunk, beside the answers that tolerate none."""
+    at = fleet()
+    policy = placing(at)
+    free, other = names(chosen(policy, at)) or ("", "")
+    digests = tuple(bytes([number]) for number in range(62))
+    at.fleet.prefixes.store(at.workers[other].slot, digests)
+    request = need(1000, answer=256, slo=TIGHT, digests=digests)
+    placement = policy.place(request, at.fleet, 0.0)
+    assert names(placement) == (free, other)
 
 
 def test_workers_that_only_prefill_take_prompts_beside_the_reserved_ones() -> None:

@@ -34,9 +34,9 @@ class TestPrompts:
         assert worker.prefill_pairs == chunk_pairs(1000, 0) + chunk_pairs(500, 200)
         worker.prompt_computed("a")
         worker.prompt_computed("a")
-        assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (500, False, {"a", "b"})
+        assert (worker.prefill_tokens, worker.prefill_full, worker.request_ids) == (500, False, {"a", "b"})
         worker.remove_prompt("b")
-        assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (0, True, {"a"})
+        assert (worker.prefill_tokens, worker.prefill_full, worker.request_ids) == (0, False, {"a"})
         assert worker.prefill_pairs == 0.0
         worker.remove_prompt("a")
         assert not worker.request_ids
@@ -69,7 +69,7 @@ class TestPrompts:
 
     def test_prompts_of_other_routers_count(self, at: TestFleet, worker: WorkerState) -> None:
         worker.report(load(prefill_tokens=700))
-        assert (worker.prefill_tokens, worker.prefill_idle) == (700, True)
+        assert (worker.prefill_tokens, worker.prefill_full) == (700, False)
         assert worker.prefill_pairs == chunk_pairs(700, 0)
         worker.add_prompt("a", PromptWork(1000))
         assert worker.prefill_tokens == 1700
@@ -123,6 +123,16 @@ def test_pages_of_an_answer_that_ended_are_free_at_once(at: TestFleet, worker: W
     assert worker.pages_free == 64, "the last report still counts them"
 
 
+def test_an_answer_that_ended_leaves_the_reported_load_of_others(at: TestFleet, worker: WorkerState) -> None:
+    """It was taken for all of the report: a worker that other routers had filled looked idle until its next step."""
+    at.answers("w", 2, pages=10)
+    worker.report(load(decode_requests=5, pages_used=50))
+    worker.remove_answer("answer-0")
+    assert (worker.decode_requests, worker.pages_free) == (4, 64 - 40)
+    worker.remove_answer("answer-1")
+    assert (worker.decode_requests, worker.pages_free) == (3, 64 - 30)
+
+
 def test_nothing_is_left_when_all_is_over(at: TestFleet, worker: WorkerState) -> None:
     at.prompt("w", 300)
     at.answers("w", 1)
@@ -172,7 +182,7 @@ def test_answers_that_a_longer_step_would_break_are_counted(at: TestFleet, worke
 
 def test_a_refusal_is_remembered_for_a_moment(at: TestFleet, worker: WorkerState) -> None:
     assert not worker.refusing
-    worker.pause()
+    worker.back_off()
     assert worker.refusing
     at.clock.now += 0.06
     assert not worker.refusing
