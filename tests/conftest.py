@@ -1,6 +1,6 @@
 """Real clusters for tests: one at a time, on free ports, reused while tests ask for the same settings.
 
-Where tests run in two processes (`make test`), those that share clusters stay in one of them.
+Where tests run in several processes (`make test`), those that share clusters stay in one of them.
 
 Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports Triton.
 """
@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 os.environ.update(ENVIRONMENT)
 # Otherwise any accidental call into Ray would start a Ray of its own.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-# Two test processes oversubscribe the cores: with more threads each operator takes about ten times as long.
+# Several test processes oversubscribe the cores: with more threads each operator takes about ten times as long.
 torch.set_num_threads(1)
 
 if find_spec("hypothesis"):
@@ -42,9 +42,9 @@ if find_spec("hypothesis"):
 
 HERE = Path(__file__).parent
 LONG_ROOMS = ("e2e", "kernels", "gpu", "model", "faults", "integration")
-"""Folders that run first, in this order, so that both processes end at about the same time.
+"""Folders that run first, in this order, so that all processes end at about the same time.
 
-One process begins with clusters, the other one with computation, and the smallest files come last.
+Some begin with clusters, the others with computation, and the smallest files come last.
 """
 SHARING_ROOMS = {"e2e", "faults"}
 """The folders whose files share clusters with one another."""
