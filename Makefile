@@ -1,5 +1,5 @@
 # make run    install, start a cluster, answer PROMPT, serve until Ctrl-C (ONCE=1: exit after the answer)
-# make test   install what tests need and run them all, in two processes (TEST_PROCESSES=0: in one)
+# make test   install what tests need and run them all, in three processes (TEST_PROCESSES=0: in one)
 # make check  style, types, room rules, generated code
 # make proto  regenerate wire/generated from proto/
 # make clean  remove .venv and caches
@@ -8,7 +8,9 @@ PROMPT ?= Why is the sky blue?
 ARGS ?=
 # Tests with clusters wait much; the others compute, in the meantime. A test process that dies ends the run: xdist would
 # start another one, and then wait for ever.
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
+# The tests start some hundred processes, each of which would compile all sources.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
 	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
 

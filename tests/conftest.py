@@ -1,6 +1,6 @@
 """Real clusters for tests: one at a time, on free ports, reused while tests ask for the same settings.
 
-Where tests run in two processes (`make test`), those that share clusters stay in one of them.
+Where tests run in several processes (`make test`), those that share clusters stay in one of them.
 
 Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports Triton.
 """
@@ -8,6 +8,8 @@ Without a GPU, Triton's kernels run in its interpreter, which must be chosen bef
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +30,7 @@ if not torch.cuda.is_available():
 os.environ.update(ENVIRONMENT)
 # Otherwise any accidental call into Ray would start a Ray of its own.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-# Two test processes oversubscribe the cores: with more threads each operator takes about ten times as long.
+# Several test processes oversubscribe the cores: with more threads each operator takes about ten times as long.
 torch.set_num_threads(1)
 
 if find_spec("hypothesis"):
@@ -40,9 +42,9 @@ if find_spec("hypothesis"):
 
 HERE = Path(__file__).parent
 LONG_ROOMS = ("e2e", "kernels", "gpu", "model", "faults", "integration")
-"""Folders that run first, in this order, so that both processes end at about the same time.
+"""Folders that run first, in this order, so that all processes end at about the same time.
 
-One process begins with clusters, the other one with computation, and the smallest files come last.
+Some begin with clusters, the others with computation, and the smallest files come last.
 """
 SHARING_ROOMS = {"e2e", "faults"}
 """The folders whose files share clusters with one another."""
@@ -58,7 +60,14 @@ OWN_CLUSTERS = {
 
 They run in any process, and last in their folder, so that the others start a shared cluster only once.
 """
+SHARING_NOTHING = {"test_cluster_life.py", "test_cpu_machines.py", "test_families.py", "test_model_of_the_cluster.py"}
+"""Long files whose tests have no cluster or fixture in common: each of these tests runs in any process."""
 GPU_ROOMS = {"gpu", "kernels"}
+COMPILE = """
+import sys, torch
+from engine.kernels.cpu.kernels import CpuKernels
+CpuKernels(getattr(torch, sys.argv[1]), threads=1).close()
+"""
 SHELF: pytest.StashKey[Shelf] = pytest.StashKey()
 TOLD = "told"
 PLUGIN_OPTIONS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"), "timeout": ("timeout",)}
@@ -66,9 +75,11 @@ PLUGIN_OPTIONS = {"asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scop
 
 
 def sharing(nodeid: str) -> str:
-    """Returns what all tests have in common that may share a cluster: their folder or their file."""
+    """Returns what all tests have in common that may share a cluster: their folder or file, or the test's own name."""
     file = Path(nodeid.split("::", maxsplit=1)[0])
     room = file.parts[1]
+    if file.name in SHARING_NOTHING:
+        return nodeid
     return room if room in SHARING_ROOMS and file.name not in OWN_CLUSTERS else str(file)
 
 
@@ -77,6 +88,14 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     for plugin, options in PLUGIN_OPTIONS.items():
         for option in () if pluginmanager.hasplugin(plugin) else options:
             parser.addini(option, f"of pytest-{plugin}, which is not installed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Compiles the CPU kernels, or finds them compiled: otherwise each test process and each worker would, at once."""
+    compile_one = [sys.executable, "-c", COMPILE]
+    for process in [subprocess.Popen([*compile_one, dtype], cwd=HERE.parent) for dtype in ("float32", "bfloat16")]:
+        process.wait()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -93,12 +112,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the tests so that long folders come first, and within a folder `OWN_CLUSTERS` last."""
+    """Sorts the tests so that long folders come first, and within a folder those last that share no cluster."""
     rooms = {room: number for number, room in enumerate(LONG_ROOMS)}
 
     def rank(item: pytest.Item) -> tuple[int, bool]:
         room = item.path.relative_to(HERE).parts[0]
-        return rooms.get(room, len(rooms)), item.path.name in OWN_CLUSTERS
+        return rooms.get(room, len(rooms)), item.path.name in OWN_CLUSTERS | SHARING_NOTHING
 
     items.sort(key=rank)
 

@@ -42,11 +42,11 @@ class Shape:
     roles: dict[str, int]
     change: dict[str, Any] = field(default_factory=dict)
     restore: dict[str, Any] = field(default_factory=dict)
-    longest: int = 300
+    longest: int = 130
 
 
 LONGEST = 600
-"""The same of the shared cluster, with two chunks of 512 tokens."""
+"""The same of the shared cluster before any change of mode, with two chunks of 512 tokens."""
 SHAPES = {
     "two colocated, who decode first": Shape(
         FIRST,
@@ -59,7 +59,7 @@ SHAPES = {
         LARGE_PAGES,
         {"prefill": 2, "decode": 2},
         {"mode": "disaggregated", "prefill": 2, "decode": 2, "step_policy": "decode-priority"},
-        longest=LONGEST,
+        longest=300,
     ),
 }
 """One cluster starts disaggregated and one colocated, and each changes to the other mode."""

@@ -9,18 +9,28 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _patch_lang, _patch_lang_tensor, _get_np_dtype, _convert_float = (
     getattr(interpreter, name) for name in ("_patch_lang", "_patch_lang_tensor", "_get_np_dtype", "_convert_float")
 )
-is_builtin = tl.core.is_builtin
+_init_block, _broadcast = tl.core.block_type.__init__, TritonSemantic.broadcast_impl_value
+is_builtin, constexpr = tl.core.is_builtin, tl.core.constexpr
+SCALAR = tl.core.tuple([]), constexpr(1)
+"""The shape and the number of elements of a scalar."""
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fixes loop bounds with NumPy 2.4, and patches Triton's language once per launch, not once per call in it."""
+    """Fixes loop bounds with NumPy 2.4, and patches Triton's language once per launch, not once per call in it.
+
+    A kernel makes some thousand blocks of a few types: each type is derived and checked once, not once per block.
+    """
     for mended in (patch_lang_tensor, patch_lang, patch_builtin, get_np_dtype, convert_float):
         monkeypatch.setattr(interpreter, f"_{mended.__name__}", mended)
+    monkeypatch.setattr(tl.core.block_type, "__init__", init_block)
+    monkeypatch.setattr(tl.core.tensor, "__init__", init_tensor)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast)
     options = interpreter.interpreter_builder.options
     assert not options.debug, "else overflows would be reported"
     # It checks for overflows, a third of its time, and without `debug` drops the result.
@@ -48,12 +58,43 @@ def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     for name in builtins_of(package):
         member = getattr(package, name)
         if is_builtin(member):
-            interpreter._patch_attr(package, name, member, builder, scope)
+            scope.set_attr(package, name, interpreted(member, builder))
+
+
+@cache
+def interpreted(member: Any, builder: Any) -> Any:
+    """Returns a builtin that is called as within a kernel, where no builder is named."""
+    semantic = TritonSemantic(builder)
+    return lambda *given, **named: member(*given, **{**named, "_semantic": semantic})
 
 
 @cache
 def builtins_of(package: Any) -> list[str]:
     return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+
+def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+    """Makes a block type that shares its attributes with all of its element type and shape."""
+    sizes = tuple([size.value if isinstance(size, constexpr) else size for size in shape])
+    known = vars(element_ty).setdefault("blocks", {})
+    if sizes not in known:
+        _init_block(self, element_ty, shape)
+        self.sizes = tl.core.tuple([constexpr(size) for size in sizes]), constexpr(self.numel)
+        known[sizes] = vars(self)
+    self.__dict__ = known[sizes]
+
+
+def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """Makes a tensor with the shape that its type keeps."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = type.sizes if type.is_block() else SCALAR
+
+
+def broadcast(semantic: Any, lhs: Any, rhs: Any) -> Any:
+    """Broadcasts two tensors unless they have one shape."""
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+        return lhs, rhs
+    return _broadcast(semantic, lhs, rhs)
 
 
 def convert_float(numbers: Any, given: Any, wanted: Any, rounding: Any) -> Any:

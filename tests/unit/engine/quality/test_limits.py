@@ -5,13 +5,14 @@ Its weights come from a file of 4 bits, so figures of 4 bits are worse than othe
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from cli.quantization.sample_text import sample_text, token_samples
 from engine.config import EngineConfig
@@ -22,10 +23,11 @@ from engine.quality.loading import load_for_comparison
 from engine.quality.teacher_forced import compare
 from engine.quantizer.quantize import Recipe, quantize
 from engine.quantizer.scheme import SCHEMES
+from engine.steps.batch import StepBatch
 from router.text.tokenizer import Tokenizer
 from tests.unit.engine.quantizer.plain_reader import read_plainly
 
-SAMPLES, TOKENS = 4, 128
+SAMPLES, TOKENS = 8, 64
 LAYERS = 2
 """The first layers, which alone are quantized to 4 bits: calibrating all takes minutes."""
 Tell = Callable[[str], None]
@@ -44,17 +46,32 @@ class Yardstick:
     def load(self, folder: Path, kernels: Kernels | None = None, **changes: str) -> ModelRunner:
         return load_for_comparison(EngineConfig(folder, threads=1, **changes), SAMPLES * TOKENS, kernels=kernels)
 
-    def kl(self, runner: ModelRunner, reference: ModelRunner | None = None) -> float:
-        """The mean over the positions of both phases, from the model in float32 if no other is given."""
-        found = compare(reference or self.runner, runner, self.samples("evaluation"))
+    def kl(self, runner: ModelRunner) -> float:
+        """The mean over the positions of both phases, from the model in float32."""
+        found = compare(self.runner, runner, self.samples("evaluation"))
         phases = (found.prefill, found.decode)
         return sum(each.kl * each.positions for each in phases) / sum(each.positions for each in phases)
 
 
 @pytest.fixture(scope="module")
-def full(model_folder: Path) -> Yardstick:
+def full(model_folder: Path) -> Iterator[Yardstick]:
     runner = load_for_comparison(EngineConfig(model_folder, threads=1), SAMPLES * TOKENS)
-    return Yardstick(model_folder, runner, Tokenizer(model_folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "logits", _remembered(runner))
+        yield Yardstick(model_folder, runner, Tokenizer(model_folder))
+
+
+def _remembered(runner: ModelRunner) -> Callable[..., Tensor]:
+    """Returns its `logits` for steps of the same samples, each computed once: every comparison asks for the same."""
+    compute, known = runner.logits, dict[object, Tensor]()
+
+    def logits(batch: StepBatch, *, every_token: bool = False) -> Tensor:
+        step = every_token, *((tuple(row.token_ids), row.start, tuple(row.page_ids)) for row in batch.rows)
+        if step not in known:
+            known[step] = compute(batch, every_token=every_token).clone()
+        return known[step]
+
+    return logits
 
 
 @pytest.mark.parametrize(
