@@ -1,6 +1,6 @@
 """Quantizes a folder with GPTQModel and writes its own dequantized weights beside it: SOURCE OUTPUT SCHEME.
 
-Runs in GPTQModel's environment. SCHEME is `gptq`, `gptq-sorted` (`desc_act`), `gptq-asym` or `gptq_v2`; AWQ needs a GPU there.
+Runs in GPTQModel's environment. SCHEME is one of SCHEMES; AWQ is missing, as the tool writes it on GPUs only.
 """
 
 import os
