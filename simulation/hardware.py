@@ -121,6 +121,7 @@ def hardware(
     costs: Path | None,
     kv_gib: float,
     misjudged: float,
+    *,
     device: Ceilings = GPU,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",

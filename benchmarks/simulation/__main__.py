@@ -158,9 +158,9 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
         arguments.costs,
         arguments.kv_gib,
         arguments.misjudged,
-        device_kind("--gpu", arguments.gpu).ceilings,
-        arguments.quantization,
-        arguments.kv_cache_dtype,
+        device=device_kind("--gpu", arguments.gpu).ceilings,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
     )
 
 
