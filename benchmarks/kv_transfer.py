@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.command_line import need_gpu
 from benchmarks.load.served_model import add_model_options, choose_model
-from benchmarks.results import run_facts, save_result
+from benchmarks.results import run_facts, save_result, scheme_suffix
 from benchmarks.transfer.handovers import Figures, through_the_cluster
 from benchmarks.transfer.kv_settings import SETTINGS, Settings
 from benchmarks.transfer.transfer_pools import PoolPlan, copy_ceiling, measure_pools
@@ -116,7 +116,7 @@ def main() -> None:
     )
     result: Figures = {"gpus": gpus}
     result |= measure(arguments.only, settings, plan, config)
-    name = model.name if arguments.kv_cache_dtype == "auto" else f"{model.name}_kv-{arguments.kv_cache_dtype}"
+    name = model.name + scheme_suffix(None, arguments.kv_cache_dtype)
     result |= {
         "model": name,
         "dtype": settings.dtype,

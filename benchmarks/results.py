@@ -43,6 +43,12 @@ def save_result(name: str, result: Mapping[str, object], folder: Path = RESULTS)
     return file
 
 
+def scheme_suffix(quantization: str | None, kv_cache_dtype: str) -> str:
+    """Returns the quantization for the name of a result: `_fp8`, `_fp8_kv-int8`, or nothing."""
+    weights = f"_{quantization}" if quantization else ""
+    return weights + (f"_kv-{kv_cache_dtype}" if kv_cache_dtype != "auto" else "")
+
+
 def read_results(folder: Path = RESULTS, kind: str = "") -> list[tuple[str, Run]]:
     """Returns the runs whose file names begin with `kind`, each with its file name, oldest first."""
     found = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob(f"{kind}*.json")]

@@ -7,6 +7,8 @@ from engine.config.kv import kv_groups, window_of
 from engine.config.model import GroupedQueryAttention, LatentAttention, MixtureOfExperts, ModelSpec
 from engine.model_sizes import active_weights, kv_bytes_per_token, matrix_bytes, total_weights
 
+_BYTES_OF_16_BITS = 2
+
 
 def model_summary(
     spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None, *, on_cpu: bool = False
@@ -20,6 +22,8 @@ def model_summary(
     experts = _experts(spec)
     parameters = f"{_count(total)} parameters" + (f", {_count(active)} active per token" if experts else "")
     cache, groups = f"{kv_bytes_per_token(spec, kv_bytes):,} bytes of KV per token", kv_groups(spec)
+    if kv_bytes < _BYTES_OF_16_BITS:
+        cache += " in 8 bits"
     if len(groups) > 1:
         cache += f", pages of {len(groups)} groups of {groups[0].depth} layers"
     weights = []

@@ -14,6 +14,7 @@ from engine.config.model import ModelSpec
 from engine.device import quantized_kv_dtype
 from engine.kernels.kv_cache import SCALE_BYTES
 from engine.model_sizes import kv_bytes_per_token, model_sizes
+from engine.models.load_spec import quantized_at_load
 from engine.models.shapes import shape_config
 from simulation.spec import Device
 from wire.errors import InvalidArgument
@@ -115,20 +116,31 @@ def read_costs(file: Path, option: str = "--costs") -> CostParameters:
     return CostParameters(**({"observed": 1000} | content))
 
 
-def hardware(shape: str, costs: Path | None, kv_gib: float, misjudged: float) -> Hardware:
+def hardware(
+    shape: str,
+    costs: Path | None,
+    kv_gib: float,
+    misjudged: float,
+    *,
+    device: Ceilings = GPU,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Hardware:
     """Returns hardware whose predictions are `misjudged` times the real step cost.
 
-    InvalidArgument if the KV cache is smaller than a page.
+    Steps cost what the roofline of `device` says of weights and KV as they are quantized, or what the file `costs` has.
+    InvalidArgument if the KV cache is smaller than a page, and for quantization that the model cannot have.
     """
-    model = shape_config(shape)
+    model = quantized_at_load(shape_config(shape), quantization)
+    element_bytes = kv_element_bytes(model, kv_cache_dtype)
     if not misjudged > 0:
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
-    truth = roofline(model) if costs is None else read_costs(costs)
+    truth = roofline(model, device, element_bytes) if costs is None else read_costs(costs)
     scaled = {name: getattr(truth, name) * misjudged for name in _SECONDS}
-    pages = int(kv_gib * 2**30 / kv_page_bytes(model))
+    pages = int(kv_gib * 2**30 / kv_page_bytes(model, element_bytes))
     if pages < 1:
         raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
-    return Hardware(model, shape, truth, replace(truth, **scaled), pages)
+    return Hardware(model, shape, truth, replace(truth, **scaled), pages, kv_element_bytes=element_bytes)
 
 
 _SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s")

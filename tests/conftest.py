@@ -84,7 +84,8 @@ def sharing(nodeid: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Declares the options of plugins that are not installed, so that they are ignored: `tests/gpu` needs no plugin."""
+    """Declares the KV cache's dtype, and options of plugins that are not installed: `tests/gpu` needs no plugin."""
+    parser.addoption("--kv-cache-dtype", default="auto", help="of clusters whose tests do not name one (auto)")
     for plugin, options in PLUGIN_OPTIONS.items():
         for option in () if pluginmanager.hasplugin(plugin) else options:
             parser.addini(option, f"of pytest-{plugin}, which is not installed")
@@ -159,7 +160,7 @@ def _shelf(
 ) -> Iterator[Shelf]:
     from tests.running_cluster import Shelf
 
-    shelf = Shelf(model_folder, lambda: tmp_path_factory.mktemp("logs"))
+    shelf = Shelf(model_folder, lambda: tmp_path_factory.mktemp("logs"), request.config.getoption("--kv-cache-dtype"))
     request.session.stash[SHELF] = shelf
     yield shelf
     shelf.clear()

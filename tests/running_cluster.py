@@ -125,8 +125,9 @@ def _idle(one: worker_pb2.InspectResponse) -> bool:
 class Shelf:
     """Holds the one running cluster of this test process."""
 
-    def __init__(self, model: Path, new_folder: Callable[[], Path]) -> None:
+    def __init__(self, model: Path, new_folder: Callable[[], Path], kv_cache_dtype: str = "auto") -> None:
         self._model = model
+        self._kv_cache_dtype = kv_cache_dtype
         self._new_folder = new_folder
         self._running: RunningCluster | None = None
 
@@ -139,6 +140,7 @@ class Shelf:
                 "http_port": 0,
                 "kv_checksum_rate": 1.0,
                 "threads": 1,
+                "kv_cache_dtype": self._kv_cache_dtype,
                 "planner": PlannerConfig(PlannerMode.DRY_RUN, window_s=5.0),
                 **settings,
             }

@@ -21,7 +21,7 @@ from benchmarks.gpu.ceilings import copy_bandwidth, matrix_rate, measure_ceiling
 from benchmarks.gpu.device_spans import idle_share, idle_share_next_to_copies
 from benchmarks.gpu.gpu_engine import DECODE_STEPS, GpuEngine
 from benchmarks.gpu.profile_gpu import profile
-from benchmarks.results import run_facts, save_result
+from benchmarks.results import run_facts, save_result, scheme_suffix
 from engine.config import EngineConfig
 from engine.config.attention import AttentionShape
 from engine.config.model import ModelSpec
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         quantization=arguments.quantization,
         kv_cache_dtype=arguments.kv_cache_dtype,
     )
-    scheme = _scheme(arguments)
+    scheme = scheme_suffix(arguments.quantization, arguments.kv_cache_dtype)
     began, before = psutil.Process().create_time(), Figures()
     if arguments.before:
         before, began = _in_16_bits(config), time.time()
@@ -88,12 +88,6 @@ def run(arguments: argparse.Namespace) -> None:
         kind = "profile" if arguments.profile else "engine"
         print("saved", save_result(f"{kind}-{arguments.shape}{scheme}", result))
     print(json.dumps(result))
-
-
-def _scheme(arguments: argparse.Namespace) -> str:
-    """Returns the quantization for the name of a result: `_fp8`, `_fp8_kv-int8`, or nothing."""
-    weights = f"_{arguments.quantization}" if arguments.quantization else ""
-    return weights + (f"_kv-{arguments.kv_cache_dtype}" if arguments.kv_cache_dtype != "auto" else "")
 
 
 def _in_16_bits(config: EngineConfig) -> Figures:

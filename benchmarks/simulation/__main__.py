@@ -1,9 +1,10 @@
 """Simulates the strategy table under a virtual clock: `python -m benchmarks.simulation --shape llama-3-8b --workers 2`.
 
 Rows, workloads, rates, cells and reports are those of `benchmarks.strategies`; only devices and networks are modelled.
-By default the cost of a step is the roofline's of an H200; `--costs FILE` takes fitted ones. `--against FILE` compares
-with a measured table: loads at the same rates, seconds and seed, and knees where both have them; with `--fitted` each
-row's steps take the cost that its workers had fitted during that load. The last line is one JSON object.
+By default the cost of a step is the roofline's of a `--gpu`, with weights and KV as `--quantization` and
+`--kv-cache-dtype` say; `--costs FILE` takes fitted ones. `--against FILE` compares with a measured table: loads at
+the same rates, seconds and seed, and knees where both have them; with `--fitted` each row's steps take the cost that
+its workers had fitted during that load. The last line is one JSON object.
 """
 
 import argparse
@@ -18,16 +19,19 @@ from benchmarks.load import sweep
 from benchmarks.load.command import without_curves
 from benchmarks.load.slo import SloCell, standard_cells
 from benchmarks.load.workload import Workload
-from benchmarks.results import run_facts, save_result
+from benchmarks.results import run_facts, save_result, scheme_suffix
 from benchmarks.simulation.against import as_lines, compare
 from benchmarks.simulation.stage import Stage
 from benchmarks.strategies.part import Load, goodput_of, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, chosen_offers, offers
+from cluster.config import KV_DTYPES
+from costs.devices import DEVICES, device_kind
 from costs.step_cost import CostParameters
+from engine.config.quantization import Codes
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
-from simulation.hardware import hardware
+from simulation.hardware import Hardware, hardware
 from simulation.network import Network
 from wire.errors import InvalidArgument, TandemError
 
@@ -94,6 +98,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ask", choices=(ADAPTIVE, ALL, NONE), default=ADAPTIVE, help="rows that name classes")
     parser.add_argument("--costs", type=Path, default=None, help="JSON with the fields of CostParameters")
     parser.add_argument("--misjudged", type=float, default=1.0, help="predicted ÷ true seconds of a step")
+    parser.add_argument(
+        "--gpu", default="H200", help=f"of the roofline, when there is no --costs: {', '.join(DEVICES)}"
+    )
+    parser.add_argument("--quantization", choices=list(Codes), help="weights rounded at load, as with `tandem up`")
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="as with `tandem up` (auto)")
     parser.add_argument("--kv-gib", type=float, default=100.0, help="KV cache of each worker")
     parser.add_argument("--network", type=Path, default=None, help="JSON with the fields of Network")
     parser.add_argument("--processes", type=int, default=1, help="rows that are simulated at a time")
@@ -142,11 +151,24 @@ def read_network(file: Path) -> Network:
     return Network(**content)
 
 
+def hardware_of(arguments: argparse.Namespace) -> Hardware:
+    """Returns the device and model that the options describe; InvalidArgument names the option."""
+    return hardware(
+        arguments.shape,
+        arguments.costs,
+        arguments.kv_gib,
+        arguments.misjudged,
+        device=device_kind("--gpu", arguments.gpu).ceilings,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+    )
+
+
 def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, object]:
     """Simulates and prints all tables; with `--fitted` by the costs of a measured table."""
     if arguments.processes < 1:
         raise InvalidArgument("--processes", f"{arguments.processes} is less than 1")
-    machine = hardware(arguments.shape, arguments.costs, arguments.kv_gib, arguments.misjudged)
+    machine = hardware_of(arguments)
     network = Network() if arguments.network is None else read_network(arguments.network)
     rows = chosen(strategies(arguments.workers), arguments.only)
     found = chosen_offers(offers(arguments.trace, 1.0, 1.0), arguments.workloads)
@@ -173,6 +195,10 @@ def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, 
         "complete": True,
         "tables": tables,
         "dtype": "bfloat16",
+        "gpu": arguments.gpu if arguments.costs is None else "",
+        "quantization": arguments.quantization,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "kv_tokens": machine.pages * machine.page_tokens,
         "unloaded_step_ms": round(step_s * 1e3, 4),
         "ask": arguments.ask,
         "seconds": arguments.seconds,
@@ -203,7 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except InvalidArgument as error:
             incomparable = error.message
     if parsed.save:
-        name = f"simulation-{parsed.shape}-{parsed.workers}-workers-{parsed.ask}"
+        scheme = scheme_suffix(parsed.quantization, parsed.kv_cache_dtype)
+        name = f"simulation-{parsed.shape}{scheme}-{parsed.workers}-workers-{parsed.ask}"
         print("saved", save_result(name, without_curves(result)))  # type: ignore[arg-type]
     print(json.dumps(without_curves({key: value for key, value in result.items() if key != "loads"})))
     if incomparable:

@@ -15,6 +15,7 @@ from pathlib import Path
 SHM = Path("/dev/shm")
 SHM_BYTES_MIN = 256 << 20
 PYTHON_MIN = (3, 11)
+_FP8_CAPABILITY = (8, 9)
 
 
 DISTRIBUTION = "tandem"
@@ -129,7 +130,9 @@ def check_gpu() -> Check:
         if importlib.util.find_spec("triton") is None:
             advice = "pip install '.[gpu]' in Tandem's folder"
             return Check("GPU", Level.FAIL, f"{', '.join(names)}, without triton", advice)
-        return Check("GPU", Level.OK, ", ".join(names))
+        oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+        advice = "" if oldest >= _FP8_CAPABILITY else "for --kv-cache-dtype take int8: fp8 needs compute capability 8.9"
+        return Check("GPU", Level.OK, ", ".join(names), advice)
     if Path("/dev/nvidiactl").exists():
         return Check("GPU", Level.WARN, "present, but PyTorch cannot use it", "install a CUDA build of torch 2.13")
     return Check("GPU", Level.OK, "none; --device cpu it is")

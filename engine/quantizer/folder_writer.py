@@ -3,11 +3,13 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -40,15 +42,22 @@ class FolderWriter:
         return self._bytes + sum(tensor.nbytes for tensor in self._held.values())
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes tensors of any device."""
+        """Takes tensors of any device. InvalidArgument where they cannot be written."""
         self._held |= {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         if sum(tensor.nbytes for tensor in self._held.values()) >= _SHARD_BYTES:
             self._write_shard()
 
-    def finish(self, config: Mapping[str, Any], side_files: list[Path]) -> None:
-        """Writes the rest: the last tensors, their index, config.json and copies of `side_files`."""
+    def finish(self, config: Mapping[str, Any], source: Path, side_files: Sequence[Path]) -> None:
+        """Writes the rest: the last tensors, their index, config.json and copies of `side_files`, relative to `source`.
+
+        InvalidArgument where that fails.
+        """
         if self._held:
             self._write_shard()
+        with self._writing():
+            self._write_rest(config, source, side_files)
+
+    def _write_rest(self, config: Mapping[str, Any], source: Path, side_files: Sequence[Path]) -> None:
         count = len(self._shards)
         named: dict[str, str] = {}
         for number, names in enumerate(self._shards, 1):
@@ -60,7 +69,8 @@ class FolderWriter:
             _write_json(self._partial / "model.safetensors.index.json", index)
         _write_json(self._partial / "config.json", config)
         for file in side_files:
-            shutil.copyfile(file, self._partial / file.name)
+            (self._partial / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / file, self._partial / file)
 
     def __enter__(self) -> "FolderWriter":
         return self
@@ -70,13 +80,23 @@ class FolderWriter:
     ) -> None:
         try:
             if error is None:
-                self._partial.chmod(0o755)
-                self._partial.rename(self._folder)
+                with self._writing():
+                    self._partial.chmod(0o755)
+                    self._partial.rename(self._folder)
         finally:
             shutil.rmtree(self._partial, ignore_errors=True)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises InvalidArgument for errors of the file system, such as a full disk."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise InvalidArgument("output", f"{self._folder} cannot be written: {error}.") from error
+
     def _write_shard(self) -> None:
-        save_file(self._held, self._partial / f"{len(self._shards) + 1}.safetensors", metadata={"format": "pt"})
+        with self._writing():
+            save_file(self._held, self._partial / f"{len(self._shards) + 1}.safetensors", metadata={"format": "pt"})
         self._bytes = self.total_bytes
         self._shards.append(list(self._held))
         self._held = {}

@@ -74,7 +74,8 @@ def quantize(
     Embeddings, output layer, norms, biases and routers stay as they are, but for what AWQ and SmoothQuant fold into
     norms and biases. samples: token ids of the texts that calibration reads.
 
-    Raises ModelError for a model that cannot be quantized, InvalidArgument for a setting that cannot be met.
+    Raises ModelError for a model that cannot be quantized, InvalidArgument for a setting that cannot be met and where
+    `output` cannot be written.
     """
     with Source(folder) as source, torch.no_grad():
         inputs = {source.shape(name)[1] for name in source.products}
@@ -90,7 +91,7 @@ def quantize(
                 if progress is not None:
                     progress("quantizing", done)
             config = {**source.config, "quantization_config": recipe.scheme.config(group, source.ignored)}
-            writer.finish(config, source.side_files)
+            writer.finish(config, folder, source.side_files)
         return Quantized(output, group, source.total_bytes, writer.total_bytes)
 
 

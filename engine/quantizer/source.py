@@ -66,9 +66,14 @@ class Source:
 
     @property
     def side_files(self) -> list[Path]:
-        """The files that a quantized folder has unchanged: tokenizer, chat template, generation settings."""
-        files = (file for file in sorted(self.folder.iterdir()) if file.is_file() and file.suffix in _SIDE_FILES)
-        return [file for file in files if file.name not in _OWN_FILES]
+        """The files that a quantized folder has unchanged, relative to this one.
+
+        They are tokenizer, chat templates, generation settings, and the code of tokenizers that are not transformers'.
+        """
+        files = [file for file in self.folder.iterdir() if file.suffix in _SIDE_FILES]
+        files += [*self.folder.glob("tokenization_*.py"), *self.folder.glob("additional_chat_templates/*.jinja")]
+        kept = [file.relative_to(self.folder) for file in files if file.is_file()]
+        return sorted(file for file in kept if file.name not in _OWN_FILES)
 
     def read(self, name: str) -> Tensor:
         """Returns one tensor in host memory, in its stored dtype."""

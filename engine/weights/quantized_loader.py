@@ -1,6 +1,7 @@
 """Loading of quantized weights: a few at a time are read on the device, repacked there and copied to their places."""
 
 from collections.abc import Callable, Iterator, Mapping
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def _batches(
     places: Mapping[str, Place], schemes: Mapping[str, WeightScheme], entries: Mapping[str, TensorEntry]
 ) -> Iterator[dict[str, list[str]]]:
     """Yields weights with the names of their tensors, in the order of the files, so many that they are read quickly."""
-    stored = {name: _to_read(name, places[name], scheme, entries) for name, scheme in schemes.items()}
+    stored = {name: _to_read(name, places, scheme, entries) for name, scheme in schemes.items()}
     batch: dict[str, list[str]] = {}
     size = 0
     for name in sorted(stored, key=lambda name: (entries[stored[name][0]].file, entries[stored[name][0]].start)):
@@ -68,9 +69,13 @@ def _batches(
         yield batch
 
 
-def _to_read(name: str, place: Place, scheme: WeightScheme, entries: Mapping[str, TensorEntry]) -> list[str]:
-    found = stored_tensors(name, place, scheme)
-    return [each for each, stored in found.items() if stored.read and each in entries]
+def _to_read(
+    name: str, places: Mapping[str, Place], scheme: WeightScheme, entries: Mapping[str, TensorEntry]
+) -> list[str]:
+    """Returns the tensors to read of a weight; the model's own biases have places of their own."""
+    found = stored_tensors(name, places[name], scheme)
+    own = {each for each in found if each == name or each not in places}
+    return [each for each, stored in found.items() if stored.read and each in own and each in entries]
 
 
 def _bytes(entry: TensorEntry) -> int:
@@ -83,10 +88,16 @@ def _place(place: Place, scheme: WeightScheme, stored: Mapping[str, Tensor], nam
     if scheme.format is WeightFormat.ROUND_TO_NEAREST:
         assert isinstance(target, PackedWeight)
         weight = next(iter(stored.values()))
-        _copy(rounded(weight if place.transform is None else place.transform(weight), packing_of(target)), target)
+        weight = weight if place.transform is None else place.transform(weight)
+        # Stacked experts one by one, as rounding holds several copies in float32.
+        experts = range(len(weight)) if weight.dim() > 2 else (...,)
+        for index in experts:
+            _copy(rounded(weight[index], packing_of(target)), target, index)
         return
     module = name.removesuffix("weight")
     tensors = {each.removeprefix(module): tensor for each, tensor in stored.items()}
+    if "bias" in tensors and bool(tensors["bias"].any()):
+        raise ModelError("has a bias that is not zero, and the model has none there")
     rows, columns = place.stored_shape
     found = FORMATS[scheme.format].read(scheme, tensors, (rows, columns))
     if isinstance(target, PackedWeight):
@@ -96,6 +107,6 @@ def _place(place: Place, scheme: WeightScheme, stored: Mapping[str, Tensor], nam
         target.copy_(matrix if place.transform is None else place.transform(matrix))
 
 
-def _copy(source: PackedWeight, target: PackedWeight) -> None:
+def _copy(source: PackedWeight, target: PackedWeight, index: int | EllipsisType = ...) -> None:
     for mine, theirs in zip(target.parts(), source.parts(), strict=True):
-        mine.copy_(theirs)
+        mine[index].copy_(theirs)

@@ -28,7 +28,6 @@ from engine.weights.quantized.format import (
     group_count,
     in_word,
     integers,
-    unread,
 )
 from wire.errors import ModelError
 
@@ -41,7 +40,7 @@ def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTenso
         StoredTensor("scales", ((groups, rows),), FLOATS),
         StoredTensor("g_idx", ((columns,),), WORDS, required=scheme.scattered),
         # Old exports have a bias of zeros for each module of a model without biases.
-        *unread("bias"),
+        StoredTensor("bias", ((rows,),), FLOATS, required=False),
     )
 
 

@@ -43,6 +43,25 @@ def test_an_unloaded_step_is_what_the_costs_say(stage: Stage) -> None:
     assert alone_s < stage.unloaded_step() < alone_s + 1000 * truth.context_s
 
 
+def test_quantized_kv_and_weights_count_as_they_are_stored(stage: Stage) -> None:
+    plain, kv = (hardware("llama-3-8b", None, 47.58, 1.0, kv_cache_dtype=name) for name in ("auto", "int8"))
+    assert plain.pages * plain.page_tokens == 389_760, "as an H100 had with as many bytes of KV"
+    assert kv.pages / plain.pages == pytest.approx(256 / 132, rel=1e-3)
+    assert kv.truth.context_s / plain.truth.context_s == pytest.approx(132 / 256)
+    assert kv.device.page_bytes == 132 * 2 * 8 * 32 * 128
+    weights = hardware("llama-3-8b", None, 47.58, 1.0, quantization="int8")
+    assert 0.5 < weights.truth.base_s / plain.truth.base_s < 0.65
+    workload = offers([], 1.0, 1.0)[0].source.at(4.0, 6.0, 0)
+    settings = strategies(2)[0].settings
+    bound, freer = (
+        Stage(hardware("llama-3-8b", None, 2.0, 1.0, kv_cache_dtype=name), stage.network).simulate(
+            settings, workload, ()
+        )[0]
+        for name in ("auto", "int8")
+    )
+    assert freer.ttft.p99 < 0.6 * bound.ttft.p99, "half the bytes, so prompts wait less for pages"
+
+
 def test_pages_are_named_alike_as_far_as_prompts_are() -> None:
     workload = offers([], 1.0, 1.0)[0].source.at(2.0, 5.0, 0)
     first, again = (make_requests(workload, 128, BEST_EFFORT) for _ in range(2))

@@ -64,7 +64,11 @@ def test_a_gpu_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
+    capability = [(9, 0)]
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability[0])
     assert checks.check_gpu() == Check("GPU", Level.OK, "NVIDIA H200")
+    capability[0] = (8, 0)
+    assert "take int8" in checks.check_gpu().advice
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     without = checks.check_gpu()
     assert (without.level, without.advice) == (Level.FAIL, "pip install '.[gpu]' in Tandem's folder")

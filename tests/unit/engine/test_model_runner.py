@@ -205,24 +205,44 @@ def test_8_bit_kv_is_close_and_holds_more_tokens(folder: Path, dtype: str) -> No
     assert 0 < (found - wanted).abs().max() < 0.05 * wanted.std()
 
 
-def test_8_bit_kv_continues_elsewhere_and_in_company(folder: Path) -> None:
-    """Pages are copied as bytes, as a transfer does; checksums agree, and the tokens are those of one runner."""
-    config = tiny_engine_config(folder, kv_cache_dtype="int8")
-    first, second = (ModelRunner.load(config) for _ in range(2))
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"quantization": "fp8"},
+        {"quantization": "int8", "kv_cache_dtype": "int8", "dtype": "bfloat16"},
+    ],
+    ids=["KV int8", "int8", "int4", "fp8", "int8 and KV int8 in bfloat16"],
+)
+def test_quantized_answers_continue_elsewhere_and_in_company(scheme: dict[str, Any], folder: Path) -> None:
+    """Pages are copied as bytes, as a transfer does; checksums agree, and the tokens are those of one runner alone."""
+    first, second = (ModelRunner.load(tiny_engine_config(folder, **scheme)) for _ in range(2))
+    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
     def generate(runner: ModelRunner, pages: list[int], company: int, token: int | None) -> list[int | None]:
         found = [token]
         for index in range(1, 12):
             others = [StepRow([7], 0, [20 + other], draw(temperature=1.0, seed=other)) for other in range(company)]
-            mine = StepRow([found[-1] or 0], len(IDS) + index - 1, pages, draw(index=index))
-            found.append(runner.run(StepBatch([*others, mine])).token_ids[-1])
+            prompt = [StepRow(IDS, 0, [30, 31], draw(seed=1))] if company else []
+            mine = StepRow([found[-1] or 0], len(IDS) + index - 1, pages, draw(index=index, **sampled))
+            found.append(runner.run(StepBatch([*prompt, *others, mine])).token_ids[-1])
         return found
 
-    (token,) = first.run(StepBatch([StepRow(IDS, 0, [3, 1], draw())])).token_ids
+    (token,) = first.run(StepBatch([StepRow(IDS, 0, [3, 1], draw(**sampled))])).token_ids
     second.cache.storage[[9, 4]] = first.cache.storage[[3, 1]]
     filled = [16, len(IDS) - 16]
     assert second.page_sums([9, 4], filled) == first.page_sums([3, 1], filled)
-    assert generate(second, [9, 4], 5, token) == generate(first, [3, 1], 0, token)
+    alone = generate(first, [3, 1], 0, token)
+    assert generate(second, [9, 4], 5, token) == alone
+    assert len(set(alone)) > 3
+    # A prompt in chunks beside other rows has the same first token, and the same bytes in its pages.
+    for start, tokens in ((0, IDS[:7]), (7, IDS[7:])):
+        rows = [StepRow([7], 0, [20], draw(seed=2)), StepRow(tokens, start, [12, 13], draw(**sampled))]
+        chunked = second.run(StepBatch(rows)).token_ids[-1]
+    assert chunked == token
+    assert second.page_sums([12, 13], filled) == first.page_sums([3, 1], filled)
 
 
 def test_latents_are_not_cached_in_8_bits(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.model_summary import model_summary
-from engine.models.load_spec import parse_spec
+from engine.models.load_spec import parse_spec, quantized_at_load
 from engine.models.shapes import shape_config
 from tests.factories import FAMILIES
 
@@ -13,6 +13,14 @@ def test_a_dense_model() -> None:
         "8.03 B parameters",
         "131,072 bytes of KV per token",
         "attention: 32 layers see all tokens",
+    )
+
+
+def test_quantization() -> None:
+    model = quantized_at_load(shape_config("llama-3-8b"), "int8")
+    assert model_summary(model, 2, 132 / 128)[1:3] == (
+        "weights: int8, 8.46 GiB",
+        "67,584 bytes of KV per token in 8 bits",
     )
 
 

@@ -100,6 +100,31 @@ def test_large_models_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.
     assert read_plainly(tmp_path / "out").keys() == load_file(folder / "model.safetensors").keys()
 
 
+def test_tokenizers_with_code_and_templates_are_copied(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    (folder / "additional_chat_templates").mkdir()
+    kept = ["additional_chat_templates/rag.jinja", "chat_template.jinja", "tokenization_tiny.py", "tokenizer.json"]
+    for name in (*kept, "modeling_tiny.py", "README.md"):
+        (folder / name).write_text(name)
+    quantize(folder, tmp_path / "out", Recipe(SCHEMES["w8a8"]), device=CPU)
+    files = [file.relative_to(tmp_path / "out") for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert sorted(map(str, files)) == sorted([*kept, "config.json", "model.safetensors"])
+    assert (tmp_path / "out" / kept[0]).read_text() == kept[0]
+
+
+@pytest.mark.parametrize("place", ["save_file", "shutil.copyfile"])
+def test_a_full_disk_is_said_in_a_sentence(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    folder = write_tiny_model(tmp_path / "tiny")
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(f"engine.quantizer.folder_writer.{place}", full)
+    with pytest.raises(InvalidArgument, match=r"out cannot be written: .*No space left on device\."):
+        quantize(folder, tmp_path / "out", Recipe(SCHEMES["w8a8"]), device=CPU)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny"]
+
+
 @pytest.mark.parametrize(
     ("family", "reason"), [("deepseek_v2", "latent attention"), ("gpt_oss", "experts that are stored stacked")]
 )

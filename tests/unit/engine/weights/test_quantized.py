@@ -167,6 +167,7 @@ TENSORS: list[tuple[str, Callable[[Tensors], Tensors], list[str]]] = [
     ("gptq symmetric", changed("qzeros", lambda each: each * 0), ["zero points other than the centre"]),
     ("gptq asymmetric", changed("g_idx", lambda each: each.flip(0)), ["g_idx in another order"]),
     ("gptq desc_act", changed("g_idx", lambda each: each + 1), ["g_idx outside of its 3 groups"]),
+    ("gptq desc_act", lambda found: found | {MODULE + "bias": torch.ones(64)}, ["a bias that is not zero"]),
     ("W4A16", lambda found: found | {MODULE + "weight_g_idx": torch.arange(96).flip(0).int() // 32}, ["another order"]),
     ("gptq desc_act", without("g_idx"), [f"lacks tensor {MODULE}g_idx"]),
     ("W4A16", without("weight_scale"), [f"lacks tensor {MODULE}weight_scale", "pack-quantized"]),
@@ -254,6 +255,16 @@ def test_tensors_that_are_not_in_use_may_be_there(tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
     save_file(load_file(folder / WEIGHTS) | {f"{MODULE}weight_sparse": torch.ones(1)}, folder / WEIGHTS)
     assert f"has tensor {MODULE}weight_sparse" in refusal(folder)
+
+
+def test_biases_are_the_models_own_or_zero(tmp_path: Path) -> None:
+    """GPTQ's old exports have zeros for each module; of qwen2 the attention has biases that count."""
+    folder, twin = write_quantized(tmp_path, "gptq asymmetric", "qwen2")
+    save_file(load_file(folder / WEIGHTS) | {f"{MODULE}bias": torch.zeros(64)}, folder / WEIGHTS)
+    wanted, bias = loaded(twin), "model.layers.0.self_attn.q_proj.bias"
+    assert wanted[bias].any()
+    for name, found in loaded(folder).items():
+        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
 
 
 def test_the_configuration_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
