@@ -41,7 +41,9 @@ def check(step: LatentStep, dtype: torch.dtype, choose: PlanFunction = make_plan
     """Compares all tokens but padding, which gives zeros."""
     real = torch.cat([torch.full((length,), context > 0) for length, context in step.rows])
     ours = run(step.to(dtype, DEVICE), choose, tokens)
-    assert_as_good(ours[real], reference(step.to(dtype))[real], reference(step)[real])
+    # In float32 little is rounded, and the order of sums decides, which depends on the CPU's vectors.
+    times = 4 if dtype is torch.float32 else 2
+    assert_as_good(ours[real], reference(step.to(dtype))[real], reference(step)[real], times)
     assert not ours[~real].any()
 
 
