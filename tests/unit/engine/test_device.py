@@ -82,9 +82,7 @@ def test_8_bit_kv_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp8_weights_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8, int8 = (quantized_at_load(model(), name) for name in ("fp8", "int8"))
     play_gpu(monkeypatch, (8, 6))
-    with pytest.raises(
-        InvalidArgument, match=r"quantization: fp8 needs a GPU of compute capability 8\.9, this one"
-    ):
+    with pytest.raises(InvalidArgument, match=r"quantization: fp8 needs a GPU of compute capability 8\.9, this one"):
         check_weights(GPU, fp8)
     check_weights(GPU, int8)
     check_weights(torch.device("cpu"), fp8)
