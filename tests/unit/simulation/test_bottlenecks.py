@@ -130,7 +130,7 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Registry:
             f.KV_USAGE: load.pages_used / load.pages_total,
             f.KV_PAGES: {("advertised",): pages.advertised, ("others",): pages.total - pages.advertised},
             f.OPEN_LEASES: worker.admission.open_leases,
-            f.PREEMPTIONS: worker.admission.running.preemptions,
+            f.PREEMPTIONS: worker.admission.requests.preemptions,
             f.BATCH_LIMIT: worker.spec.info.max_batch_requests,
             f.WORKER_READY: 1,
         }

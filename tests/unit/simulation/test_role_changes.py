@@ -52,7 +52,7 @@ def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> N
     stage.clock.at(FIRST_S, lambda: decode.assignment.assume(Role.BOTH))
     asked = [LoadRequest(0.0, VirtualPrompt(number, 100, ()), 300, BEST_EFFORT) for number in range(16)]
     outcomes = stage.run(asked)
-    assert decode.admission.running.preemptions
+    assert decode.admission.requests.preemptions
     assert len(outcomes) == len(asked)
     for outcome in outcomes:
         assert not outcome.error
