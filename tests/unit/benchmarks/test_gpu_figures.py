@@ -11,6 +11,7 @@ from benchmarks.gpu import engine_gpu
 from benchmarks.gpu.attention_timing import Size
 from benchmarks.gpu.device_spans import Span, added_time, idle_share, idle_share_next_to_copies, last_steps
 from benchmarks.gpu.gpu_engine import GpuEngine
+from benchmarks.results import scheme_suffix
 from costs.roofline import GPU, Roofline
 from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
@@ -185,9 +186,8 @@ def test_codes_and_scales_count_as_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_result_names_the_scheme_and_how_much_faster_it_is() -> None:
-    chosen = SimpleNamespace(quantization="fp8", kv_cache_dtype="int8")
-    assert engine_gpu._scheme(cast(Any, chosen)) == "_fp8_kv-int8"
-    assert engine_gpu._scheme(cast(Any, SimpleNamespace(quantization=None, kv_cache_dtype="auto"))) == ""
+    assert scheme_suffix("fp8", "int8") == "_fp8_kv-int8"
+    assert scheme_suffix(None, "auto") == ""
     before = {"before_decode_ms_b8": 4.0, "before_copy": 3.0, "before_prefill_ms_1x512": 2.0}
     now = {"decode_ms_b8": 2.5, "copy": 3.0}
     assert engine_gpu._over_before(before, now) == {"decode_over_before_b8": 1.6}
