@@ -21,6 +21,8 @@ BIAS = tl.constexpr(128)
 """What is added to int8 codes that are multiplied without their sign."""
 TINY = tl.constexpr(2.0**-24)
 """The smallest number of float16."""
+_MOST_EXPONENT = tl.constexpr(126.0)
+"""The largest power of 2 that sums of some more are finite with."""
 LEAST_SCALE = tl.constexpr(2.0**-60)
 """Scales of values below this count as this: their logarithm would not be finite."""
 
@@ -161,11 +163,6 @@ def attend_to_codes(
     total = tl.zeros([GROUP_TILE], tl.float32)
     mixed_even = tl.zeros([GROUP_TILE, DIM_PADDED // 2], tl.float32)
     mixed_odd = tl.zeros([GROUP_TILE, DIM_PADDED // 2], tl.float32)
-    if SINKS:  # noqa: SIM102 - a constant
-        if split == 0:
-            highest = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
-            total += 1.0
-
     for tile in tl.range(start, end):
         offset = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
         key_scale_at = _scales_at(keys, page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
@@ -196,4 +193,10 @@ def attend_to_codes(
         mixed_even = _add_product(weight, _numbers(value, False, False, FP8, dtype), mixed_even * fade[:, None])
         mixed_odd = _add_product(weight, _numbers(value, True, False, FP8, dtype), mixed_odd * fade[:, None])
         highest = higher
+    if SINKS:  # noqa: SIM102 - a constant
+        if split == 0:
+            # Behind the loop: a sink above all scores would make the weights, which contain scales, too small.
+            sink = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
+            highest = tl.where(highest == float("-inf"), sink, highest)
+            total += tl.exp2(tl.minimum(sink - highest, _MOST_EXPONENT))
     return highest, total, tl.interleave(mixed_even, mixed_odd) / FACTOR

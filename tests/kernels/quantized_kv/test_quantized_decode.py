@@ -72,6 +72,15 @@ def test_sinks(kind: torch.dtype, dtype: torch.dtype) -> None:
     check(with_sinks(decode_step([1, 33, 700], SHAPES["gqa"], 64)), kind, dtype, choose=fixed(units=12))
 
 
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_sinks_far_above_the_scores_of_small_values(kind: torch.dtype) -> None:
+    """Weights are small beside the sink's, and so are scales: their product must not leave float16's range."""
+    step = with_sinks(decode_step([300, 17], SHAPES["gqa"], 16))
+    assert step.sinks is not None
+    step = replace(step, sinks=step.sinks.abs() + 8, cache=step.cache * torch.tensor([1.0, 1e-3])[:, None, None, None])
+    check(step, kind, torch.float16, choose=fixed(splits=3))
+
+
 @pairwise(choose={"7 splits": fixed(splits=7), "12 units": fixed(units=12)}, early=[True, False], kind=KINDS)
 def test_any_number_of_programs(choose: PlanFunction, early: bool, kind: torch.dtype) -> None:
     check(decode_step([1, 300, *[5, 33] * 4, 129], SHAPES["mqa"], 16), kind, torch.float16, choose=choose, early=early)
