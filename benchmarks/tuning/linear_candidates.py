@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from benchmarks.gpu.dense_layer import dense_layer
 from engine.config.model import ModelSpec
 from engine.kernels.linear import triton_linear
-from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
+from engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, TOKEN_TILES, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
 
 STORE, GATE_UP, ADD = (int(op.value) for op in (triton_linear.STORE, triton_linear.GATE_UP, triton_linear.ADD))
 
 _SHARED_MEMORY = 227 << 10
-_MULTIPROCESSORS = 132
 _SUMS_PER_WARP = 4096
 """float32 sums that a warp's registers can hold in addition to everything else: 128 per thread."""
 
@@ -96,7 +95,7 @@ def _gemv_candidates(product: Product) -> Iterable[Gemv]:
                 held = rows * columns * factor / (32 * warps)
                 programs = product.outputs / rows
                 wide_loads = columns >= 256 * warps
-                if columns <= widest and wide_loads and 32 <= held <= 128 and programs >= 2 * _MULTIPROCESSORS:
+                if columns <= widest and wide_loads and 32 <= held <= 128 and programs >= 2 * MULTIPROCESSORS:
                     yield Gemv(rows, columns, warps)
 
 
@@ -116,6 +115,6 @@ def _skinny_candidates(product: Product, tokens: int, early: int) -> Iterable[Sk
 
 def _useful_splits(tiles: int, steps: int) -> list[int]:
     """Returns the two smallest powers of two that give most multiprocessors a program, each with two steps or more."""
-    fitting = [s for s in (1, 2, 4, 8) if steps >= 2 * s and (s == 1 or tiles * s <= 6 * _MULTIPROCESSORS)]
-    full = [s for s in fitting if tiles * s >= 0.9 * _MULTIPROCESSORS]
+    fitting = [s for s in (1, 2, 4, 8) if steps >= 2 * s and (s == 1 or tiles * s <= 6 * MULTIPROCESSORS)]
+    full = [s for s in fitting if tiles * s >= 0.9 * MULTIPROCESSORS]
     return full[:2] or fitting[-1:]

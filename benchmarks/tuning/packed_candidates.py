@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.tuning.linear_candidates import Product
 from benchmarks.tuning.linear_timing import Inputs, make_inputs
-from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, fits_scratch
+from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, MULTIPROCESSORS, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed import packed_products
 from engine.kernels.packed.packed_tiles import TOKEN_TILES, tile_for
@@ -17,9 +17,8 @@ from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.triton_launch import overlaps_launches
 
 FORMS = {"int8": (torch.int8, 8), "fp8": (torch.float8_e4m3fn, 8), "int4": (torch.uint8, 4)}
-_MULTIPROCESSORS = 132
 _SHARED_MEMORY = 227 << 10
-_MOST_PROGRAMS = 6 * _MULTIPROCESSORS
+_MOST_PROGRAMS = 6 * MULTIPROCESSORS
 _EPS = 1e-5
 
 _TILES = {
@@ -71,7 +70,7 @@ def candidates(product: Product, tokens: int, form: str, columns: int) -> Iterat
 def _useful_splits(tiles: int, steps: int) -> list[int]:
     """Returns the three largest powers of two that leave two steps or more to each of not too many programs."""
     fitting = [s for s in (1, 2, 4, 8) if steps >= 2 * s and (s == 1 or tiles * s <= _MOST_PROGRAMS)]
-    return [s for s in fitting if s == fitting[-1] or tiles * s >= 0.9 * _MULTIPROCESSORS][-3:]
+    return [s for s in fitting if s == fitting[-1] or tiles * s >= 0.9 * MULTIPROCESSORS][-3:]
 
 
 def launch_packed(product: Product, weight: PackedWeight, tile: Skinny, inputs: Inputs) -> None:

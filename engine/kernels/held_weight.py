@@ -1,4 +1,4 @@
-"""What kernels keep of a packed weight: its codes, or where they have no product for its form, the weight itself."""
+"""The form in which kernels keep a packed weight: its codes, or dequantized where no product takes them."""
 
 from math import gcd
 

@@ -3,6 +3,11 @@
 import triton
 import triton.language as tl
 
+LARGEST_INT8, LARGEST_FP8 = tl.constexpr(127.0), tl.constexpr(448.0)
+"""The largest codes of int8 and float8_e4m3fn."""
+ROUNDER = tl.constexpr(1.5 * 2**23)
+"""Float32 numbers below 2²² plus this are integers, rounded to nearest, ties to even, in their lowest bits."""
+
 
 @triton.jit
 def tanh(x):

@@ -18,7 +18,7 @@ from engine.kernels.triton_math import tanh
 _WIDE = tl.constexpr(INTERPRETED)
 """True in the interpreter, which has no assembler and multiplies in float32."""
 BIAS = tl.constexpr(128)
-"""What is added to int8 codes that are multiplied without their sign."""
+"""The number that is added to int8 codes, which are then multiplied without a sign."""
 TINY = tl.constexpr(2.0**-24)
 """The smallest number of float16."""
 _MOST_EXPONENT = tl.constexpr(126.0)

@@ -14,7 +14,7 @@ from engine.kernels.base import Experts
 from engine.kernels.experts.expert_tiles import PACKED_FLOAT_TILE, PACKED_TILES, ExpertShape, ExpertTile, tile_tokens
 from engine.kernels.experts.triton_packed_experts import packed_tile_kernel
 from engine.kernels.held_weight import multiplied_on_gpus, step_bytes
-from engine.kernels.packed import products
+from engine.kernels.packed import packed_products, products
 from engine.kernels.packed_weight import PackedWeight, Weight
 from engine.kernels.unpacked import as_matrix
 
@@ -30,15 +30,10 @@ def prepared_experts(experts: Experts, dtype: torch.dtype) -> Experts:
 
 
 def _prepared(weight: Weight, dtype: torch.dtype) -> Weight:
-    """Returns stacked weights with float32 scales, those of adjacent rows next to each other; or dequantized."""
+    """Returns stacked weights as kernels read them, dequantized if there are none for them."""
     if not isinstance(weight, PackedWeight) or not multiplied_on_gpus(weight):
         return as_matrix(weight, dtype)
-    offsets = None if weight.offsets is None else _by_group(weight.offsets)
-    return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
-
-
-def _by_group(scales: Tensor) -> Tensor:
-    return scales.transpose(1, 2).contiguous().float().transpose(1, 2)
+    return packed_products.prepared(weight)
 
 
 def packed_tile(tokens: int, shape: ExpertShape, item_bytes: int) -> ExpertTile:

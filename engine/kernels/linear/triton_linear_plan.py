@@ -25,7 +25,8 @@ FLOAT_STREAMED_TOKENS = 256
 FUSED_NORM_TOKENS = 16
 """The largest step whose norm is cheaper inside the product: beyond, scaling the input delays the matrix units."""
 
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H100 or H200, for which tiles are chosen."""
 _FLOATS_PER_ROW_TILE = 16
 """Tokens of a float32 tile, for every step: so a row's sums never depend on the other rows."""
 
@@ -59,7 +60,7 @@ def _gemv(outputs: int, k: int, paired: bool) -> Gemv:
     warps = 8 if columns == 4096 and outputs >= 4096 else 4
     numbers = 8192 * warps // 4
     rows = max(1, numbers // columns // (2 if paired else 1))
-    while rows > 1 and outputs < rows * 3 * _MULTIPROCESSORS:
+    while rows > 1 and outputs < rows * 3 * MULTIPROCESSORS:
         rows //= 2
     return Gemv(rows, columns, warps)
 
@@ -68,13 +69,13 @@ def _skinny(tokens: int, bucket: int, outputs: int, k: int, paired: bool) -> Ski
     """Returns a tile with two programs per multiprocessor, each with 48 KiB or more in flight."""
     wide = bucket >= 64
     rows, columns, stages = (128, 64, 4 if bucket == 64 else 3) if wide else (64, 128, 4)
-    if paired or outputs < 128 * _MULTIPROCESSORS // 8:
+    if paired or outputs < 128 * MULTIPROCESSORS // 8:
         rows = 64
         stages = 3
     columns = min(columns, max(16, _power_above(k)))
     tiles = -(-outputs // rows) * -(-tokens // bucket)
     splits = 1
-    while tiles * splits < 3 * _MULTIPROCESSORS // 2 and k >= splits * 2 * 2 * columns and splits < 8:
+    while tiles * splits < 3 * MULTIPROCESSORS // 2 and k >= splits * 2 * 2 * columns and splits < 8:
         splits *= 2
     warps = 8 if bucket == 128 else 4
     while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early=512), tiles, paired):

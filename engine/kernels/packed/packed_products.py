@@ -47,7 +47,7 @@ def multiplies(weight: PackedWeight) -> bool:
 
 
 def prepared(weight: PackedWeight) -> PackedWeight:
-    """Returns the weight with float32 scales, those of adjacent rows next to each other.
+    """Returns a weight, or stacked ones, with float32 scales, those of adjacent rows next to each other.
 
     Only loads of four bytes or more are issued some steps ahead of their use.
     """
@@ -56,7 +56,7 @@ def prepared(weight: PackedWeight) -> PackedWeight:
 
 
 def _by_group(scales: Tensor) -> Tensor:
-    return scales.t().contiguous().float().t()
+    return scales.transpose(-1, -2).contiguous().float().transpose(-1, -2)
 
 
 def fuses(tokens: int, weight: PackedWeight) -> bool:

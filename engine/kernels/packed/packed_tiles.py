@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from engine.kernels.linear.triton_linear_plan import fits_scratch
+from engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Skinny
 from engine.kernels.packed_weight import TILE
 
@@ -78,7 +78,7 @@ TOKEN_TILES = (16, 32, 64, 128)
 """The numbers of tokens that a tile may hold."""
 _WIDEST = {8: TILE, 4: TILE // 2}
 """Bytes of codes in a step of a measured tile, by bits."""
-_PROGRAMS = 4 * 132
+_PROGRAMS = 4 * MULTIPROCESSORS
 """Programs that unpack at a time where there is enough to do: each waits for its codes and for the matrix units."""
 _MOST_SPLITS = 8
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from engine.kernels.base import Linear
 from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
-from engine.kernels.linear.triton_linear_plan import fits_scratch
+from engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import Skinny
+from engine.kernels.packed import packed_products
 from engine.kernels.packed.library_products import block_scales, library_product
 from engine.kernels.packed.scaled_weight import ROW_TILE, QuantizedInput, ScaledWeight
 from engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
@@ -33,7 +34,6 @@ A layer of llama-3-8b on an H100, µs, by Triton and by the library: 105 and 122
 _LEAST_GROUP = 32
 """The least number of columns of 8-bit codes that the matrix units multiply."""
 _STEP = 128
-_MULTIPROCESSORS = 132
 _MOST_SPLITS = 8
 _EARLY_BYTES = 512
 """Bytes of each row of the weight that are prefetched into L2 while the input is being quantized."""
@@ -49,8 +49,8 @@ def multiplies(weight: PackedWeight) -> bool:
 
 
 def prepared(weight: PackedWeight) -> ScaledWeight:
-    """Returns the weight with float32 scales, those of adjacent rows next to each other."""
-    scales = weight.scales.t().contiguous().float().t()
+    """Returns the weight as kernels read it, and its scales as the library reads them."""
+    scales = packed_products.prepared(weight).scales
     return ScaledWeight(weight.codes, scales, None, weight.group, block_scales(weight.codes, scales, weight.group))
 
 
@@ -189,7 +189,7 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
     rows, warps = (64 if bucket < 128 or paired else 128), (4 if bucket < 128 else 8)
     tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
     splits = 1
-    while tiles * splits < 3 * _MULTIPROCESSORS // 2 and k >= splits * 4 * _STEP and splits < _MOST_SPLITS:
+    while tiles * splits < 3 * MULTIPROCESSORS // 2 and k >= splits * 4 * _STEP and splits < _MOST_SPLITS:
         splits *= 2
     # Two programs of the largest tile fit on a multiprocessor.
     stages = 3 if bucket == 128 else 5

@@ -6,12 +6,7 @@ import triton.language as tl
 from engine.kernels.linear.triton_activation import gated
 from engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM, call_into_l2, finish_split
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
-
-LARGEST_INT8 = tl.constexpr(127.0)
-LARGEST_FP8 = tl.constexpr(448.0)
-"""The largest code of each type."""
-_ROUNDER = tl.constexpr(12582912.0)
-"""1.5 · 2²³: a small float32 number that is added to it is rounded to the nearest integer, ties to even."""
+from engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, ROUNDER
 
 
 @triton.jit
@@ -25,7 +20,7 @@ def _rounded(values, FP8: tl.constexpr):
     """Rounds to codes where the conversion to their type would not."""
     if FP8:
         return values
-    return (values + _ROUNDER) - _ROUNDER
+    return (values + ROUNDER) - ROUNDER
 
 
 @triton.jit

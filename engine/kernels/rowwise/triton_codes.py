@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 
-LARGEST_INT8, LARGEST_FLOAT8 = tl.constexpr(127.0), tl.constexpr(448.0)
-_ROUNDING = tl.constexpr(1.5 * 2**23)
-"""Float32 numbers below 2^22 plus this are integers, rounded to nearest, ties to even, in their lowest bits."""
+from engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, ROUNDER
 
 
 @triton.jit
@@ -29,7 +27,7 @@ def _store_codes(at, scale_at, first, second, gap, mask, present, rounded: tl.co
     finite.
     """
     kind: tl.constexpr = at.dtype.element_ty
-    largest: tl.constexpr = LARGEST_FLOAT8 if kind == tl.float8e4nv else LARGEST_INT8
+    largest: tl.constexpr = LARGEST_FP8 if kind == tl.float8e4nv else LARGEST_INT8
     x, y = first.to(rounded).to(tl.float32), second.to(rounded).to(tl.float32)
     # By bits, among which those of NaN are the most: a maximum of numbers would pass over it.
     bits = tl.maximum(tl.abs(x).to(tl.int32, bitcast=True), tl.abs(y).to(tl.int32, bitcast=True))
@@ -47,5 +45,5 @@ def _codes(numbers, largest: tl.constexpr, kind: tl.constexpr):
     # Also keeps the product and the sum below from being computed in one operation, which rounds once.
     numbers = tl.minimum(tl.maximum(numbers, -largest), largest)
     if kind == tl.int8:
-        return (numbers + _ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
+        return (numbers + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
     return numbers.to(kind)
