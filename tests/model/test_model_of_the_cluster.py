@@ -16,6 +16,7 @@ A failure names its seed; TANDEM_MODEL_SEED repeats the run.
 
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -59,6 +60,7 @@ def play(runs: int, number: int, *phases: Phase, machine: type[ClusterMachine] =
         phases=[Phase.generate, *phases],
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
+        deadline=None,
     )
     try:
         run_state_machine_as_test(seed(number)(machine), settings=rules)
@@ -124,6 +126,16 @@ def test_a_page_that_is_given_up_too_early_is_found(mutant: Mutant, monkeypatch:
     mutant(monkeypatch)
     with pytest.raises(Exception, match=r"reads|state"):
         play_several(RUNS_FOR_A_MUTANT, SEEDS_FOR_A_MUTANT)
+
+
+def test_a_run_does_not_depend_on_the_speed_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis repeats a run that failed, and the second one has to fail as well."""
+    same, pauses = play(3, 102), random.Random()  # Hypothesis seeds the global one
+    for name in ("monotonic", "perf_counter", "time"):
+        monkeypatch.setattr(time, name, lambda clock=getattr(time, name): clock() + pauses.random())
+    for name in ("monotonic_ns", "time_ns"):
+        monkeypatch.setattr(time, name, lambda clock=getattr(time, name): clock() + pauses.randrange(10**9))
+    assert play(3, 102) == same
 
 
 @pytest.mark.timeout(1200)

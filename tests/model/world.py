@@ -18,15 +18,18 @@ from typing import NoReturn
 import pytest
 
 import kv_transfer.checksums
+import kv_transfer.in_memory_flight
 import prefill_worker.write_window
 import router.requests.dispatch
 import router.requests.ends
 import router.requests.live_requests
+import router.requests.request
 import router.requests.stream
 import router.workers.lease_keeper
 import router.workers.worker_link
 import router.workers.worker_pool
 import wire.rpc
+import wire.tracing.timeline
 import worker.loop
 import worker.peers.known_peers
 import worker.worker
@@ -50,6 +53,7 @@ from tests.model.workers import (
     pool_pages,
 )
 from wire.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
+from worker.loop import StepMeter
 
 LATE_S = 0.9 * QUARANTINE_S
 """The time for which late writes may still land; quarantines are longer.
@@ -124,10 +128,15 @@ class World:
         for timed in (
             router.requests.ends,
             router.requests.live_requests,
+            router.requests.request,
             worker.loop,
             prefill_worker.write_window,
+            kv_transfer.in_memory_flight,
+            wire.tracing.timeline,
         ):
             self._patches.setattr(timed, "time", clock)
+        # What steps and transfers cost decides where requests are placed.
+        self._patches.setattr(worker.worker, "StepMeter", partial(StepMeter, clock=self.loop.time))
         numbers = itertools.count(1)
         uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
         self._patches.setattr(router.requests.live_requests, "uuid", uuid)
