@@ -82,7 +82,8 @@ class DecodeHalf:
         self._notice_cancelled()
         completed = self._batch.complete(cast("Sequence[int]", token_ids))
         for row in completed.event_rows:
-            completed.events.append(self._event_or_failure(completed, row, logprobs[row] if logprobs else None))
+            scores = completed.logprobs(row, logprobs) if logprobs else ()
+            completed.events.append(self._event_or_failure(completed, row, scores))
         self._release_stopped()
         return completed
 
@@ -104,7 +105,7 @@ class DecodeHalf:
 
         Returns the requests of launched steps, each with its router.
         """
-        computed = {slot.request: None for _, snapshot in self._batch.in_flight_steps for slot in snapshot.slots}
+        computed = {slot.request: None for step in self._batch.in_flight_steps for slot in step.snapshot.slots}
         self._batch.in_flight_steps.clear()
         for request in list(self._batch.requests):
             self._leave(request)
@@ -189,12 +190,12 @@ class DecodeHalf:
         self._batch.leave(request)
         del self.gap_targets[bisect_left(self.gap_targets, request.reservation.gap_target_s)]
 
-    def _event_or_failure(self, completed: CompletedStep, row: int, score: TokenLogprobs | None) -> RoutedEvent:
+    def _event_or_failure(self, completed: CompletedStep, row: int, scores: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         """Return a row's event; a request whose result cannot be handled fails alone, with Internal."""
         try:
-            return self._event_for(completed, row, score)
+            return self._event_for(completed, row, scores)
         except Exception:
-            request = completed.token(row)[0]
+            request = completed.tokens(row)[0]
             reservation = request.reservation
             ref, reason = reservation.ref, Internal("a token of the request could not be handled; see the worker's log")
             log.exception("request %s met a defect", ref.request_id, extra=about(ref.request_id))
@@ -202,16 +203,15 @@ class DecodeHalf:
             self._batch.drop(request)
             return RoutedEvent(reservation.router_id, failure_event(ref, reason))
 
-    def _event_for(self, completed: CompletedStep, row: int, score: TokenLogprobs | None) -> RoutedEvent:
-        """Return the event of a token that may be the last, or carries edges or log probabilities."""
-        request, index, token_id = completed.token(row)
+    def _event_for(self, completed: CompletedStep, row: int, scores: tuple[TokenLogprobs, ...]) -> RoutedEvent:
+        """Return the event of tokens of which the last may end the answer, or that carry edges or log probabilities."""
+        request, index, token_ids = completed.tokens(row)
         edges, request.edges = tuple(request.edges), []
-        reason = request.ending.reason(token_id, index)
+        reason = request.ending.reason(token_ids[-1], index + len(token_ids) - 1)
         if reason is not None:
             request.ended = True
             self._batch.drop(request)
         self._batch.event_sent(request)
         reservation = request.reservation
-        scores = () if score is None else (score,)
-        event = RequestEvent(reservation.ref, index, (token_id,), reason, edges=edges, logprobs=scores)
+        event = RequestEvent(reservation.ref, index, tuple(token_ids), reason, edges=edges, logprobs=scores)
         return RoutedEvent(reservation.router_id, event)

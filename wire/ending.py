@@ -1,5 +1,6 @@
 """The rules for the end of a generation and for the KV pages it needs, shared by prefill and decode half."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wire.errors import TandemError
@@ -39,6 +40,17 @@ class Ending:
         if token_id in self.stops and index >= self.least:
             return FinishReason.STOP
         return None if index + 1 < self.limit else FinishReason.LENGTH
+
+
+    def cut(self, token_ids: Sequence[int], first_index: int) -> tuple[Sequence[int], bool]:
+        """Return the tokens up to the one that ends the answer, and whether any does.
+
+        `first_index` is the number of the first token in the answer, from 0.
+        """
+        for count, token_id in enumerate(token_ids, 1):
+            if self.reason(token_id, first_index + count - 1) is not None:
+                return token_ids[:count], True
+        return token_ids, False
 
 
 def reason_to_end(

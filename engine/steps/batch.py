@@ -74,12 +74,25 @@ class TokenRows(Sequence[StepRow]):
     rows, as a simulation does, pays for none.
     """
 
-    __slots__ = ("_columns", "_make", "_rows", "context_tokens")
+    __slots__ = ("_columns", "_make", "_rows", "context_tokens", "draft_context_tokens", "drafts")
 
-    def __init__(self, rows: int, context_tokens: int, make: Callable[[], RowColumns]) -> None:
-        """`context_tokens`: that all rows attend to, themselves included."""
+    def __init__(
+        self,
+        rows: int,
+        context_tokens: int,
+        make: Callable[[], RowColumns],
+        *,
+        drafts: int = 0,
+        draft_context_tokens: int = 0,
+    ) -> None:
+        """`context_tokens`: that all rows attend to, themselves included.
+
+        The last `drafts` rows verify drafts of requests that have a row already, and attend to `draft_context_tokens`.
+        """
         self._rows = rows
         self.context_tokens = context_tokens
+        self.drafts = drafts
+        self.draft_context_tokens = draft_context_tokens
         self._make = make
         self._columns: RowColumns | None = None
 
@@ -138,7 +151,7 @@ class TokenRows(Sequence[StepRow]):
 
 
 class StepBatch:
-    """The rows of one step, at least one; no page is written by two rows.
+    """The rows of one step, at least one; no position of a page is written by two rows.
 
     Those of `tokens` come first, and `chunks`, of any length, behind them.
     """

@@ -73,13 +73,18 @@ def step_tokens_to_proto(value: StepTokens) -> worker_pb2.StepTokens:
         attempts=value.attempts,
         indices=value.indices,
         token_ids=value.token_ids,
+        counts=value.counts,
     )
 
 
 def step_tokens_from_proto(message: worker_pb2.StepTokens) -> StepTokens:
     """Convert a `StepTokens` from protobuf."""
     return StepTokens(
-        tuple(message.request_ids), tuple(message.attempts), tuple(message.indices), tuple(message.token_ids)
+        tuple(message.request_ids),
+        tuple(message.attempts),
+        tuple(message.indices),
+        tuple(message.token_ids),
+        tuple(message.counts),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain
+from itertools import chain, islice, repeat
 
 from wire.messages.load import WorkerLoad
 from wire.messages.references import RequestRef
@@ -52,7 +52,7 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """One token for each of several requests of a router that have no other output, as columns of equal length.
+    """The tokens of several requests of a router that have no other output, as columns with an entry for each request.
 
     It keeps a normal step's output at one message, whatever the number of requests.
     """
@@ -60,18 +60,24 @@ class StepTokens:
     request_ids: Sequence[str]
     attempts: Sequence[int]
     indices: Sequence[int]
-    """The number of each token in its answer, from 0."""
+    """The number of each request's first token in its answer, from 0."""
     token_ids: Sequence[int]
+    """The tokens of all requests, one after the other."""
+    counts: Sequence[int] = ()
+    """The number of tokens of each request; empty = one each."""
 
     def __len__(self) -> int:
         """Number of requests."""
-        return len(self.token_ids)
+        return len(self.request_ids)
 
     def events(self) -> Iterator[RequestEvent]:
         """Iterate over the equivalent events, one for each request."""
-        columns = zip(self.request_ids, self.attempts, self.indices, self.token_ids, strict=True)
-        for request_id, attempt, index, token_id in columns:
-            yield RequestEvent(RequestRef(request_id, attempt), index, (token_id,))
+        tokens = iter(self.token_ids)
+        counts = self.counts or repeat(1, len(self))
+        for request_id, attempt, index, count in zip(
+            self.request_ids, self.attempts, self.indices, counts, strict=True
+        ):
+            yield RequestEvent(RequestRef(request_id, attempt), index, tuple(islice(tokens, count)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from decode_worker.batch_snapshot import BUFFERED_STEPS
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
 from engine.cache.prefix_cache import Prefix
-from engine.steps.batch import FROM_HOST
+from engine.speculation.proposer import Draft
+from engine.steps.batch import FROM_HOST, StepRow
 from engine.steps.draws import History
 from wire.ending import Ending
 from wire.kv_pages import KvPages
@@ -54,8 +55,12 @@ class Model:
 
     dice: random.Random
     batch: RunningBatch = field(default_factory=lambda: RunningBatch(2, KvPages(PAGE_TOKENS)))
+    drafting: bool = False
     known: list[Known] = field(default_factory=list)
     flying: deque[list[Known]] = field(default_factory=deque)
+    drafts: dict[DecodeRequest, list[int]] = field(default_factory=dict)
+    """The drafts of the newest step."""
+    accepted: int = 0
     made: int = 0
     ended: int = 0
 
@@ -91,19 +96,23 @@ class Model:
 
     def launch(self) -> None:
         expected = [each for each in self.known if each.due and not each.short]
-        rows = self.batch.launch()
+        self.drafts = self.draft(expected) if self.drafting and not self.flying else {}
+        rows = self.batch.launch({request: Draft(tokens, 2) for request, tokens in self.drafts.items()})
         assert (rows is not None) == bool(expected)
         if rows is None:
             return
+        assert rows.drafts == sum(map(len, self.drafts.values()))
         by_request = {each.request: each for each in expected}
-        step = [by_request.pop(slot.request) for slot in self.batch.in_flight_steps[-1][1].slots]
+        step = [by_request.pop(slot.request) for slot in self.batch.in_flight_steps[-1].snapshot.slots]
         assert not by_request
         before = self.flying[-1] if self.flying else []
-        assert rows.context_tokens == sum(each.next_position + 1 for each in step)
-        assert rows.columns.longest == max(each.next_position + 1 for each in step)
+        assert rows.context_tokens == sum(row.start + 1 for row in rows)
+        assert rows.draft_context_tokens == sum(row.start + 1 for row in list(rows)[len(step) :])
+        assert rows.columns.longest == max(row.start + 1 for row in rows)
         draws = rows.columns.draws
         assert draws.may_not_end == any(each.index < each.sampling.min_tokens for each in draws)
-        for each, row in zip(step, rows, strict=True):
+        self.check_draft_rows(step, list(rows)[len(step) :])
+        for each, row in zip(step, list(rows)[: len(step)], strict=True):
             source = before.index(each) if each in before else None
             assert (row.start, row.source) == (each.next_position, source)
             assert source is not None or row.token_ids == (each.said[-1],)
@@ -115,26 +124,76 @@ class Model:
         assert all(source == FROM_HOST or source < len(before) for source in rows.columns.sources)
         self.flying.append(step)
 
+    def draft(self, due: list[Known]) -> dict[DecodeRequest, list[int]]:
+        """Random drafts for some requests, as far as their pages and limits go."""
+        drafts = {}
+        for each in due:
+            request = each.request
+            room = len(request.pages) * PAGE_TOKENS - each.next_position - 1
+            most = min(room, self.batch.rows_left(request) - 1, 5)
+            if request.history is None and most > 0 and self.dice.random() < 0.7:
+                drafts[request] = [self.dice.randrange(20, 60) for _ in range(self.dice.randint(1, most))]
+        return drafts
+
+    def check_draft_rows(self, step: list[Known], rows: list[StepRow]) -> None:
+        """The rows behind those of the newest tokens are the drafts, at the positions that follow."""
+        positions = {each.request: each.next_position for each in step}
+        expected = [
+            (token, positions[request] + distance, request)
+            for request, tokens in self.drafts.items()
+            for distance, token in enumerate(tokens, 1)
+        ]
+        assert len(rows) == len(expected)
+        for row, (token, position, request) in zip(rows, expected, strict=True):
+            assert (row.token_ids, row.start, row.source) == ((token,), position, None)
+            assert row.page_ids == request.pages
+            assert row.draw is not None
+            assert row.draw.index == position - request.prompt_tokens + request.first_draw
+            assert row.draw.sampling is request.reservation.sampling
+
+    def draw(self, step: list[Known]) -> tuple[list[int], dict[DecodeRequest, list[int]]]:
+        """Draws of all rows, often the draft; and the tokens that each request gains."""
+        token = lambda: self.dice.choice((STOP, *range(20, 60)))  # noqa: E731
+        drawn = {each.request: [token()] for each in step}
+        gained = {request: [*tokens] for request, tokens in drawn.items()}
+        further = []
+        for request, drafts in self.drafts.items():
+            row = drawn[request]
+            if self.dice.random() < 0.7:
+                row[0] = drafts[0]
+            row += [draft if self.dice.random() < 0.7 else token() for draft in (*drafts[1:], STOP)]
+            right = next((n for n, draft in enumerate(drafts) if row[n] != draft), len(drafts))
+            gained[request] = row[: right + 1]
+            further += row[1:]
+        return [drawn[each.request][0] for each in step] + further, gained
+
     def land(self) -> None:
         step = self.flying.popleft()
-        drawn = [self.dice.choice((STOP, *range(20, 60))) for _ in step]
+        drawn, gained = self.draw(step)
         completed = self.batch.complete(drawn)
-        told: dict[str, tuple[int, int]] = {}
+        told: dict[str, tuple[int, list[int]]] = {}
         for routed in completed.plain_tokens():
             for event in routed.tokens.events():
-                told[event.ref.request_id] = (event.first_index, event.token_ids[0])
-        events = {request: (index, token) for request, index, token in map(completed.token, completed.event_rows)}
-        for each, token in zip(step, drawn, strict=True):
+                told[event.ref.request_id] = (event.first_index, list(event.token_ids))
+        events = {
+            request: (index, list(tokens)) for request, index, tokens in map(completed.tokens, completed.event_rows)
+        }
+        for each in step:
             each.landed += 1
             request, name = each.request, each.request.reservation.ref.request_id
             if each.over:
                 assert name not in told
                 assert request not in events
                 continue
-            each.said.append(token)
-            assert (events.get(request) or told[name]) == (len(each.said) - 1, token)
-            ends = request.ending.reason(token, len(each.said) - 1) is not None
+            first, ends = len(each.said), False
+            for token in gained[request]:
+                each.said.append(token)
+                ends = request.ending.reason(token, len(each.said) - 1) is not None
+                if ends:
+                    break
+            assert (events.get(request) or told[name]) == (first, each.said[first:])
             assert request in events or not ends
+            self.accepted += len(each.said) - first - 1
             assert request.history is None or request.history.answer == each.said
             if ends:
                 each.over = each.stopped = True
@@ -185,3 +244,24 @@ def test_it_does_what_one_that_counts_does(seed: int, ahead: int) -> None:
             model.disturb()
         model.check()
     assert model.ended > 10
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["each step by itself", "one step ahead"])
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_change_no_more_than_the_number_of_steps(seed: int, ahead: int) -> None:
+    model = Model(random.Random(seed), drafting=True)
+    for _ in range(600):
+        if len(model.known) < 6 and model.dice.random() < 0.3:
+            model.join()
+        model.leave()
+        if not model.batch.verifies:
+            model.give_pages(share=model.dice.choice((0.2, 1.0)))
+            model.launch()
+        held = model.dice.random() < 0.5  # then the next step is launched when this one's tokens are here
+        while len(model.flying) > (0 if held else ahead) or model.batch.verifies:
+            model.land()
+        if model.known and model.dice.random() < 0.02:
+            model.disturb()
+        model.check()
+    assert model.ended > 10
+    assert model.accepted > 100

@@ -51,7 +51,7 @@ async def test_a_token_that_cannot_be_told(
     both: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def name(_half: Any, landed: Any, row: int, _score: Any) -> str:
-        found: str = landed.token(row)[0].reservation.ref.request_id
+        found: str = landed.tokens(row)[0].reservation.ref.request_id
         return found
 
     monkeypatch.setattr(DecodeHalf, "_event_for", defect(DecodeHalf._event_for, name))

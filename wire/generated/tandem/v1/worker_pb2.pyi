@@ -40,16 +40,18 @@ class StepEvents(_message.Message):
     def __init__(self, step: _Optional[int] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixChanges, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[StepTokens, _Mapping]]] = ...) -> None: ...
 
 class StepTokens(_message.Message):
-    __slots__ = ("request_ids", "attempts", "indices", "token_ids")
+    __slots__ = ("request_ids", "attempts", "indices", "token_ids", "counts")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     attempts: _containers.RepeatedScalarFieldContainer[int]
     indices: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., attempts: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., attempts: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefixChanges(_message.Message):
     __slots__ = ("sequence", "stored", "removed")

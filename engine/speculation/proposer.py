@@ -1,0 +1,40 @@
+"""The interface of all proposers."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess for the tokens that follow the newest one of a request."""
+
+    token_ids: Sequence[int]
+    """At most as many as were asked for; may be empty."""
+    match: int
+    """The class of the guess, by which acceptance is learned: the length of the match that it rests on, 0 = none."""
+
+
+NO_DRAFT = Draft((), 0)
+
+
+class Proposer(Protocol):
+    """Proposes drafts for running requests, each of which has a key. Owned by one thread.
+
+    The state of a request is the proposer's, from `begin` to `leave`.
+    """
+
+    def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None:
+        """Take a new request with the tokens of its prompt and of its answer so far.
+
+        Requests of different `cache_salt` never learn from each other. ValueError if the key is known.
+        """
+
+    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        """Append tokens that joined the request's answer."""
+
+    def propose(self, key: Hashable, most: int) -> Draft:
+        """Return a guess of at most `most` tokens that follow the request's newest one."""
+
+    def leave(self, key: Hashable) -> None:
+        """Drop the state of a request."""
