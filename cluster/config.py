@@ -20,6 +20,7 @@ from wire.messages import Role
 from wire.mode import Mode
 from wire.policy_name import PolicyName
 from wire.security.credentials import check_key
+from wire.speculation_method import SpeculationMethod
 
 GIB = 1 << 30
 WORKERS_MAX = 64
@@ -185,6 +186,8 @@ class ClusterConfig:
     """
     prefix_cache: bool = True
     """True if workers keep full KV pages for prefix reuse while memory allows."""
+    speculate: str = "auto"
+    """Speculative decoding, which changes the speed of answers and nothing else of them: `auto`, `off` or `ngram`."""
     kv_checksum_rate: float = 0.05
     """Fraction of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page; 0 = none."""
     kv_lease_s: float = 5.0
@@ -290,6 +293,7 @@ class ClusterConfig:
             ("--step-policy", self.step_policy, PolicyName),
             ("--dtype", self.dtype, DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
+            ("--speculate", self.speculate, SpeculationMethod),
             ("--log-format", self.log_format, LogFormat),
         ):
             if name not in list(known):

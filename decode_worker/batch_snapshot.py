@@ -83,9 +83,7 @@ class BatchSnapshot:
             return TokenRows(len(self), context, lambda: self.rows(step, before))
         more = int(self._position_offset[drafts.base_rows].sum() + drafts.distances.sum()) + len(drafts) * (step + 1)
         rows = partial(self.rows, step, before, drafts)
-        return TokenRows(
-            len(self) + len(drafts), context + more, rows, drafts=len(drafts), draft_context_tokens=more
-        )
+        return TokenRows(len(self) + len(drafts), context + more, rows, drafts=len(drafts), draft_context_tokens=more)
 
     @cached_property
     def first_end(self) -> int:

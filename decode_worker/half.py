@@ -23,6 +23,8 @@ from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
+from decode_worker.speculation import Speculation, StepBounds
+from engine.speculation.proposer import Draft, Proposer
 from engine.steps.batch import TokenRows
 from engine.steps.draws import History
 from wire.ending import Ending, failure_event
@@ -48,8 +50,12 @@ class DecodeHalf:
         model: ModelFacts,
         kv: KvPages,
         max_batch_requests: int,
+        proposer: Proposer | None = None,
     ) -> None:
-        """`lock` guards `requests`, which belong to the admission; their counts are read without it."""
+        """`lock` guards `requests`, which belong to the admission; their counts are read without it.
+
+        `proposer` proposes drafts for speculative decoding; None = every step has one token of each request.
+        """
         self._requests = requests
         self._lock = lock
         self._model = model
@@ -57,14 +63,19 @@ class DecodeHalf:
         self._batch = RunningBatch(max_batch_requests, kv)
         self._cancelled = 0
         """The number of cancelled requests that were dropped from the batch."""
+        self.speculation = None if proposer is None else Speculation(proposer, self._batch, self._grow_ahead)
         self.gap_targets: list[float] = []
         """The longest gap between tokens that each request tolerates, in seconds, ascending; infinite = any."""
 
-    def schedule(self, budget: int) -> TokenRows:
+    def schedule(self, budget: int, bounds: StepBounds | None = None) -> TokenRows:
         """Return one row of one token for each running request, at most `budget`; the requests keep their pages.
 
-        A request whose last token is in flight gets none: it ends, whatever that token is.
+        A request whose last token is in flight gets none: it ends, whatever that token is. Within `bounds`, more rows
+        verify drafts; None = the step has none. There are no rows at all while a step in flight decides where the next
+        one goes on.
         """
+        if self._waits_for_step(bounds):
+            return NO_ROWS
         self._notice_cancelled()
         self._release_stopped()
         self._take_ready(budget)
@@ -72,7 +83,7 @@ class DecodeHalf:
         # All running requests may have been preempted for older ready ones: nothing else would wake the loop.
         while not self._batch.requests and self._take_ready(budget):
             self._allocate_pages()
-        return self._batch.launch() or NO_ROWS
+        return self._batch.launch(self._drafts(bounds)) or NO_ROWS
 
     def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> CompletedStep:
         """Take the results of the oldest step in flight, row by row; returns the step's tokens and events.
@@ -84,6 +95,8 @@ class DecodeHalf:
         for row in completed.event_rows:
             scores = completed.logprobs(row, logprobs) if logprobs else ()
             completed.events.append(self._event_or_failure(completed, row, scores))
+        if self.speculation is not None:
+            self.speculation.complete(completed)
         self._release_stopped()
         return completed
 
@@ -110,6 +123,21 @@ class DecodeHalf:
         for request in list(self._batch.requests):
             self._leave(request)
         return [(request.reservation.router_id, request.reservation.ref) for request in computed]
+
+    def _waits_for_step(self, bounds: StepBounds | None) -> bool:
+        """Return True if the next step cannot, or should not, be planned before the tokens of the last one are here."""
+        if self.speculation is None or not self._batch.in_flight_steps:
+            return False
+        return self._batch.verifies or (bounds is not None and self.speculation.pays_to_wait(bounds))
+
+    def _drafts(self, bounds: StepBounds | None) -> dict[DecodeRequest, Draft]:
+        if self.speculation is None or bounds is None or self._batch.in_flight_steps:
+            return {}
+        return self.speculation.drafts(bounds)
+
+    def _grow_ahead(self, request: DecodeRequest) -> bool:
+        with self._lock:
+            return self._requests.grow_all([request])
 
     def _take_ready(self, budget: int) -> bool:
         """Take ready requests into the batch up to its limit; returns True if any joined."""
@@ -188,6 +216,8 @@ class DecodeHalf:
     def _remove(self, request: DecodeRequest) -> None:
         """Remove a request from the batch."""
         self._batch.leave(request)
+        if self.speculation is not None:
+            self.speculation.leave(request)
         del self.gap_targets[bisect_left(self.gap_targets, request.reservation.gap_target_s)]
 
     def _event_or_failure(self, completed: CompletedStep, row: int, scores: tuple[TokenLogprobs, ...]) -> RoutedEvent:

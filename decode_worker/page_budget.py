@@ -363,9 +363,9 @@ class PageBudget:
         self._lost.look(self._pool.counts().quarantined, self._limit, self._why)
 
     def _retire_unseen(self, request: DecodeRequest) -> None:
-        """Give up the pages of a request that has filled its last ones, if no step in flight reads them."""
+        """Give up the pages of a request that no step in flight or to come reads."""
         if self._kv.windowed:
-            self._retire(request, self._kv.tokens_of(request.pages) - request.in_flight)
+            self._retire(request, request.next_unread)
 
     def _retire(self, request: DecodeRequest, position: int) -> None:
         retired = self._cache.retire(request.reservation.ref, request.prefix, request.pages, position)

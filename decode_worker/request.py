@@ -107,6 +107,11 @@ class DecodeRequest:
         return [*reservation.prompt_token_ids[position:], *self.token_ids[reservation.answered : -1]]
 
     @property
+    def next_unread(self) -> int:
+        """The position of the newest token that has arrived, whose row is the oldest that is in flight or to come."""
+        return self.prompt_tokens + len(self.token_ids) - 1
+
+    @property
     def in_flight(self) -> int:
         """The number of launched steps with a row of it whose tokens have not arrived."""
         return 0 if self.batch is None else self.batch.in_flight(self)

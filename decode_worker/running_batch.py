@@ -6,11 +6,12 @@ is noted in advance. A step of hundreds of requests that all go on looks at none
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from costs.step_work import NOTHING, StepWork
 from decode_worker.batch_slots import NEVER, BatchSlot, SlotColumns
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
 from decode_worker.drafts import RowDrafts, StepDrafts
@@ -175,6 +176,31 @@ class RunningBatch:
             return []
         due = sorted((slot for slot in self._without_page if slot.last_step >= step), key=lambda slot: slot.index)
         return [slot.request for slot in due]
+
+    def positions_left(self, request: DecodeRequest) -> int:
+        """Return the number of positions behind that of the next row for which the request has pages."""
+        return max(0, self._page_step(self._slots[request]) - self._next_step - 1)
+
+    def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
+        """Have `grow` give the request one more page before it needs it; returns what `grow` returns."""
+        slot = self._slots[request]
+        needs_page = self._page_steps.get(self._page_step(slot), [])
+        if not grow(request):
+            return False
+        if slot in needs_page:
+            needs_page.remove(slot)
+        self._copy_pages(slot)
+        return True
+
+    def next_rows(self) -> tuple[Sequence[DecodeRequest], StepWork]:
+        """Return the requests with a row in the next step, and its work without drafts."""
+        snapshot = self._snapshot_of(self._next_step)
+        if snapshot is None:
+            return (), NOTHING
+        context = snapshot.context_tokens(self._next_step)
+        return [slot.request for slot in snapshot.slots], StepWork(
+            decode_rows=len(snapshot), decode_context_tokens=context
+        )
 
     def launch(self, drafts: Mapping[DecodeRequest, Draft] | None = None) -> TokenRows | None:
         """Return the rows of the next step, None if there are none: one for each request that is due and has a page.

@@ -83,7 +83,7 @@ class End:
     """One worker, its engine and its server."""
 
     def __init__(self, worker_id: str, role: Role, fabric: InMemoryFabric, pages: int, changes: dict[str, Any]) -> None:
-        self.engine = FakeEngine(pages)
+        self.engine = changes.pop("make_engine", FakeEngine)(pages)
         step_tokens = changes.pop("max_step_tokens", 16)
         batch = changes.pop("max_batch_requests", 8)
         engine = EngineConfig(Path("fake"), max_step_tokens=step_tokens, max_batch_requests=batch)

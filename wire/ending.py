@@ -41,7 +41,6 @@ class Ending:
             return FinishReason.STOP
         return None if index + 1 < self.limit else FinishReason.LENGTH
 
-
     def cut(self, token_ids: Sequence[int], first_index: int) -> tuple[Sequence[int], bool]:
         """Return the tokens up to the one that ends the answer, and whether any does.
 

@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig
 from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
+from wire.speculation_method import SpeculationMethod
 
 CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
 
@@ -63,6 +64,8 @@ class WorkerConfig:
     """
     prefix_cache: bool = True
     """True to keep full KV pages while pages are free, for requests that begin alike."""
+    speculate: SpeculationMethod = SpeculationMethod.AUTO
+    """How drafts for speculative decoding are proposed."""
     transfer_backend: str = "nixl"
     """The transport of KV pages: `nixl`."""
     trusted_network: bool = False

@@ -13,6 +13,7 @@ from costs.step_cost import StepCost
 from costs.step_work import NOTHING, StepWork, chunk_pairs
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.half import NO_ROWS, DecodeHalf
+from decode_worker.speculation import StepBounds
 from engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows
 from prefill_worker.half import PrefillHalf
 from wire.messages import Assignment, RoutedEvent, RoutedTokens
@@ -74,10 +75,12 @@ class StepScheduler:
         """Return the next step over both halves' rows; None without any, or if all wait for the step in flight."""
         targets, decode_rows = self._decode.gap_targets, NO_ROWS
         if not self._decode.idle:
-            decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
+            budget = self._growth.rows(self.decoding, self._max_step_tokens, targets)
+            decode_rows = self._decode.schedule(budget, self._bounds(targets))
         elif not self.decoding.decode_rows and not self._prefill.queue.length:
             return None
-        self.decoding = decode_work(decode_rows)
+        if decode_rows or self._decode.idle or not self._decode.speculation:
+            self.decoding = decode_work(decode_rows)
         prefill_rows: Sequence[StepRow] = ()
         if self._prefill.queue.length:
             waiting = self._prefill.waiting()
@@ -88,7 +91,16 @@ class StepScheduler:
             self._policy.steps_without_prompts += 1
         if not decode_rows and not prefill_rows:
             return None
-        return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(self.decoding, prefill_rows))
+        return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(all_rows(decode_rows), prefill_rows))
+
+    def _bounds(self, targets: Sequence[float]) -> StepBounds | None:
+        """Return the bounds of a step with drafts; None where prompts wait, which take the rest of the step."""
+        if self._decode.speculation is None or self._prefill.queue.length:
+            return None
+        cost, running = self._cost(), self.decoding
+        decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
+        seconds = tightest_kept(targets, decoding_s, self._growth.target_s)
+        return StepBounds(cost, seconds, self._max_step_tokens)
 
     def apply(self, work: StepWork, result: StepResult) -> StepOutput:
         """Give both halves the results of the oldest plan that was not applied; returns the output for the routers.
@@ -113,7 +125,7 @@ class BatchGrowth:
     def __init__(self, cost: Callable[[], StepCost], itl_target_s: float | None) -> None:
         """`cost` returns the newest fit. Without a target here or of a request there is no limit."""
         self._cost = cost
-        self._target_s = itl_target_s
+        self.target_s = itl_target_s
         self._context = 0.0
         """Mean context tokens of a row in the newest step that had rows."""
 
@@ -126,17 +138,24 @@ class BatchGrowth:
         """
         if running.decode_rows:
             self._context = running.decode_context_tokens / running.decode_rows
-        if self._target_s is None and (not targets or targets[0] == math.inf):
+        if self.target_s is None and (not targets or targets[0] == math.inf):
             return most
         cost = self._cost()
         decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
-        rows = cost.rows_within(tightest_kept(targets, decoding_s, self._target_s), self._context)
+        rows = cost.rows_within(tightest_kept(targets, decoding_s, self.target_s), self._context)
         return min(most, max(running.decode_rows, int(min(most, rows)))) if rows >= 1.0 else most
 
 
-def decode_work(rows: TokenRows) -> StepWork:
-    """Return the work of decode rows."""
+def all_rows(rows: TokenRows) -> StepWork:
+    """Return the work of decode rows, those that verify drafts included."""
     return StepWork(decode_rows=len(rows), decode_context_tokens=rows.context_tokens)
+
+
+def decode_work(rows: TokenRows) -> StepWork:
+    """Return the work of one decode row for each request."""
+    return StepWork(
+        decode_rows=len(rows) - rows.drafts, decode_context_tokens=rows.context_tokens - rows.draft_context_tokens
+    )
 
 
 def with_prompts(work: StepWork, rows: Sequence[StepRow]) -> StepWork:

@@ -14,6 +14,7 @@ from typing import Any
 from decode_worker.admission import DecodeAdmission
 from decode_worker.half import DecodeHalf
 from engine.cache.prefix_cache import PrefixCache
+from engine.speculation.methods import make_proposer
 from kv_transfer.base import NoticeHandler, Transport
 from kv_transfer.checksums import PageChecks
 from kv_transfer.handshake import make_handshake
@@ -77,7 +78,7 @@ class Worker:
         self.transport = open_transport(self.admission.notice)
         self.peers = self._make_peers(engine, layout)
         self._handovers = self._make_handovers(engine)
-        self._halves = self._make_halves()
+        self._halves = self._make_halves(asynchronous=engine.asynchronous)
         self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
         self._loop = self._make_loop(engine)
         halves, loop, post = self._halves, self._loop, self._outbox.post
@@ -231,7 +232,7 @@ class Worker:
             self.metrics.writing,
         )
 
-    def _make_halves(self) -> Halves:
+    def _make_halves(self, *, asynchronous: bool) -> Halves:
         config, cache, model, admission = self._config, self._cache, self.facts, self.admission
         prefill = PrefillHalf(
             config=config.prefill,
@@ -249,6 +250,7 @@ class Worker:
             model=model,
             kv=cache.kv,
             max_batch_requests=decode_batch(config.role, config.engine),
+            proposer=make_proposer(config.speculate, asynchronous=asynchronous),
         )
         return Halves(config, cache, model, prefill=prefill, decode=decode, admission=admission)
 

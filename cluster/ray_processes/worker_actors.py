@@ -107,6 +107,7 @@ class WorkerActors:
     def config(self, slot: Slot, assignment: Assignment) -> "WorkerConfig":
         """Returns the config that a worker of `slot` starts with."""
         from engine.config import EngineConfig
+        from wire.speculation_method import SpeculationMethod
         from worker.config import WorkerConfig
 
         cluster = self._cluster
@@ -134,6 +135,7 @@ class WorkerActors:
             metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.api_keys else ""),
             step_deadline_s=cluster.step_deadline_s,
             prefix_cache=cluster.prefix_cache,
+            speculate=SpeculationMethod(cluster.speculate),
             kv_checksum_rate=cluster.kv_checksum_rate,
             trusted_network=cluster.trusted_network,
             lease_s=cluster.kv_lease_s,

@@ -33,6 +33,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logprobs: int | None = None
     min_tokens: int = 0
+    speculate: bool = True
+    """False to draw one token a step; the answer is the same."""
 
     @property
     def runs_to_limit(self) -> bool:

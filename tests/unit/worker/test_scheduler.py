@@ -31,6 +31,7 @@ class Halves:
     idle = False
     gap_targets: tuple[float, ...] = ()
     queue = SimpleNamespace(length=1)
+    speculation = None
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -38,7 +39,7 @@ class Halves:
     def waiting(self) -> WaitingPrompts:
         return WaitingPrompts(prompts=1, tokens=100_000)
 
-    def schedule(self, most: int) -> Any:
+    def schedule(self, most: int, _bounds: None = None) -> Any:
         self.asked.append(most)
         return TokenRows.of(()) if len(self.asked) % 2 else ()
 

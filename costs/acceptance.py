@@ -1,0 +1,40 @@
+"""Learns how probable it is that drafts are accepted, by the class of the draft and the position in it."""
+
+PRIOR, PRIOR_WEIGHT = 0.5, 2.0
+"""The probability that is assumed at first, and the number of observations that it counts for."""
+WINDOW = 32.0
+"""The number of observations after which older ones hardly count."""
+
+
+class Acceptance:
+    """The probability that a draft is accepted if those before it were, an exponential mean by class and position.
+
+    A class is the length of the match that the draft rests on (`engine/speculation/proposer.py`).
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
+        """By class and position: the probability, and the weight of what it rests on."""
+
+    def rate(self, match: int, position: int) -> float:
+        """Return the probability for the draft at `position`, from 0, of a class."""
+        return self._rates.get((match, position), (PRIOR, PRIOR_WEIGHT))[0]
+
+    def best(self) -> float:
+        """Return the largest probability for the first draft of any class; PRIOR while none is known."""
+        return max((rate for (_, position), (rate, _) in self._rates.items() if not position), default=PRIOR)
+
+    def survival(self, match: int, drafts: int) -> list[float]:
+        """Return the probability that each of so many drafts is accepted together with all before it."""
+        found, product = [], 1.0
+        for position in range(drafts):
+            product *= self.rate(match, position)
+            found.append(product)
+        return found
+
+    def observe(self, match: int, drafted: int, accepted: int) -> None:
+        """Learn from a verified draft: those behind the first one that was rejected tell nothing."""
+        for position in range(min(accepted + 1, drafted)):
+            rate, weight = self._rates.get((match, position), (PRIOR, PRIOR_WEIGHT))
+            weight = min(weight + 1.0, WINDOW)
+            self._rates[match, position] = rate + ((position < accepted) - rate) / weight, weight

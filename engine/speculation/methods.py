@@ -1,0 +1,15 @@
+"""The choice of a proposer."""
+
+from engine.speculation.ngram import NgramProposer
+from engine.speculation.proposer import Proposer
+from wire.speculation_method import SpeculationMethod
+
+
+def make_proposer(method: SpeculationMethod, *, asynchronous: bool) -> Proposer | None:
+    """Return a proposer; None if steps have no drafts.
+
+    `asynchronous` steps are launched before the tokens of the last one are here, which a step with drafts cannot be.
+    """
+    if method is SpeculationMethod.AUTO:
+        method = SpeculationMethod.OFF if asynchronous else SpeculationMethod.NGRAM
+    return NgramProposer() if method is SpeculationMethod.NGRAM else None

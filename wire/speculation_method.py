@@ -1,0 +1,13 @@
+"""The methods of speculative decoding."""
+
+from enum import StrEnum
+
+
+class SpeculationMethod(StrEnum):
+    """How drafts are proposed."""
+
+    AUTO = "auto"
+    """N-grams where a step is over when its launch returns, as on CPUs; else off."""
+    OFF = "off"
+    NGRAM = "ngram"
+    """What followed the request's last tokens when they occurred before, in its prompt or its answer."""
