@@ -13,6 +13,8 @@ class StepWork:
     decode_rows: int = 0
     decode_context_tokens: int = 0
     """The tokens that the decode rows attend to, summed."""
+    draft_rows: int = 0
+    """The part of the decode rows that verify drafts: the others are one for each request."""
 
     def with_chunk(self, tokens: int, context: int) -> "StepWork":
         """Return this work and a chunk of `tokens` behind `context` tokens of its prompt."""

@@ -1,19 +1,18 @@
 """The composition of the batch in steps with the same requests, and the tokens of completed steps."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import chain, compress, repeat
+from functools import cached_property
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker.batch_slots import BatchSlot, SlotColumns, SlotIndices
-from decode_worker.drafts import StepDrafts
 from decode_worker.request import DecodeRequest
-from engine.steps.batch import FROM_HOST, RowColumns, TokenRows
+from engine.steps.batch import FROM_HOST, RowColumns
 from engine.steps.draws import Draws, History, all_greedy
-from wire.messages import RoutedEvent, RoutedTokens, SamplingParams, StepTokens, TokenLogprobs
+from wire.messages import RoutedEvent, RoutedTokens, SamplingParams, StepTokens
 
 BUFFERED_STEPS = 64
 """Steps whose tokens are kept in the buffer before they are appended to their answers."""
@@ -76,27 +75,15 @@ class BatchSnapshot:
         """Return the tokens that this step's rows attend to, themselves included: Σ (position_offset + step + 1)."""
         return self._offset_sum + len(self.slots) * (step + 1)
 
-    def token_rows(self, step: int, before: "BatchSnapshot | None", drafts: StepDrafts | None = None) -> TokenRows:
-        """Return the rows of this step, see `rows`."""
-        context = self.context_tokens(step)
-        if drafts is None:
-            return TokenRows(len(self), context, lambda: self.rows(step, before))
-        more = int(self._position_offset[drafts.base_rows].sum() + drafts.distances.sum()) + len(drafts) * (step + 1)
-        rows = partial(self.rows, step, before, drafts)
-        return TokenRows(len(self) + len(drafts), context + more, rows, drafts=len(drafts), draft_context_tokens=more)
-
     @cached_property
     def first_end(self) -> int:
         """The first step that is the last one of any request."""
         return min(slot.last_step for slot in self.slots)
 
-    def rows(self, step: int, before: "BatchSnapshot | None", drafts: StepDrafts | None = None) -> RowColumns:
-        """Return the rows of this step, and behind them a row for each draft.
-
-        `before` is the snapshot of the step just before it, if that is in flight.
-        """
+    def rows(self, step: int, before: "BatchSnapshot | None") -> RowColumns:
+        """Return the rows of this step; `before` is the snapshot of the step just before it, if that is in flight."""
         columns, indices, drawing = self._columns, self.indices, self._drawing
-        rows = RowColumns(
+        return RowColumns(
             self._in_flight_tokens if before is self else columns.newest_token[indices],
             self._position_offset,
             step,
@@ -117,26 +104,15 @@ class BatchSnapshot:
                 step < drawing.may_end_from,
             ),
         )
-        return rows if drafts is None else drafts.extend(rows)
 
     def answer_index(self, row: int, step: int) -> int:
         """Return the index, in its answer, of the token that a row of this step draws."""
         return int(self._position_offset[row]) + step + 1 - self.slots[row].request.prompt_tokens
 
-    def tokens(
-        self, step: int, token_ids: Sequence[int], without: set[int], runs: Mapping[int, Sequence[int]]
-    ) -> list[RoutedTokens]:
-        """Return the tokens of this step for each row but those in `without`, by router.
-
-        They are one of `token_ids` for each row, or for some rows those in `runs`.
-        """
+    def tokens(self, step: int, token_ids: Sequence[int], without: set[int]) -> list[RoutedTokens]:
+        """Return the tokens of this step, one for each row but those in `without`, by router."""
         owners = self._owners
-        counts: Sequence[int] = ()
-        if runs:
-            gained = [runs.get(row, (token,)) for row, token in enumerate(token_ids)]
-            counts, token_ids = tuple(map(len, gained)), list(chain.from_iterable(gained))
-        indices = (owners.answer_offset + step).tolist()
-        everything = StepTokens(owners.request_ids, owners.attempts, indices, token_ids, counts)
+        everything = StepTokens(owners.request_ids, owners.attempts, (owners.answer_offset + step).tolist(), token_ids)
         if not owners.masks and not without:
             return [RoutedTokens(owners.router, everything)]
         found = []
@@ -207,33 +183,25 @@ class CompletedStep:
     step: int
     snapshot: BatchSnapshot
     token_ids: Sequence[int]
-    """The draw of each row."""
     event_rows: Sequence[int]
     """Rows that need an event, ascending: their token may be the last one, or carries more than its id."""
     excluded_rows: set[int]
     """Rows without a plain token: those that need an event, and those of requests that were over before."""
     events: list[RoutedEvent] = field(default_factory=list)
     """The events of the rows that need one; the decode half adds them."""
-    runs: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """The tokens of rows that gained several, as drafts were accepted, up to the end of the answer."""
-    drafts: StepDrafts | None = None
-    """The drafts that the step verified."""
 
     def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
         """Return the request of a row, the index in the answer of its first token of this step, and its tokens."""
         snapshot = self.snapshot
-        run = self.runs.get(row) or (self.token_ids[row],)
-        return snapshot.slots[row].request, snapshot.answer_index(row, self.step), run
+        return snapshot.slots[row].request, snapshot.answer_index(row, self.step), (self.token_ids[row],)
 
-    def logprobs(self, row: int, scores: Sequence[TokenLogprobs | None]) -> tuple[TokenLogprobs, ...]:
-        """Return the log probabilities of a row's tokens, from those of all rows; () if it asks for none."""
-        tokens = len(self.runs.get(row, (row,)))
-        rows = [row] if tokens == 1 or self.drafts is None else self.drafts.rows_of(row, tokens)
-        return tuple(score for each in rows if (score := scores[each]) is not None)
+    def rows_of(self, row: int) -> Sequence[int]:
+        """Return the rows that drew a row's tokens."""
+        return (row,)
 
     def plain_tokens(self) -> list[RoutedTokens]:
         """Return the tokens of all rows that are not excluded, by router."""
-        return self.snapshot.tokens(self.step, self.token_ids, self.excluded_rows, self.runs)
+        return self.snapshot.tokens(self.step, self.token_ids, self.excluded_rows)
 
 
 class TokenBuffer:
@@ -297,11 +265,9 @@ class TokenBuffer:
 
 def _select_rows(tokens: StepTokens, keep: Sequence[int]) -> StepTokens:
     """Return the rows whose entry in `keep` [n] is not 0."""
-    each_token = chain.from_iterable(map(repeat, keep, tokens.counts)) if tokens.counts else keep
     return StepTokens(
         list(compress(tokens.request_ids, keep)),
         list(compress(tokens.attempts, keep)),
         list(compress(tokens.indices, keep)),
-        list(compress(tokens.token_ids, each_token)),
-        tuple(compress(tokens.counts, keep)),
+        list(compress(tokens.token_ids, keep)),
     )

@@ -5,14 +5,18 @@ draws the token that follows, with its own index in the seeded sequence. A draft
 that the row before it drew; every token of an answer is therefore the target model's own draw, whatever was drafted.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.steps.batch import RowColumns
+from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.request import DecodeRequest
+from engine.steps.batch import FROM_HOST, RowColumns
 from engine.steps.draws import Draws
+from wire.messages import RoutedTokens, StepTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +29,21 @@ class RowDrafts:
     """At least one."""
     match: int
     """The class of the guess, see `engine.speculation.proposer.Draft`."""
+    first: int
+    """The row of the first draft; the others follow."""
 
 
 class StepDrafts:
-    """The drafts of a step whose first `rows` rows are those of the newest tokens; one row for each draft follows."""
+    """The drafts of a step whose first rows are those of the newest tokens; one row for each draft follows."""
 
-    def __init__(self, rows: int, drafts: Sequence[RowDrafts]) -> None:
-        """`drafts` are at most one for each row."""
+    def __init__(self, drafts: Sequence[RowDrafts]) -> None:
+        """`drafts` [at least 1] are at most one for each row, in the order of their rows."""
         self.drafts = drafts
         counts = [len(each.token_ids) for each in drafts]
-        self._rows = rows
-        self._first = (rows + np.cumsum([0, *counts[:-1]])).tolist() if drafts else []
-        """The row of the first draft of each of `drafts`."""
-        self.base_rows: NDArray[np.intp] = np.repeat([each.row for each in drafts], counts).astype(np.intp)
+        self._token_ids = np.array([token for each in drafts for token in each.token_ids], dtype=np.int64)
+        self.base_rows: NDArray[np.intp] = np.repeat(np.array([each.row for each in drafts], dtype=np.intp), counts)
         """[drafts]: for each draft, the row of its request's newest token."""
-        self.distances: NDArray[np.int64] = np.concatenate([np.arange(1, count + 1) for count in (*counts, 0)])
+        self.distances: NDArray[np.int64] = np.concatenate([np.arange(1, count + 1) for count in counts])
         """[drafts]: for each draft, the number of positions behind that token, from 1."""
 
     def __len__(self) -> int:
@@ -48,44 +52,33 @@ class StepDrafts:
 
     def extend(self, columns: RowColumns) -> RowColumns:
         """Return `columns` with a row for each draft behind them."""
-        base, distances = self.base_rows, self.distances
-        starts = columns.position_offset[base] + distances
-        return RowColumns(
-            np.concatenate((columns.token_ids, [token for each in self.drafts for token in each.token_ids])),
-            np.concatenate((columns.position_offset, starts)),
-            columns.step,
-            np.concatenate((columns.sources, np.full(len(self), -1, dtype=columns.sources.dtype))),
-            np.concatenate((columns.slot_indices, columns.slot_indices[base])),
-            columns.table,
-            columns.page_counts,
-            max(columns.longest, int(starts.max()) + columns.step + 1),
-            self._draws(columns.draws),
+        base, starts = self.base_rows, columns.position_offset[self.base_rows] + self.distances
+        return columns._replace(
+            token_ids=np.concatenate((columns.token_ids, self._token_ids)),
+            position_offset=np.concatenate((columns.position_offset, starts)),
+            sources=np.concatenate((columns.sources, np.full(len(self), FROM_HOST, dtype=np.int32))),
+            slot_indices=np.concatenate((columns.slot_indices, columns.slot_indices[base])),
+            longest=max(columns.longest, int(starts.max()) + columns.step + 1),
+            draws=self._draws(columns.draws),
         )
 
-    def runs(self, token_ids: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Return each row with drafts and the tokens that it gains, from what all rows of the step drew.
+    def runs(self, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
+        """Return the drafts of each row and the tokens that it gains, from what all rows of the step drew.
 
         They are the draw of the row itself and, while the draft equals the draw before it, the draw that follows it.
         """
         found = []
-        for drafts, first in zip(self.drafts, self._first, strict=True):
+        for drafts in self.drafts:
             run = [token_ids[drafts.row]]
-            for index, draft in enumerate(drafts.token_ids, first):
+            for index, draft in enumerate(drafts.token_ids, drafts.first):
                 if draft != run[-1]:
                     break
                 run.append(token_ids[index])
-            found.append((drafts.row, run))
+            found.append((drafts, run))
         return found
 
-    def rows_of(self, row: int, tokens: int) -> list[int]:
-        """Return the rows that drew the first `tokens` tokens of a row's run."""
-        for drafts, first in zip(self.drafts, self._first, strict=True):
-            if drafts.row == row:
-                return [row, *range(first, first + tokens - 1)]
-        return [row]
-
     def _draws(self, draws: Draws) -> Draws:
-        """Return the draws of the step's rows: as those of the newest tokens, further in their sequences."""
+        """Return the draws of all rows: drafts have those of their requests, further in the sequences."""
         base = self.base_rows
         rows = base.tolist()
         return Draws(
@@ -99,3 +92,53 @@ class StepDrafts:
             draws.scored,
             draws.may_not_end,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRow:
+    """What became of the drafts of one row."""
+
+    drafts: RowDrafts
+    token_ids: Sequence[int]
+    """The tokens that the request gained, up to the end of its answer: one more than drafts were accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStep(CompletedStep):
+    """The tokens of a step with drafts."""
+
+    verified: Mapping[int, VerifiedRow] = field(default_factory=dict)
+    """Rows that had drafts, but for those of requests that were over before."""
+
+    def tokens(self, row: int) -> tuple[DecodeRequest, int, Sequence[int]]:
+        """See `CompletedStep`."""
+        request, index, token_ids = CompletedStep.tokens(self, row)
+        return request, index, self.verified[row].token_ids if row in self.verified else token_ids
+
+    def rows_of(self, row: int) -> Sequence[int]:
+        """See `CompletedStep`."""
+        if row not in self.verified:
+            return (row,)
+        found = self.verified[row]
+        return [row, *range(found.drafts.first, found.drafts.first + len(found.token_ids) - 1)]
+
+    def plain_tokens(self) -> list[RoutedTokens]:
+        """See `CompletedStep`."""
+        runs = [
+            self.verified[row].token_ids if row in self.verified else (token,)
+            for row, token in enumerate(self.token_ids)
+        ]
+        found = []
+        for routed in self.snapshot.tokens(self.step, range(len(runs)), self.excluded_rows):
+            # The columns were made with the numbers of the rows instead of tokens.
+            some = [runs[row] for row in routed.tokens.token_ids]
+            columns = routed.tokens
+            tokens = StepTokens(
+                columns.request_ids,
+                columns.attempts,
+                columns.indices,
+                list(chain.from_iterable(some)),
+                tuple(map(len, some)),
+            )
+            found.append(RoutedTokens(routed.router_id, tokens))
+        return found

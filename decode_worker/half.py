@@ -8,33 +8,29 @@ The path of a request, by its queues (`decode_worker/request.py`):
                  a page and none is free, the youngest request is preempted (`preemption.py`), or the request waits
   4. `apply`     appends the sampled tokens; a request that ends or is preempted leaves with its pages, once no step
                  uses them
-
 It belongs to the engine thread. `decode_worker/running_batch.py` keeps the data of all requests as columns.
 """
 
-import logging
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import cast
 
 from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
 from decode_worker.speculation import Speculation, StepBounds
-from engine.speculation.proposer import Draft, Proposer
+from decode_worker.token_events import event_or_failure
+from engine.speculation.proposer import Proposer
 from engine.steps.batch import TokenRows
 from engine.steps.draws import History
-from wire.ending import Ending, failure_event
-from wire.errors import Internal
+from wire.ending import Ending
 from wire.kv_pages import KvPages
-from wire.logging.logs import about
-from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
+from wire.messages import ModelFacts, RequestRef, TokenLogprobs
 from wire.tracing.timeline import Edge, EdgeStamp
-
-log = logging.getLogger(__name__)
 
 NO_ROWS = TokenRows.of(())
 
@@ -61,21 +57,23 @@ class DecodeHalf:
         self._model = model
         self._max_batch = max_batch_requests
         self._batch = RunningBatch(max_batch_requests, kv)
+        self.speculation: Speculation | None = None
+        if proposer is not None:
+            self._batch = drafting = DraftingBatch(max_batch_requests, kv)
+            self.speculation = Speculation(proposer, drafting, self._grow_ahead)
         self._cancelled = 0
         """The number of cancelled requests that were dropped from the batch."""
-        self.speculation = None if proposer is None else Speculation(proposer, self._batch, self._grow_ahead)
         self.gap_targets: list[float] = []
         """The longest gap between tokens that each request tolerates, in seconds, ascending; infinite = any."""
 
-    def schedule(self, budget: int, bounds: StepBounds | None = None) -> TokenRows:
+    def schedule(self, budget: int, bounds: StepBounds | None = None) -> TokenRows | None:
         """Return one row of one token for each running request, at most `budget`; the requests keep their pages.
 
-        A request whose last token is in flight gets none: it ends, whatever that token is. Within `bounds`, more rows
-        verify drafts; None = the step has none. There are no rows at all while a step in flight decides where the next
-        one goes on.
+        A request whose last token is in flight gets none: it ends, whatever that token is. Within `bounds`, if given,
+        more rows verify drafts. None = nothing can be planned before the tokens of the step in flight are here.
         """
-        if self._waits_for_step(bounds):
-            return NO_ROWS
+        if self.speculation is not None and self.speculation.waits(bounds):
+            return None
         self._notice_cancelled()
         self._release_stopped()
         self._take_ready(budget)
@@ -83,7 +81,7 @@ class DecodeHalf:
         # All running requests may have been preempted for older ready ones: nothing else would wake the loop.
         while not self._batch.requests and self._take_ready(budget):
             self._allocate_pages()
-        return self._batch.launch(self._drafts(bounds)) or NO_ROWS
+        return (self._batch.launch() if self.speculation is None else self.speculation.launch(bounds)) or NO_ROWS
 
     def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> CompletedStep:
         """Take the results of the oldest step in flight, row by row; returns the step's tokens and events.
@@ -93,8 +91,8 @@ class DecodeHalf:
         self._notice_cancelled()
         completed = self._batch.complete(cast("Sequence[int]", token_ids))
         for row in completed.event_rows:
-            scores = completed.logprobs(row, logprobs) if logprobs else ()
-            completed.events.append(self._event_or_failure(completed, row, scores))
+            scores = [logprobs[each] for each in completed.rows_of(row)] if logprobs else ()
+            completed.events.append(event_or_failure(self._batch, completed, row, scores))
         if self.speculation is not None:
             self.speculation.complete(completed)
         self._release_stopped()
@@ -118,22 +116,11 @@ class DecodeHalf:
 
         Returns the requests of launched steps, each with its router.
         """
-        computed = {slot.request: None for step in self._batch.in_flight_steps for slot in step.snapshot.slots}
+        computed = {slot.request: None for _, snapshot in self._batch.in_flight_steps for slot in snapshot.slots}
         self._batch.in_flight_steps.clear()
         for request in list(self._batch.requests):
             self._leave(request)
         return [(request.reservation.router_id, request.reservation.ref) for request in computed]
-
-    def _waits_for_step(self, bounds: StepBounds | None) -> bool:
-        """Return True if the next step cannot, or should not, be planned before the tokens of the last one are here."""
-        if self.speculation is None or not self._batch.in_flight_steps:
-            return False
-        return self._batch.verifies or (bounds is not None and self.speculation.pays_to_wait(bounds))
-
-    def _drafts(self, bounds: StepBounds | None) -> dict[DecodeRequest, Draft]:
-        if self.speculation is None or bounds is None or self._batch.in_flight_steps:
-            return {}
-        return self.speculation.drafts(bounds)
 
     def _grow_ahead(self, request: DecodeRequest) -> bool:
         with self._lock:
@@ -219,29 +206,3 @@ class DecodeHalf:
         if self.speculation is not None:
             self.speculation.leave(request)
         del self.gap_targets[bisect_left(self.gap_targets, request.reservation.gap_target_s)]
-
-    def _event_or_failure(self, completed: CompletedStep, row: int, scores: tuple[TokenLogprobs, ...]) -> RoutedEvent:
-        """Return a row's event; a request whose result cannot be handled fails alone, with Internal."""
-        try:
-            return self._event_for(completed, row, scores)
-        except Exception:
-            request = completed.tokens(row)[0]
-            reservation = request.reservation
-            ref, reason = reservation.ref, Internal("a token of the request could not be handled; see the worker's log")
-            log.exception("request %s met a defect", ref.request_id, extra=about(ref.request_id))
-            request.ended = True
-            self._batch.drop(request)
-            return RoutedEvent(reservation.router_id, failure_event(ref, reason))
-
-    def _event_for(self, completed: CompletedStep, row: int, scores: tuple[TokenLogprobs, ...]) -> RoutedEvent:
-        """Return the event of tokens of which the last may end the answer, or that carry edges or log probabilities."""
-        request, index, token_ids = completed.tokens(row)
-        edges, request.edges = tuple(request.edges), []
-        reason = request.ending.reason(token_ids[-1], index + len(token_ids) - 1)
-        if reason is not None:
-            request.ended = True
-            self._batch.drop(request)
-        self._batch.event_sent(request)
-        reservation = request.reservation
-        event = RequestEvent(reservation.ref, index, tuple(token_ids), reason, edges=edges, logprobs=scores)
-        return RoutedEvent(reservation.router_id, event)

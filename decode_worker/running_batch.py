@@ -6,27 +6,15 @@ is noted in advance. A step of hundreds of requests that all go on looks at none
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from costs.step_work import NOTHING, StepWork
 from decode_worker.batch_slots import NEVER, BatchSlot, SlotColumns
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
-from decode_worker.drafts import RowDrafts, StepDrafts
 from decode_worker.request import DecodeRequest
-from engine.speculation.proposer import Draft
 from engine.steps.batch import TokenRows
 from wire.kv_pages import KvPages
-
-
-class LaunchedStep(NamedTuple):
-    """A step whose tokens have not arrived."""
-
-    number: int
-    snapshot: BatchSnapshot
-    drafts: StepDrafts | None = None
 
 
 class RunningBatch:
@@ -41,8 +29,8 @@ class RunningBatch:
         self._slots: dict[DecodeRequest, BatchSlot] = {}
         self._unstopped = 0
         self._next_step = 0
-        self.in_flight_steps: deque[LaunchedStep] = deque()
-        """Launched steps whose tokens have not arrived, oldest first."""
+        self.in_flight_steps: deque[tuple[int, BatchSnapshot]] = deque()
+        """Launched steps whose tokens have not arrived, oldest first, each with its number."""
         self._snapshot: BatchSnapshot | None = None
         """The snapshot of the next step, unless a request joins or leaves before."""
         self._last_steps: dict[int, list[BatchSlot]] = {}
@@ -147,20 +135,7 @@ class RunningBatch:
     def in_flight(self, request: DecodeRequest) -> int:
         """Return the number of launched steps with a row of the request whose tokens have not arrived."""
         slot = self._slots[request]
-        return sum(slot.has_row_in(launched.number) for launched in self.in_flight_steps)
-
-    @property
-    def verifies(self) -> bool:
-        """True if a step in flight verifies drafts: the positions of the next one depend on its tokens."""
-        return bool(self.in_flight_steps) and self.in_flight_steps[-1].drafts is not None
-
-    def rows_left(self, request: DecodeRequest) -> int:
-        """Return the number of further rows that the request may have: until its answer is as long as it may be."""
-        return max(0, self._slots[request].last_step + 1 - self._next_step)
-
-    def next_position(self, request: DecodeRequest) -> int:
-        """Return the position of the request's row in the next step."""
-        return self._slots[request].position_offset + self._next_step
+        return sum(slot.has_row_in(step) for step, _ in self.in_flight_steps)
 
     @property
     def waits_for_pages(self) -> bool:
@@ -177,37 +152,11 @@ class RunningBatch:
         due = sorted((slot for slot in self._without_page if slot.last_step >= step), key=lambda slot: slot.index)
         return [slot.request for slot in due]
 
-    def positions_left(self, request: DecodeRequest) -> int:
-        """Return the number of positions behind that of the next row for which the request has pages."""
-        return max(0, self._page_step(self._slots[request]) - self._next_step - 1)
-
-    def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
-        """Have `grow` give the request one more page before it needs it; returns what `grow` returns."""
-        slot = self._slots[request]
-        needs_page = self._page_steps.get(self._page_step(slot), [])
-        if not grow(request):
-            return False
-        if slot in needs_page:
-            needs_page.remove(slot)
-        self._copy_pages(slot)
-        return True
-
-    def next_rows(self) -> tuple[Sequence[DecodeRequest], StepWork]:
-        """Return the requests with a row in the next step, and its work without drafts."""
-        snapshot = self._snapshot_of(self._next_step)
-        if snapshot is None:
-            return (), NOTHING
-        context = snapshot.context_tokens(self._next_step)
-        return [slot.request for slot in snapshot.slots], StepWork(
-            decode_rows=len(snapshot), decode_context_tokens=context
-        )
-
-    def launch(self, drafts: Mapping[DecodeRequest, Draft] | None = None) -> TokenRows | None:
+    def launch(self) -> TokenRows | None:
         """Return the rows of the next step, None if there are none: one for each request that is due and has a page.
 
         Its newest token, which may still be in flight, takes the next position. A request that ends with a token in
-        flight has no row. With `drafts`, which are allowed while no step is in flight, more rows follow that verify
-        them: the request has pages for these positions, and so many rows left.
+        flight has no row.
         """
         step = self._next_step
         snapshot = self._snapshot_of(step)
@@ -215,34 +164,23 @@ class RunningBatch:
             return None
         for slot in self._without_page:
             self._skip_step(slot, step)
-        before = self.in_flight_steps[-1].snapshot if self.in_flight_steps else None
-        verified = self._step_drafts(snapshot, drafts) if drafts else None
-        self.in_flight_steps.append(LaunchedStep(step, snapshot, verified))
+        before = self.in_flight_steps[-1][1] if self.in_flight_steps else None
+        self.in_flight_steps.append((step, snapshot))
         self._next_step = step + 1
         if step in self._last_steps or self._without_page:
             self._snapshot = None
-        return snapshot.token_rows(step, before, verified)
+        return TokenRows(len(snapshot), snapshot.context_tokens(step), lambda: snapshot.rows(step, before))
 
     def complete(self, token_ids: Sequence[int]) -> CompletedStep:
         """Take the tokens of the oldest step in flight, row by row; those of dropped requests are discarded."""
-        step, snapshot, drafts = self.in_flight_steps.popleft()
-        drawn = token_ids if drafts is None else token_ids[: len(snapshot)]
-        tokens = np.array(drawn, dtype=np.int64)
+        step, snapshot = self.in_flight_steps.popleft()
+        tokens = np.array(token_ids, dtype=np.int64)
         self._columns.newest_token[snapshot.indices] = tokens
         self._tokens.store(step, snapshot.indices, tokens, self._slots.values())
         for slot in self._with_history:
             self._tokens.flush(slot)
-        over, with_events = self._rows_with_events(step, snapshot, drawn)
-        runs: dict[int, Sequence[int]] = {}
-        for row, drawn_run in () if drafts is None else drafts.runs(token_ids):
-            slot = snapshot.slots[row]
-            run, ends = slot.request.ending.cut(drawn_run, snapshot.answer_index(row, step))
-            if len(run) > 1 and not slot.dropped:
-                runs[row] = run
-                self._gain(slot, run[1:])
-                if ends:
-                    with_events.add(row)
-        return CompletedStep(step, snapshot, drawn, sorted(with_events), over | with_events, runs=runs, drafts=drafts)
+        over, with_events = self._rows_with_events(step, snapshot, token_ids)
+        return CompletedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:
         """Note that an event was sent for the request: it needs no other, unless it asks for log probabilities."""
@@ -274,7 +212,7 @@ class RunningBatch:
         self._next_step += steps
         if self._next_step - 1 in self._last_steps:
             self._snapshot = None
-        self.in_flight_steps = deque(each._replace(number=each.number + steps) for each in self.in_flight_steps)
+        self.in_flight_steps = deque((step + steps, snapshot) for step, snapshot in self.in_flight_steps)
 
     def _snapshot_of(self, step: int) -> BatchSnapshot | None:
         """Return the requests with a row in this step; None if there are none."""
@@ -299,31 +237,6 @@ class RunningBatch:
         slot.last_step += 1
         self._last_steps.setdefault(slot.last_step, []).append(slot)
         self._columns.reschedule(slot)
-
-    def _step_drafts(self, snapshot: BatchSnapshot, drafts: Mapping[DecodeRequest, Draft]) -> StepDrafts:
-        slots = [self._slots[request].index for request in drafts]
-        rows = np.searchsorted(snapshot.indices, slots).tolist()
-        return StepDrafts(
-            len(snapshot),
-            [RowDrafts(row, draft.token_ids, draft.match) for row, draft in zip(rows, drafts.values(), strict=True)],
-        )
-
-    def _gain(self, slot: BatchSlot, tokens: Sequence[int]) -> None:
-        """Append tokens behind the newest one that has arrived: the request's next row is as many positions later."""
-        self._tokens.flush(slot)
-        slot.request.answer.extend(tokens)
-        if slot.stopped:
-            return
-        self._columns.newest_token[slot.index] = tokens[-1]
-        needs_page = self._page_steps.get(self._page_step(slot), [])
-        if slot in needs_page:
-            needs_page.remove(slot)
-        slot.position_offset += len(tokens)
-        slot.last_step -= len(tokens)
-        self._columns.reschedule(slot)
-        self._last_steps.setdefault(slot.last_step, []).append(slot)
-        self._schedule_page(slot)
-        self._snapshot = None
 
     def _rows_with_events(
         self, step: int, snapshot: BatchSnapshot, token_ids: Sequence[int]

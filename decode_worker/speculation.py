@@ -14,9 +14,11 @@ from costs.acceptance import Acceptance
 from costs.step_cost import StepCost
 from costs.step_work import StepWork
 from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.drafting_batch import DraftingBatch
+from decode_worker.drafts import VerifiedStep
 from decode_worker.request import DecodeRequest
-from decode_worker.running_batch import RunningBatch
 from engine.speculation.proposer import Draft, Proposer
+from engine.steps.batch import TokenRows
 
 DRAFTS_MAX = 7
 """The most drafts of one request in a step."""
@@ -24,8 +26,10 @@ GAIN_MIN = 1.03
 """The least predicted gain in tokens per second for which a step has drafts: predictions err by a few percent."""
 PROBE_EVERY = 64
 """Where no drafts pay, one request has a draft in so many steps, so that a change of acceptance is noticed."""
-TOKENS_PER_ROW_WEIGHT = 0.05
-"""Weight of the newest step in the mean tokens of a row."""
+_SPEEDUP_WEIGHT = 0.05
+"""Weight of the newest step in the mean speed-up."""
+_SPEEDUP_SEEN = 1.01
+"""The least mean that counts as a speed-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,12 @@ class StepBounds:
 class SpeculationCounts:
     """The counts of drafts since the worker started."""
 
-    drafted: Counter[int] = field(default_factory=Counter)
-    """Verified drafts, by their position in the draft from 0."""
-    accepted: Counter[int] = field(default_factory=Counter)
+    drafted: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Verified drafts, by the match that they rest on and their position in the draft from 0."""
+    accepted: Counter[tuple[int, int]] = field(default_factory=Counter)
     """The accepted ones of them."""
+    saved_s: float = 0.0
+    """Predicted seconds that steps without drafts would have taken longer, for the mean tokens of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class _Candidate:
 class Speculation:
     """Proposes and judges drafts. Engine thread only; other threads may read the counts."""
 
-    def __init__(self, proposer: Proposer, batch: RunningBatch, grow: Callable[[DecodeRequest], bool]) -> None:
+    def __init__(self, proposer: Proposer, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> None:
         """`grow` gives a request one more page, unless it would preempt another one for it."""
         self._proposer = proposer
         self._batch = batch
@@ -78,41 +84,64 @@ class Speculation:
         self._steps_without = 0
         """Steps since the last one with drafts."""
         self.counts = SpeculationCounts()
-        self.tokens_per_row = 1.0
-        """Mean tokens that a request gained in a step, lately."""
+        self.fixed_drafts: int | None = None
+        """For measurements: the drafts of each request that has any, whether they pay or not; None = what pays."""
+        self._speedup = 1.0
+        self._plain_s = self._verify_s = 1.0
+        """The predicted seconds of the newest step with drafts, and of the same step without."""
 
-    def drafts(self, bounds: StepBounds) -> dict[DecodeRequest, Draft]:
-        """Return the drafts of the next step, for which nothing is in flight."""
-        chosen = self._choose(bounds, unknown=0)
-        if not chosen:
-            self._steps_without += 1
-            return {}
-        fitting = {each.request: self._fit_pages(each.request, each.draft) for each in chosen}
-        self._steps_without = 0
-        return {request: draft for request, draft in fitting.items() if draft.token_ids}
+    def waits(self, bounds: StepBounds | None) -> bool:
+        """Return True if the next step cannot, or should not, be planned before the tokens of the last one are here.
 
-    def pays_to_wait(self, bounds: StepBounds) -> bool:
-        """Return True if the next step will probably have drafts once the tokens of the step in flight are here."""
-        if self._choose(bounds, unknown=1):
+        It should not if it will probably have drafts.
+        """
+        if not self._batch.in_flight_steps:
+            return False
+        if self._batch.verifies:
+            return True
+        if bounds is not None and self._choose(bounds, unknown=1):
             return True
         self._steps_without += 1
         return False
 
+    def launch(self, bounds: StepBounds | None) -> TokenRows | None:
+        """Launch the next step; within `bounds`, and with nothing in flight, it has drafts where they pay."""
+        if bounds is None or self._batch.in_flight_steps:
+            return self._batch.launch()
+        chosen = self._choose(bounds, unknown=0)
+        self._steps_without = 0 if chosen else self._steps_without + 1
+        fitting = [each.first(self._positions(each)) for each in chosen]
+        fitting = [each for each in fitting if each.survival]
+        work = self._batch.next_rows()[1]
+        self._plain_s = bounds.cost.seconds(work)
+        self._verify_s = bounds.cost.seconds(with_drafts(work, fitting))
+        return self._batch.launch({each.request: each.draft for each in fitting})
+
     def complete(self, step: CompletedStep) -> None:
         """Learn from a step whose events were made: drafts behind the end of an answer count neither way."""
         gained = 0
-        for each in () if step.drafts is None else step.drafts.drafts:
-            request, _, tokens = step.tokens(each.row)
-            if request.cancelled:
-                continue
-            accepted = len(tokens) - 1
-            drafted = accepted if request.ended else len(each.token_ids)
-            self._acceptance.observe(each.match, drafted, accepted)
-            self.counts.drafted.update(range(drafted))
-            self.counts.accepted.update(range(accepted))
+        for found in step.verified.values() if isinstance(step, VerifiedStep) else ():
+            request = step.tokens(found.drafts.row)[0]
+            match, accepted = found.drafts.match, len(found.token_ids) - 1
+            drafted = accepted if request.ended else len(found.drafts.token_ids)
+            self._acceptance.observe(match, drafted, accepted)
+            self.counts.drafted.update((match, position) for position in range(drafted))
+            self.counts.accepted.update((match, position) for position in range(accepted))
             gained += accepted
-        rows = len(step.snapshot)
-        self.tokens_per_row += TOKENS_PER_ROW_WEIGHT * ((rows + gained) / rows - self.tokens_per_row)
+        speedup = 1.0
+        if isinstance(step, VerifiedStep):
+            row_tokens = 1.0 + gained / len(step.snapshot)
+            self.counts.saved_s += row_tokens * self._plain_s - self._verify_s
+            speedup = row_tokens * self._plain_s / self._verify_s
+        self._speedup += _SPEEDUP_WEIGHT * (speedup - self._speedup)
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second of recent steps ÷ those that steps without drafts would have given, by predictions.
+
+        At least 1; 1 exactly where drafts are rare.
+        """
+        return self._speedup if self._speedup > _SPEEDUP_SEEN else 1.0
 
     def leave(self, request: DecodeRequest) -> None:
         """Forget a request that left the batch."""
@@ -128,6 +157,9 @@ class Speculation:
         eligible = [request for request in requests if self._may_draft(request, unknown)]
         if not eligible:
             return []
+        if self.fixed_drafts is not None:
+            candidates = [self._candidate(request, unknown).first(self.fixed_drafts) for request in eligible]
+            return [each for each in candidates if each.survival]
         chosen: list[_Candidate] = []
         if self._acceptance.best() > break_even(bounds.cost, work):
             candidates = [self._candidate(request, unknown) for request in eligible]
@@ -162,12 +194,13 @@ class Speculation:
             self._proposer.extend(request, answer[told:])
         self._told[request] = len(answer)
 
-    def _fit_pages(self, request: DecodeRequest, draft: Draft) -> Draft:
-        """Return the part of a draft for which the request has pages, or gets one that nobody else needs."""
-        room = self._batch.positions_left(request)
-        if room < len(draft.token_ids) and self._batch.grow_ahead(request, self._grow):
-            room = self._batch.positions_left(request)
-        return Draft(draft.token_ids[:room], draft.match)
+    def _positions(self, candidate: _Candidate) -> int:
+        """Return the number of drafts for which the request has pages, or gets one that nobody else needs."""
+        request = candidate.request
+        left = self._batch.positions_left(request)
+        if left < len(candidate.survival) and self._batch.grow_ahead(request, self._grow):
+            left = self._batch.positions_left(request)
+        return left
 
 
 def break_even(cost: StepCost, work: StepWork) -> float:
@@ -181,6 +214,17 @@ def break_even(cost: StepCost, work: StepWork) -> float:
     context = work.decode_context_tokens // work.decode_rows
     more = cost.decode_step_seconds(work.decode_rows + 1, work.decode_context_tokens + context)
     return work.decode_rows * (more - seconds) / seconds
+
+
+def with_drafts(work: StepWork, candidates: Sequence[_Candidate]) -> StepWork:
+    """Return the work of a step with rows for all drafts of the candidates."""
+    rows = sum(len(each.survival) for each in candidates)
+    context = sum(len(each.survival) * each.context + sum(range(len(each.survival) + 1)) for each in candidates)
+    return StepWork(
+        decode_rows=work.decode_rows + rows,
+        decode_context_tokens=work.decode_context_tokens + context,
+        draft_rows=rows,
+    )
 
 
 def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[_Candidate]) -> list[_Candidate]:

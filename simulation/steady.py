@@ -56,7 +56,7 @@ class SteadyDecodeHalf(DecodeHalf):
         """Returns the steps that need no decision if `spare_pages` are free; None = every step needs one."""
         batch = self._batch
         if len(batch.in_flight_steps) != _LAUNCHED or any(
-            len(launched.snapshot) != len(batch) for launched in batch.in_flight_steps
+            len(snapshot) != len(batch) for _, snapshot in batch.in_flight_steps
         ):
             return None
         steps = batch.identical_steps()

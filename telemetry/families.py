@@ -209,6 +209,23 @@ STEP_COST = gauge(
 STEP_FREE_TOKENS = gauge(
     "engine_step_free_tokens", "Tokens of a step whose arithmetic is hidden behind reading the weights."
 )
+DRAFTED = counter(
+    "speculation_draft_tokens_total",
+    "Drafts that steps verified, by the length of the match that they rest on and by position in the draft.",
+    "match",
+    "position",
+)
+DRAFTS_ACCEPTED = counter(
+    "speculation_accepted_tokens_total", "Verified drafts that became tokens of answers.", "match", "position"
+)
+SPECULATION_SAVED = counter(
+    "speculation_saved_seconds_total",
+    "Predicted seconds that steps without drafts would have taken longer for the same tokens of a request.",
+)
+SPECULATION_SPEEDUP = gauge(
+    "speculation_speedup_ratio",
+    "Tokens per second of recent decode steps / those that steps without drafts would have given.",
+)
 PREEMPTIONS = counter(
     "num_preemptions_total", "Running requests that were preempted: their KV pages went to older requests."
 )

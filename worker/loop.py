@@ -3,10 +3,8 @@
 Where the engine is asynchronous, a step is scheduled and launched while the one before it still runs: the halves plan
 with what is certain, and receive a step's tokens one step late.
 
-`scheduler.py` decides what is in a step. `StepMeter` measures each step; between two steps the cost model learns.
-
-A device can hang, and a thread that waits for one cannot be ended: the watchdog gives up such a step with
-`give_up_stuck`, and ends the process.
+`scheduler.py` decides what is in a step. A device can hang, and a thread that waits for one cannot be ended: the
+watchdog gives up such a step with `give_up_stuck`, and ends the process.
 """
 
 import threading
@@ -118,9 +116,7 @@ class StepLoop:
     ) -> None:
         """`deadline_s` limits a step, from its schedule to its result: a longer one counts as stuck.
 
-        `gather_s` is the time that an idle loop waits for more prompts before it computes the first. Both are in
-        seconds.
-
+        `gather_s` is the time that an idle loop waits for more prompts before it computes the first, in seconds.
         `publish` and `on_death` are called on the loop's thread and return at once; `publish` has the event loop take a
         step's events and tokens, and then make the calls.
         """

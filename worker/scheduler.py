@@ -76,11 +76,13 @@ class StepScheduler:
         targets, decode_rows = self._decode.gap_targets, NO_ROWS
         if not self._decode.idle:
             budget = self._growth.rows(self.decoding, self._max_step_tokens, targets)
-            decode_rows = self._decode.schedule(budget, self._bounds(targets))
+            scheduled = self._decode.schedule(budget, self._bounds(targets))
+            if scheduled is None:
+                return None
+            decode_rows = scheduled
         elif not self.decoding.decode_rows and not self._prefill.queue.length:
             return None
-        if decode_rows or self._decode.idle or not self._decode.speculation:
-            self.decoding = decode_work(decode_rows)
+        self.decoding = step_work(decode_rows.newest)
         prefill_rows: Sequence[StepRow] = ()
         if self._prefill.queue.length:
             waiting = self._prefill.waiting()
@@ -91,15 +93,14 @@ class StepScheduler:
             self._policy.steps_without_prompts += 1
         if not decode_rows and not prefill_rows:
             return None
-        return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(all_rows(decode_rows), prefill_rows))
+        return StepPlan(StepBatch(prefill_rows, decode_rows), step_work(decode_rows, prefill_rows))
 
     def _bounds(self, targets: Sequence[float]) -> StepBounds | None:
         """Return the bounds of a step with drafts; None where prompts wait, which take the rest of the step."""
         if self._decode.speculation is None or self._prefill.queue.length:
             return None
-        cost, running = self._cost(), self.decoding
-        decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
-        seconds = tightest_kept(targets, decoding_s, self._growth.target_s)
+        cost = self._cost()
+        seconds = tightest_kept(targets, cost.seconds(self.decoding), self._growth.target_s)
         return StepBounds(cost, seconds, self._max_step_tokens)
 
     def apply(self, work: StepWork, result: StepResult) -> StepOutput:
@@ -146,22 +147,12 @@ class BatchGrowth:
         return min(most, max(running.decode_rows, int(min(most, rows)))) if rows >= 1.0 else most
 
 
-def all_rows(rows: TokenRows) -> StepWork:
-    """Return the work of decode rows, those that verify drafts included."""
-    return StepWork(decode_rows=len(rows), decode_context_tokens=rows.context_tokens)
-
-
-def decode_work(rows: TokenRows) -> StepWork:
-    """Return the work of one decode row for each request."""
+def step_work(rows: TokenRows, prompts: Sequence[StepRow] = ()) -> StepWork:
+    """Return the work of decode rows and of chunks of prompts."""
     return StepWork(
-        decode_rows=len(rows) - rows.drafts, decode_context_tokens=rows.context_tokens - rows.draft_context_tokens
+        sum(len(row.token_ids) for row in prompts),
+        sum(chunk_pairs(len(row.token_ids), row.start) for row in prompts),
+        len(rows),
+        rows.context_tokens,
+        len(rows) - len(rows.newest),
     )
-
-
-def with_prompts(work: StepWork, rows: Sequence[StepRow]) -> StepWork:
-    """Return `work` with the chunks of prompts added."""
-    if not rows:
-        return work
-    tokens = sum(len(row.token_ids) for row in rows)
-    pairs = sum(chunk_pairs(len(row.token_ids), row.start) for row in rows)
-    return StepWork(tokens, pairs, work.decode_rows, work.decode_context_tokens)

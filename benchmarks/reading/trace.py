@@ -1,4 +1,4 @@
-"""Records which of a tree's files run in one decode step, one prefill step, one hand-over, and in placement.
+"""Records which of a tree's files run in a decode step, with drafts and without, a prefill step, and so on.
 
 This file is run as a script, in a process of its own, with the tree as working directory and PYTHONPATH; it prints a
 JSON object of paths by name. It relies on modules that older trees have as well: `tests/worker_pair.py`, two workers in
@@ -10,6 +10,7 @@ the kernels below `engine/kernels/` do not count.
 
 import asyncio
 import importlib
+import importlib.util
 import json
 import sys
 import tempfile
@@ -155,6 +156,26 @@ def prompt(first: int) -> list[int]:
     return [first + number % 100 for number in range(PROMPT_TOKENS)]
 
 
+def speculation(method: str) -> dict[str, Any]:
+    """Returns the setting of workers for a method of speculative decoding; none in trees without it."""
+    if importlib.util.find_spec("wire.speculation_method") is None:
+        return {}
+    return {"speculate": importlib.import_module("wire.speculation_method").SpeculationMethod(method)}
+
+
+async def trace_drafts(recorder: Recorder) -> None:
+    """Records decode steps whose drafts are verified."""
+    from wire.messages import SamplingParams
+
+    pairs: Any = importlib.import_module("tests.worker_pair")
+    sampling = SamplingParams(max_tokens=10 * ANSWER_TOKENS, ignore_eos=True)
+    async with pairs.WorkerPair(both=True, max_step_tokens=STEP_TOKENS, **speculation("ngram")) as pair:
+        answer = pair.send("repeats itself", prompt(2), sampling)
+        await pairs.until(lambda: len(answer.tokens) > 5 * ANSWER_TOKENS)
+        with recorder.recording_steps("decode step with drafts"):
+            await pairs.until(lambda: answer.finish)
+
+
 async def trace_workers(recorder: Recorder, folder: Path) -> None:
     """Records steps and hand-overs of a pair of workers; the first request only compiles and connects."""
     from wire.messages import SamplingParams
@@ -162,7 +183,7 @@ async def trace_workers(recorder: Recorder, folder: Path) -> None:
     pairs: Any = importlib.import_module("tests.worker_pair")
     pairs.FakeEngine = engine_factory(folder)
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    async with pairs.WorkerPair(max_step_tokens=STEP_TOKENS) as pair:
+    async with pairs.WorkerPair(max_step_tokens=STEP_TOKENS, **speculation("off")) as pair:
         first = pair.send("first", prompt(2), sampling)
         await pairs.until(lambda: first.finish)
         with recorder.recording_below("hand-over", HANDOVER_ROOTS):
@@ -191,8 +212,10 @@ def main() -> None:
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder, recorder.installed():
         asyncio.run(trace_workers(recorder, Path(folder)))
+        if speculation("ngram"):
+            asyncio.run(trace_drafts(recorder))
         trace_placement(recorder)
-    found = {name: recorder.typical_step(name) for name in ("decode step", "prefill step")}
+    found = {name: recorder.typical_step(name) for name in recorder.steps}
     found |= {name: sorted(files) for name, files in recorder.below.items()}
     json.dump(found, sys.stdout)
 

@@ -28,8 +28,7 @@ class StepRow(NamedTuple):
 
     `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0..start-1 is already in `page_ids`,
     which also have room for the new ones. Page n of group g (`engine/config/kv.py`) is entry n · groups + g and holds
-    positions n · page_tokens ..; entries of pages that no token of the row sees mean nothing. The pages stay the
-    caller's.
+    positions n · page_tokens ..; entries of pages that no token of the row sees mean nothing. Pages stay the caller's.
     `draw` is None for every chunk of a prompt but the last.
 
     With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
@@ -70,29 +69,15 @@ class RowColumns(NamedTuple):
 class TokenRows(Sequence[StepRow]):
     """n rows of one token each.
 
-    Their columns are made when they are first asked for, before anything of the next step is planned: who only counts
-    rows, as a simulation does, pays for none.
+    Their columns are made when they are first asked for, before the next step is planned: a simulation makes none.
     """
 
-    __slots__ = ("_columns", "_make", "_rows", "context_tokens", "draft_context_tokens", "drafts")
+    __slots__ = ("_columns", "_make", "_rows", "context_tokens")
 
-    def __init__(
-        self,
-        rows: int,
-        context_tokens: int,
-        make: Callable[[], RowColumns],
-        *,
-        drafts: int = 0,
-        draft_context_tokens: int = 0,
-    ) -> None:
-        """`context_tokens`: that all rows attend to, themselves included.
-
-        The last `drafts` rows verify drafts of requests that have a row already, and attend to `draft_context_tokens`.
-        """
+    def __init__(self, rows: int, context_tokens: int, make: Callable[[], RowColumns]) -> None:
+        """`context_tokens`: that all rows attend to, themselves included."""
         self._rows = rows
         self.context_tokens = context_tokens
-        self.drafts = drafts
-        self.draft_context_tokens = draft_context_tokens
         self._make = make
         self._columns: RowColumns | None = None
 
@@ -124,6 +109,11 @@ class TokenRows(Sequence[StepRow]):
         if self._columns is None:
             self._columns = self._make()
         return self._columns
+
+    @property
+    def newest(self) -> "TokenRows":
+        """The rows of the newest token of each request: all but those that verify drafts."""
+        return self
 
     def __len__(self) -> int:
         return self._rows

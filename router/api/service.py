@@ -258,6 +258,7 @@ def _options(message: inference_pb2.GenerationOptions) -> Options:
         stop_token_ids=tuple(message.stop_token_ids),
         min_tokens=message.min_tokens,
         include_stop=message.include_stop_str_in_output,
+        speculate=message.speculate if message.HasField("speculate") else True,
         ignore_eos=message.ignore_eos,
         frequency_penalty=given("frequency_penalty"),
         presence_penalty=given("presence_penalty"),

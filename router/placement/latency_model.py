@@ -1,7 +1,7 @@
 """Predicts the latencies of a request at a worker and what it costs all requests there.
 
     prompt: cost = ttft + decode rows · delay of their tokens            misses = 1 if ttft misses its target
-    answer: cost = tokens · (step + decode rows · growth of the step)    misses = gap targets broken, its own included
+    answer: cost = tokens · (step + rows · growth of the step) / speedup misses = gap targets broken, its own included
 
 Every prediction of the router is made here, from the step costs that the worker itself fits (`costs/step_cost.py`).
 """
@@ -65,7 +65,7 @@ class AnswerPrediction:
             self.target_s = worker.step_target(request.slo)
             if self.target_s < self.alone_s <= worker.gap_target(request.slo):
                 self.target_s = self.alone_s  # only the margin is why it would miss its target alone
-        self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s))
+        self.cost_s = request.mean_tokens * (step_s + rows * (step_s - worker.step_s)) / worker.decode_speedup
         self.misses = worker.answers_broken(step_s) + (step_s > self.target_s)
 
 

@@ -18,9 +18,7 @@ from wire.tracing.timeline import TransferStats
 BACK_OFF_S = 0.05
 """The time for which a worker that refused a request is not asked again while others can serve."""
 _STEPS_AHEAD = 2
-"""The steps of prompts that may wait at a worker: its device never idles, and few requests are bound to one that turns
-out slow.
-"""
+"""The steps of prompts that may wait at a worker: its device never idles, and few are bound to one that is slow."""
 
 Clock = Callable[[], float]
 """A clock of seconds: `time.monotonic` or a virtual one."""
@@ -62,6 +60,7 @@ class WorkerState:
         self.on_change: Callable[[WorkerState], None] | None = None
         """Called after a change of the ranks."""
         self.cost = StepCost()
+        self.decode_speedup = 1.0  # see WorkerLoad
         self.page_transfer_s = 0.0
         """The mean time in which a KV page comes here from another worker, in seconds; 0 before the first transfer."""
         self._transfer_s = self._pages_received = 0.0
@@ -133,7 +132,7 @@ class WorkerState:
 
     def report(self, load: WorkerLoad) -> None:
         """Take a load report, which the worker sends after a step."""
-        self._fresh = True
+        self._fresh, self.decode_speedup = True, load.decode_speedup
         reported = load.prefill_tokens, load.decode_requests, load.pages_used
         unreported = {each: False for each, accepted in self._unreported.items() if not accepted}
         if (load.cost, reported, unreported) != (self.cost.parameters, self._reported, self._unreported):
@@ -182,8 +181,8 @@ class WorkerState:
         return self.cost.margin if self._margin is None else self._margin.value
 
     def observe_gap(self, gap_s: float) -> None:
-        """Learn the margin from a gap of one of the answers there, unless prompts waited during it."""
-        quiet = not self.prefill_tokens and self.clock() - gap_s >= self._last_prompt_s
+        """Learn the margin from a gap of one of the answers there, unless prompts waited or steps had drafts."""
+        quiet = not self.prefill_tokens and self.clock() - gap_s >= self._last_prompt_s and self.decode_speedup == 1.0
         if quiet and self.step_s > 0.0 and self.cost.parameters.observed:
             self._margin = self._margin or LearnedMargin(self.cost.margin)
             self._margin.observe(gap_s / self.step_s, 1.0 / self.decode_requests)

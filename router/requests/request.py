@@ -54,6 +54,8 @@ class Options:
     include_stop: bool = False
     """True if the stop string that ends the answer is included in its text."""
     ignore_eos: bool = False
+    speculate: bool = True
+    """False if the answer is decoded one token a step."""
     priority: int = 0
     """Lower values are served first among the requests of one tenant."""
     slo_class: str = ""

@@ -224,6 +224,7 @@ class RequestValidator:
             presence_penalty=_or(options.presence_penalty, 0.0),
             repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
             logprobs=options.alternatives,
+            speculate=options.speculate,
         )
 
     def _not_ready(self) -> TandemError:

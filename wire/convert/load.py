@@ -54,6 +54,7 @@ def load_to_proto(value: WorkerLoad) -> worker_pb2.WorkerLoad:
         decode_context_tokens=value.decode_context_tokens,
         cost=cost_to_proto(value.cost),
         preemptions=value.preemptions,
+        decode_speedup=value.decode_speedup,
     )
 
 
@@ -70,6 +71,7 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
         message.decode_context_tokens,
         cost_from_proto(message.cost) if message.HasField("cost") else UNMEASURED,
         message.preemptions,
+        message.decode_speedup or 1.0,
     )
 
 

@@ -24,6 +24,7 @@ def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:
         repetition_penalty=value.repetition_penalty,
         logprobs=value.logprobs,
         min_tokens=value.min_tokens,
+        without_speculation=not value.speculate,
     )
 
 
@@ -43,6 +44,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         min_tokens=message.min_tokens,
+        speculate=not message.without_speculation,
     )
 
 

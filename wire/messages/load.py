@@ -8,7 +8,7 @@ from wire.messages.references import PeerRef
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker's load after a step; all fields but `cost` are counts."""
+    """A worker's load after a step; all fields but `cost` and `decode_speedup` are counts."""
 
     prefill_requests: int
     prefill_tokens: int
@@ -21,6 +21,8 @@ class WorkerLoad:
     cost: CostParameters = UNMEASURED
     preemptions: int = 0
     """Number of requests preempted since the worker started."""
+    decode_speedup: float = 1.0
+    """Tokens per second of recent decode steps ÷ those that steps without drafts would have given."""
 
 
 @dataclass(frozen=True, slots=True)

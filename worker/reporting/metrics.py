@@ -20,6 +20,7 @@ from wire.messages import FinishReason, RoutedEvent, WorkerInspection
 from wire.tracing.timeline import TransferStats
 
 if TYPE_CHECKING:
+    from decode_worker.speculation import SpeculationCounts
     from engine.model_runner import ModelRunner
     from kv_transfer.base import Transport
     from worker.reporting.report import WorkerReport
@@ -117,7 +118,7 @@ class WorkerMetrics:
         if predicted_s > 0.0:
             over.observe(seconds / predicted_s)
         if rows:
-            self._rows.observe(rows)
+            self._rows.observe(rows - work.draft_rows)
             self._decode_tokens.value += rows
         if tokens:
             self._prompts.observe(tokens)
@@ -198,6 +199,19 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
         f.TRANSPORT_WARNINGS: len(transport.warnings()),
         f.POOL_SOUND: not found.integrity_error,
         f.WORKER_READY: not report.not_ready,
+        **speculation_facts(report.speculation, load.decode_speedup),
+    }
+
+
+def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts:
+    """Return what speculative decoding did; nothing without it."""
+    if counts is None:
+        return {}
+    return {
+        f.DRAFTED: {(str(match), str(position)): count for (match, position), count in counts.drafted.items()},
+        f.DRAFTS_ACCEPTED: {(str(match), str(position)): count for (match, position), count in counts.accepted.items()},
+        f.SPECULATION_SAVED: counts.saved_s,
+        f.SPECULATION_SPEEDUP: speedup,
     }
 
 

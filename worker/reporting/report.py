@@ -2,6 +2,7 @@
 
 from costs.step_cost import CostParameters
 from costs.step_work import StepWork
+from decode_worker.speculation import SpeculationCounts
 from engine.cache.prefix_cache import PrefixCache
 from wire.messages import PeerRef, WorkerInspection, WorkerLoad
 from wire.prefixes import PrefixList
@@ -13,7 +14,7 @@ from worker.reporting.watchdog import Watchdog
 
 def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
     """Return the load of a worker, real or simulated, from its newest decode rows and its cost parameters."""
-    pool = cache.pool
+    pool, speculation = cache.pool, halves.decode.speculation
     return WorkerLoad(
         prefill_requests=halves.prefill.queue.length,
         prefill_tokens=halves.prefill.waiting_tokens(),
@@ -25,6 +26,7 @@ def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostPa
         decode_context_tokens=decoding.decode_context_tokens,
         cost=cost,
         preemptions=halves.admission.requests.preemptions,
+        decode_speedup=1.0 if speculation is None else speculation.speedup,
     )
 
 
@@ -78,6 +80,12 @@ class WorkerReport:
     def prefix_events(self) -> tuple[int, int]:
         """Pages that ever became known to the prefix cache, and that were forgotten."""
         return self._cache.events
+
+    @property
+    def speculation(self) -> SpeculationCounts | None:
+        """Drafts since the worker started; None without speculative decoding."""
+        speculation = self._halves.decode.speculation
+        return None if speculation is None else speculation.counts
 
     def known_prefixes(self) -> PrefixList:
         """The names of all pages that can be used again."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from decode_worker.batch_snapshot import BUFFERED_STEPS
+from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
 from engine.cache.prefix_cache import Prefix
@@ -55,7 +56,6 @@ class Model:
 
     dice: random.Random
     batch: RunningBatch = field(default_factory=lambda: RunningBatch(2, KvPages(PAGE_TOKENS)))
-    drafting: bool = False
     known: list[Known] = field(default_factory=list)
     flying: deque[list[Known]] = field(default_factory=deque)
     drafts: dict[DecodeRequest, list[int]] = field(default_factory=dict)
@@ -96,18 +96,23 @@ class Model:
 
     def launch(self) -> None:
         expected = [each for each in self.known if each.due and not each.short]
-        self.drafts = self.draft(expected) if self.drafting and not self.flying else {}
-        rows = self.batch.launch({request: Draft(tokens, 2) for request, tokens in self.drafts.items()})
+        self.drafts = {}
+        if isinstance(self.batch, DraftingBatch):
+            self.drafts = self.draft(self.batch, expected) if not self.flying else {}
+            rows = self.batch.launch({request: Draft(tokens, 2) for request, tokens in self.drafts.items()})
+        else:
+            rows = self.batch.launch()
         assert (rows is not None) == bool(expected)
         if rows is None:
             return
-        assert rows.drafts == sum(map(len, self.drafts.values()))
+        assert len(rows) - len(rows.newest) == sum(map(len, self.drafts.values()))
         by_request = {each.request: each for each in expected}
-        step = [by_request.pop(slot.request) for slot in self.batch.in_flight_steps[-1].snapshot.slots]
+        step = [by_request.pop(slot.request) for slot in self.batch.in_flight_steps[-1][1].slots]
         assert not by_request
+        self.drafts = {each.request: self.drafts[each.request] for each in step if each.request in self.drafts}
         before = self.flying[-1] if self.flying else []
         assert rows.context_tokens == sum(row.start + 1 for row in rows)
-        assert rows.draft_context_tokens == sum(row.start + 1 for row in list(rows)[len(step) :])
+        assert rows.newest.context_tokens == sum(row.start + 1 for row in list(rows)[: len(step)])
         assert rows.columns.longest == max(row.start + 1 for row in rows)
         draws = rows.columns.draws
         assert draws.may_not_end == any(each.index < each.sampling.min_tokens for each in draws)
@@ -124,13 +129,15 @@ class Model:
         assert all(source == FROM_HOST or source < len(before) for source in rows.columns.sources)
         self.flying.append(step)
 
-    def draft(self, due: list[Known]) -> dict[DecodeRequest, list[int]]:
+    def draft(self, batch: DraftingBatch, due: list[Known]) -> dict[DecodeRequest, list[int]]:
         """Random drafts for some requests, as far as their pages and limits go."""
         drafts = {}
         for each in due:
             request = each.request
             room = len(request.pages) * PAGE_TOKENS - each.next_position - 1
-            most = min(room, self.batch.rows_left(request) - 1, 5)
+            assert batch.positions_left(request) == room
+            assert batch.next_position(request) == each.next_position
+            most = min(room, batch.rows_left(request) - 1, 5)
             if request.history is None and most > 0 and self.dice.random() < 0.7:
                 drafts[request] = [self.dice.randrange(20, 60) for _ in range(self.dice.randint(1, most))]
         return drafts
@@ -249,16 +256,17 @@ def test_it_does_what_one_that_counts_does(seed: int, ahead: int) -> None:
 @pytest.mark.parametrize("ahead", [0, 1], ids=["each step by itself", "one step ahead"])
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_change_no_more_than_the_number_of_steps(seed: int, ahead: int) -> None:
-    model = Model(random.Random(seed), drafting=True)
+    batch = DraftingBatch(2, KvPages(PAGE_TOKENS))
+    model = Model(random.Random(seed), batch)
     for _ in range(600):
         if len(model.known) < 6 and model.dice.random() < 0.3:
             model.join()
         model.leave()
-        if not model.batch.verifies:
+        if not batch.verifies:
             model.give_pages(share=model.dice.choice((0.2, 1.0)))
             model.launch()
         held = model.dice.random() < 0.5  # then the next step is launched when this one's tokens are here
-        while len(model.flying) > (0 if held else ahead) or model.batch.verifies:
+        while len(model.flying) > (0 if held else ahead) or batch.verifies:
             model.land()
         if model.known and model.dice.random() < 0.02:
             model.disturb()

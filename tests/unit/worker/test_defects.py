@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from decode_worker.half import DecodeHalf
+from decode_worker import token_events
 from decode_worker.kv_arrival import ArrivalCheck
 from decode_worker.requests import DecodeRequests
 from prefill_worker.half import PrefillHalf
@@ -50,11 +50,11 @@ async def others_are_whole(pair: WorkerPair, code: str) -> None:
 async def test_a_token_that_cannot_be_told(
     both: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def name(_half: Any, landed: Any, row: int, _score: Any) -> str:
-        found: str = landed.tokens(row)[0].reservation.ref.request_id
+    def name(_batch: Any, step: Any, row: int, _scores: Any) -> str:
+        found: str = step.tokens(row)[0].reservation.ref.request_id
         return found
 
-    monkeypatch.setattr(DecodeHalf, "_event_for", defect(DecodeHalf._event_for, name))
+    monkeypatch.setattr(token_events, "_event_for", defect(token_events._event_for, name))
     async with WorkerPair(both=both) as pair:
         with caplog.at_level(logging.ERROR):
             await others_are_whole(pair, "INTERNAL")

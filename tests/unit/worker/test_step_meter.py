@@ -7,7 +7,7 @@ from engine.steps.batch import StepRow, TokenRows
 from tests.factories import draw
 from wire.cost_parameters import UNMEASURED
 from worker.loop import StepMeter
-from worker.scheduler import decode_work, with_prompts
+from worker.scheduler import step_work
 
 WORK = StepWork(decode_rows=1, decode_context_tokens=1)
 
@@ -57,11 +57,10 @@ def test_an_idle_time_is_no_step() -> None:
 
 
 def test_what_is_in_a_step() -> None:
-    decoding = decode_work(TokenRows.of([StepRow((5,), 10, (), draw()), StepRow((5,), 0, (), draw())]))
-    assert decoding == StepWork(decode_rows=2, decode_context_tokens=12)
-    assert with_prompts(decoding, []) is decoding
+    decoding = TokenRows.of([StepRow((5,), 10, (), draw()), StepRow((5,), 0, (), draw())])
+    assert step_work(decoding) == StepWork(decode_rows=2, decode_context_tokens=12)
     chunks = [StepRow((5, 6), 0, (), None), StepRow((5,), 7, (), None)]
-    assert with_prompts(decoding, chunks) == StepWork(3, 1 + 2 + 8, 2, 12)
+    assert step_work(decoding, chunks) == StepWork(3, 1 + 2 + 8, 2, 12)
 
 
 def test_predictions_follow_what_was_measured() -> None:

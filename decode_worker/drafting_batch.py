@@ -1,0 +1,151 @@
+"""A running batch whose steps may verify drafts: a request may gain several tokens in a step."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from costs.step_work import NOTHING, StepWork
+from decode_worker.batch_slots import BatchSlot
+from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep
+from decode_worker.drafts import RowDrafts, StepDrafts, VerifiedRow, VerifiedStep
+from decode_worker.request import DecodeRequest
+from decode_worker.running_batch import RunningBatch
+from engine.speculation.proposer import Draft
+from engine.steps.batch import TokenRows
+from wire.kv_pages import KvPages
+
+
+class RowsWithDrafts(TokenRows):
+    """The rows of a step, and a row for each draft behind them."""
+
+    __slots__ = ("_newest",)
+
+    def __init__(self, newest: TokenRows, drafts: StepDrafts, context_tokens: int) -> None:
+        """The rows of the drafts attend to `context_tokens`, themselves included."""
+        super().__init__(
+            len(newest) + len(drafts), newest.context_tokens + context_tokens, lambda: drafts.extend(newest.columns)
+        )
+        self._newest = newest
+
+    @property
+    def newest(self) -> TokenRows:
+        """See `TokenRows`."""
+        return self._newest
+
+
+class DraftingBatch(RunningBatch):
+    """Engine thread only. The pages belong to the requests."""
+
+    def __init__(self, slots: int, kv: KvPages) -> None:
+        """See `RunningBatch`."""
+        super().__init__(slots, kv)
+        self._drafts: StepDrafts | None = None
+        """The drafts of the step in flight, which is the only one then."""
+
+    @property
+    def verifies(self) -> bool:
+        """True if a step in flight verifies drafts: the positions of the next one depend on its tokens."""
+        return self._drafts is not None
+
+    def next_rows(self) -> tuple[Sequence[DecodeRequest], StepWork]:
+        """Return the requests with a row in the next step, and its work without drafts."""
+        snapshot = self._snapshot_of(self._next_step)
+        if self._without_page:
+            self._snapshot = None  # they may get a page before the step is launched
+        if snapshot is None:
+            return (), NOTHING
+        context = snapshot.context_tokens(self._next_step)
+        work = StepWork(decode_rows=len(snapshot), decode_context_tokens=context)
+        return [slot.request for slot in snapshot.slots], work
+
+    def rows_left(self, request: DecodeRequest) -> int:
+        """Return the number of further rows that the request may have: until its answer is as long as it may be."""
+        return max(0, self._slots[request].last_step + 1 - self._next_step)
+
+    def next_position(self, request: DecodeRequest) -> int:
+        """Return the position of the request's row in the next step."""
+        return self._slots[request].position_offset + self._next_step
+
+    def positions_left(self, request: DecodeRequest) -> int:
+        """Return the number of positions behind that of the next row for which the request has pages."""
+        return max(0, self._page_step(self._slots[request]) - self._next_step - 1)
+
+    def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
+        """Have `grow` give the request one more page before it needs it; returns what `grow` returns."""
+        slot = self._slots[request]
+        page_step = self._page_step(slot)
+        if not grow(request):
+            return False
+        self._forget_page_step(slot, page_step)
+        self._copy_pages(slot)
+        return True
+
+    def launch(self, drafts: Mapping[DecodeRequest, Draft] | None = None) -> TokenRows | None:
+        """See `RunningBatch`. With `drafts`, allowed while no step is in flight, more rows follow that verify them.
+
+        Each request of `drafts` has a row in the step, pages for the positions of its drafts, and as many rows left.
+        """
+        snapshot = self._snapshot_of(self._next_step) if drafts else None
+        rows = super().launch()
+        if rows is None or snapshot is None or not drafts:
+            return rows
+        self._drafts = found = self._step_drafts(snapshot, drafts)
+        starts = self._columns.position_offset[snapshot.indices[found.base_rows]] + found.distances
+        context = int(starts.sum()) + len(found) * self._next_step
+        return RowsWithDrafts(rows, found, context)
+
+    def complete(self, token_ids: Sequence[int]) -> CompletedStep:
+        """See `RunningBatch`; drafts are accepted as far as they equal what was drawn, up to the end of an answer."""
+        drafts, self._drafts = self._drafts, None
+        if drafts is None:
+            return super().complete(token_ids)
+        step = super().complete(token_ids[: len(token_ids) - len(drafts)])
+        verified, with_events = {}, set(step.event_rows)
+        for row_drafts, run in drafts.runs(token_ids):
+            row = row_drafts.row
+            slot = step.snapshot.slots[row]
+            tokens, ends = slot.request.ending.cut(run, step.snapshot.answer_index(row, step.step))
+            if slot.dropped:
+                continue
+            verified[row] = VerifiedRow(row_drafts, tokens)
+            if len(tokens) > 1:
+                self._gain(slot, tokens[1:])
+            if ends:
+                with_events.add(row)
+        return VerifiedStep(
+            step.step,
+            step.snapshot,
+            step.token_ids,
+            sorted(with_events),
+            step.excluded_rows | with_events,
+            verified=verified,
+        )
+
+    def _step_drafts(self, snapshot: BatchSnapshot, drafts: Mapping[DecodeRequest, Draft]) -> StepDrafts:
+        slots = {self._slots[request].index: draft for request, draft in drafts.items()}
+        indices, first, found = sorted(slots), len(snapshot), []
+        for index, row in zip(indices, np.searchsorted(snapshot.indices, indices).tolist(), strict=True):
+            draft = slots[index]
+            found.append(RowDrafts(row, draft.token_ids, draft.match, first))
+            first += len(draft.token_ids)
+        return StepDrafts(found)
+
+    def _gain(self, slot: BatchSlot, tokens: Sequence[int]) -> None:
+        """Append tokens behind the newest one that has arrived: the request's next row is as many positions later."""
+        self._tokens.flush(slot)
+        slot.request.answer.extend(tokens)
+        if slot.stopped:
+            return
+        self._columns.newest_token[slot.index] = tokens[-1]
+        self._forget_page_step(slot, self._page_step(slot))
+        slot.position_offset += len(tokens)
+        slot.last_step -= len(tokens)
+        self._columns.reschedule(slot)
+        self._last_steps.setdefault(slot.last_step, []).append(slot)
+        self._schedule_page(slot)
+        self._snapshot = None
+
+    def _forget_page_step(self, slot: BatchSlot, step: int) -> None:
+        needs_page = self._page_steps.get(step, [])
+        if slot in needs_page:
+            needs_page.remove(slot)

@@ -1,0 +1,47 @@
+"""The events of tokens that may end an answer, or carry more than their ids."""
+
+import logging
+from collections.abc import Sequence
+
+from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.running_batch import RunningBatch
+from wire.ending import failure_event
+from wire.errors import Internal
+from wire.logging.logs import about
+from wire.messages import RequestEvent, RoutedEvent, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+Scores = Sequence[TokenLogprobs | None]
+"""Log probabilities of tokens, None where they were not asked for."""
+
+
+def event_or_failure(batch: RunningBatch, step: CompletedStep, row: int, scores: Scores) -> RoutedEvent:
+    """Return the event of a row's tokens; a request whose result cannot be handled fails alone, with Internal.
+
+    A request that ends is dropped from `batch`.
+    """
+    try:
+        return _event_for(batch, step, row, scores)
+    except Exception:
+        request = step.tokens(row)[0]
+        reservation = request.reservation
+        ref, reason = reservation.ref, Internal("a token of the request could not be handled; see the worker's log")
+        log.exception("request %s met a defect", ref.request_id, extra=about(ref.request_id))
+        request.ended = True
+        batch.drop(request)
+        return RoutedEvent(reservation.router_id, failure_event(ref, reason))
+
+
+def _event_for(batch: RunningBatch, step: CompletedStep, row: int, scores: Scores) -> RoutedEvent:
+    request, index, token_ids = step.tokens(row)
+    edges, request.edges = tuple(request.edges), []
+    reason = request.ending.reason(token_ids[-1], index + len(token_ids) - 1)
+    if reason is not None:
+        request.ended = True
+        batch.drop(request)
+    batch.event_sent(request)
+    reservation = request.reservation
+    logprobs = tuple(score for score in scores if score is not None)
+    event = RequestEvent(reservation.ref, index, tuple(token_ids), reason, edges=edges, logprobs=logprobs)
+    return RoutedEvent(reservation.router_id, event)

@@ -1,0 +1,185 @@
+"""Answers of workers with speculative decoding: token for token as without, whatever is drafted."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import worker.worker
+from benchmarks.speculation.oracle import OracleProposer
+from costs.answer_length import SEEN_MIN
+from engine.speculation.ngram import NgramProposer
+from engine.speculation.proposer import Proposer
+from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
+from tests.worker_pair import Heard, WorkerPair, until
+from wire.errors import ResourceExhausted
+from wire.messages import FinishReason, SamplingParams
+from worker.worker import Worker
+
+PROMPTS = [[n + 3, *range(20, 22 + n)] for n in range(8)]
+SAMPLINGS = [
+    SamplingParams(61),
+    SamplingParams(60, temperature=0.8, seed=7, logprobs=2),
+    SamplingParams(59, presence_penalty=0.5),
+    SamplingParams(2),
+    SamplingParams(50, min_tokens=30, stop_token_ids=tuple(range(3, 60))),
+]
+WINDOWS = (None, 5, 3)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
+
+
+@pytest.fixture(params=["n-grams", "oracle", "wrong"])
+def proposer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All workers propose like this."""
+    propose_by(monkeypatch, request.param)
+    return str(request.param)
+
+
+def propose_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    answers = {tuple(prompt): answer_to(prompt, SamplingParams(100)) for prompt in PROMPTS}
+    rates = {"oracle": 0.7, "wrong": 0.0}
+
+    def make(*_: object, **__: object) -> Proposer:
+        return OracleProposer(answers, rates[name], vocab_size=1000) if name in rates else NgramProposer()
+
+    monkeypatch.setattr(worker.worker, "make_proposer", make)
+
+
+def draft(pair: WorkerPair, count: int | None) -> None:
+    for end in pair.ends:
+        speculation = end.worker._halves.decode.speculation
+        assert speculation is not None
+        speculation.fixed_drafts = count
+
+
+def accepted(of: Worker) -> int:
+    speculation = of._halves.decode.speculation
+    assert speculation is not None
+    return sum(speculation.counts.accepted.values())
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("both", [False, True], ids=["", "one worker"])
+async def test_answers_are_the_same(count: int, both: bool, proposer: str) -> None:
+    asked = {f"q{n}": (prompt, SAMPLINGS[n % len(SAMPLINGS)]) for n, prompt in enumerate(PROMPTS)}
+    async with WorkerPair(pages=256, both=both) as pair:
+        draft(pair, count)
+        heard = {name: pair.send(name, *each) for name, each in asked.items()}
+        await until(lambda: all(each.finish for each in heard.values()))
+        for name, (prompt, sampling) in asked.items():
+            assert_whole(heard[name], prompt, sampling)
+        assert accepted(pair.decode.worker) > 20 or proposer != "oracle"
+        assert not accepted(pair.decode.worker) or proposer != "wrong"
+        await pair.empty()
+
+
+async def test_an_answer_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    propose_by(monkeypatch, "oracle")
+    sampling, steps = SamplingParams(61), []
+    for count in (None, 3):
+        async with WorkerPair(pages=64, both=True) as pair:
+            draft(pair, count if count else 0)
+            heard = pair.send("q", PROMPTS[0], sampling)
+            await until(lambda heard=heard: heard.finish)
+            steps.append(sum(len(event.token_ids) > 0 for step in pair.steps for event in step.each()))
+    assert steps[0] == sampling.max_tokens
+    assert steps[1] < 0.6 * steps[0]
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+async def test_a_stop_token_at_each_place_of_a_run_ends_the_answer(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    propose_by(monkeypatch, "oracle")
+    prompt = PROMPTS[0]
+    stop = answer_to(prompt, SamplingParams(40))[at]
+    for sampling in (SamplingParams(40, stop_token_ids=(stop,)), SamplingParams(at + 1)):
+        async with WorkerPair(pages=64) as pair:
+            draft(pair, 7)
+            heard = pair.send("q", prompt, sampling)
+            await until(lambda heard=heard: heard.finish)
+            assert_whole(heard, prompt, sampling)
+            await pair.empty()
+
+
+async def test_nothing_is_drafted_for_requests_that_ask_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    propose_by(monkeypatch, "oracle")
+    sampling = SamplingParams(40, speculate=False)
+    async with WorkerPair(pages=64) as pair:
+        draft(pair, 7)
+        heard = pair.send("q", PROMPTS[0], sampling)
+        await until(lambda: heard.finish)
+        assert_whole(heard, PROMPTS[0], sampling)
+        assert not accepted(pair.decode.worker)
+
+
+async def test_windows(monkeypatch: pytest.MonkeyPatch, proposer: str) -> None:
+    monkeypatch.setattr(FakeEngine, "windows", WINDOWS)
+    async with WorkerPair(pages=600, both=True) as pair:
+        draft(pair, 5)
+        heard = [pair.send(f"q{n}", prompt, SAMPLINGS[0]) for n, prompt in enumerate(PROMPTS)]
+        await until(lambda: all(each.finish for each in heard))
+        for prompt, each in zip(PROMPTS, heard, strict=True):
+            assert_whole(each, prompt, SAMPLINGS[0])
+        await pair.empty()
+
+
+async def test_preempted_answers_are_the_same(proposer: str) -> None:
+    async with WorkerPair(pages=26, prefill_pages=128) as pair:
+        draft(pair, 3)
+        lengths = pair.decode.worker.admission._budget._lengths
+        for _ in range(SEEN_MIN):
+            lengths.learn(60, 1)
+        answers = await asyncio.gather(
+            *(run(pair, f"q{n}", prompt, SAMPLINGS[n % 3]) for n, prompt in enumerate(PROMPTS[:7]))
+        )
+        for n, (prompt, heard) in enumerate(zip(PROMPTS, answers, strict=False)):
+            assert_whole(heard, prompt, SAMPLINGS[n % 3])
+        assert pair.decode.worker.report.load().preemptions
+        await pair.empty()
+
+
+async def test_aborts_leave_nothing(proposer: str) -> None:
+    async with WorkerPair(pages=256) as pair:
+        draft(pair, 3)
+        heard = {f"q{n}": pair.send(f"q{n}", prompt, SAMPLINGS[0]) for n, prompt in enumerate(PROMPTS)}
+        await until(lambda: sum(len(each.tokens) > 5 for each in heard.values()) > 3)
+        pair.abort("q0", "q3", "q5")
+        await until(lambda: all(heard[f"q{n}"].finish for n in (1, 2, 4, 6, 7)))
+        for n in (1, 2, 4, 6, 7):
+            assert_whole(heard[f"q{n}"], PROMPTS[n], SAMPLINGS[0])
+        await pair.empty()
+
+
+async def run(pair: WorkerPair, name: str, prompt: list[int], sampling: SamplingParams) -> Heard:
+    """Send a request, and once more behind its tokens whenever it was preempted."""
+    so_far = Heard()
+    for attempt in range(1, 100):
+        heard = await placed(pair, name, prompt, sampling, attempt, so_far.tokens)
+        await until(lambda heard=heard: heard.finish or 0 <= heard.preempted_at <= len(heard.tokens))
+        heard.logprobs[:0] = so_far.logprobs
+        so_far = heard
+        if heard.finish:
+            break
+    return so_far
+
+
+async def placed(pair: WorkerPair, *given: Any) -> Heard:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return pair.send(*given)
+            except ResourceExhausted:
+                await asyncio.sleep(0.002)
+
+
+def assert_whole(heard: Heard, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    wanted = answer_to(list(prompt), sampling)
+    assert heard.tokens == wanted
+    stopped = wanted[-1] in sampling.stop_token_ids and len(wanted) > sampling.min_tokens
+    assert heard.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+    assert heard.logprobs == ([logprobs_of(token, 2) for token in wanted] if sampling.logprobs else [])
+    assert PAGE_TOKENS < 7, "drafts reach beyond a page"
