@@ -168,6 +168,45 @@ _ENGINE = Row(
     ),
 )
 
+_SPECULATION = Row(
+    "Speculative decoding",
+    (
+        _now(
+            "Speed-up",
+            Unit.NUMBER,
+            f.SPECULATION_SPEEDUP,
+            "Tokens per second of decode steps / those of steps without drafts, by the cost model; 1: no drafts.",
+        ),
+        Panel(
+            "Accepted drafts by position",
+            Unit.SHARE,
+            (
+                Query(
+                    share(rate(of_workers(f.DRAFTS_ACCEPTED), "position"), rate(of_workers(f.DRAFTED), "position")),
+                    "position {{position}}",
+                ),
+            ),
+            "Share of verified drafts that became tokens, by position in the draft.",
+            width=6,
+        ),
+        Panel(
+            "Accepted drafts by match",
+            Unit.SHARE,
+            (
+                Query(
+                    share(rate(of_workers(f.DRAFTS_ACCEPTED), "match"), rate(of_workers(f.DRAFTED), "match")),
+                    "match of {{match}}",
+                ),
+            ),
+            "Share of verified drafts that became tokens, by the length of the match that they rest on.",
+            width=6,
+        ),
+        _rates("Drafted tokens", Unit.A_SECOND, f.DRAFTED, "Drafts that steps verified."),
+        _rates("Seconds saved", Unit.NUMBER, f.SPECULATION_SAVED, "Predicted decode seconds saved in a second."),
+    ),
+    folded=True,
+)
+
 _KV = Row(
     "KV pages",
     (
@@ -307,5 +346,5 @@ DASHBOARD = Dashboard(
     "workers",
     "Tandem: workers, KV and hardware",
     "Workers, KV pages and hardware",
-    (_PROCESSES, _PLANNER, _ENGINE, _KV, _HOSTS, _HARDWARE),
+    (_PROCESSES, _PLANNER, _ENGINE, _SPECULATION, _KV, _HOSTS, _HARDWARE),
 )

@@ -71,12 +71,14 @@ class JsonFields:
         except OverflowError:
             raise self.wrong(name, "is too large for a number") from None
 
-    def boolean(self, name: str) -> bool:
-        """Remove and return a boolean, False if absent."""
+    def boolean(self, name: str, *, absent: bool = False) -> bool:
+        """Remove and return a boolean, `absent` if it is absent or null."""
         value = self.take(name)
-        if value is not None and not isinstance(value, bool):
+        if value is None:
+            return absent
+        if not isinstance(value, bool):
             raise self.wrong(name, "must be true or false")
-        return bool(value)
+        return value
 
     def text(self, name: str) -> str | None:
         """Remove and return a string, None if absent."""

@@ -2,7 +2,7 @@
 
 Field meanings follow OpenAI's API reference, and vLLM's for its extensions: top_k, min_p, repetition_penalty,
 ignore_eos, stop_token_ids, min_tokens, include_stop_str_in_output, chat_template_kwargs, priority, cache_salt.
-`slo_class` is Tandem's own. `router/api/openai_fields.py` has the other fields.
+`slo_class` and `speculate` are Tandem's own. `router/api/openai_fields.py` has the other fields.
 """
 
 import json
@@ -111,6 +111,7 @@ def _call(
         min_tokens=fields.integer("min_tokens") or 0,
         include_stop=fields.boolean("include_stop_str_in_output"),
         ignore_eos=fields.boolean("ignore_eos"),
+        speculate=fields.boolean("speculate", absent=True),
         priority=fields.integer("priority") or 0,
         slo_class=fields.text("slo_class") or "",
         cache_salt=fields.text("cache_salt") or "",

@@ -1,0 +1,90 @@
+"""How many drafts a step has, by cost and acceptance."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from costs.acceptance import PRIOR, WINDOW, Acceptance
+from costs.step_cost import StepCost
+from costs.step_work import StepWork
+from decode_worker.speculation import GAIN_MIN, StepBounds, _Candidate, break_even, with_drafts, with_most_tokens
+from engine.speculation.proposer import Draft
+from wire.cost_parameters import CostParameters
+
+ONE = StepWork(decode_rows=1, decode_context_tokens=100)
+CHEAP = StepCost(CostParameters(base_s=10e-3, row_s=0.2e-3, context_s=0.0))
+DEAR = StepCost(CostParameters(base_s=10e-3, row_s=6e-3, context_s=0.0))
+
+
+def candidate(*rates: float) -> _Candidate:
+    survival = [math.prod(rates[: n + 1]) for n in range(len(rates))]
+    request: Any = object()
+    return _Candidate(request, Draft(list(range(len(rates))), 3), survival, 100)
+
+
+def chosen(cost: StepCost, *candidates: _Candidate, seconds: float = math.inf, rows: int = 1000) -> list[int]:
+    work = StepWork(decode_rows=len(candidates), decode_context_tokens=100 * len(candidates))
+    found = with_most_tokens(StepBounds(cost, seconds, rows), work, candidates)
+    return [len(each.survival) for each in found]
+
+
+def test_drafts_are_added_while_the_tokens_per_second_rise() -> None:
+    assert chosen(CHEAP, candidate(*[0.9] * 7)) == [7]
+    assert chosen(CHEAP, candidate(0.9, 0.9, 0.01, 0.9)) == [2]
+    assert chosen(DEAR, candidate(*[0.9] * 7)) == [4]
+    assert chosen(DEAR, candidate(0.3)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_number_of_drafts_is_better(seed: int) -> None:
+    dice = random.Random(seed)
+    cost = StepCost(CostParameters(base_s=10e-3, row_s=dice.choice((0.2e-3, 1e-3, 3e-3)), context_s=0.0))
+    candidates = [candidate(*(dice.random() for _ in range(4))) for _ in range(2)]
+    work = StepWork(decode_rows=2, decode_context_tokens=200)
+
+    def rate(first: int, second: int) -> float:
+        each = [candidates[0].first(first), candidates[1].first(second)]
+        tokens = 2 + sum(sum(one.survival) for one in each)
+        return tokens / cost.seconds(with_drafts(work, each))
+
+    found = with_most_tokens(StepBounds(cost, math.inf, 100), work, candidates)
+    counts = {id(each.request): len(each.survival) for each in found}
+    best = rate(*(counts.get(id(each.request), 0) for each in candidates))
+    most = max(rate(first, second) for first in range(5) for second in range(5))
+    assert best == pytest.approx(most) or most < GAIN_MIN * rate(0, 0)
+
+
+def test_the_bounds_of_a_step_hold() -> None:
+    many = candidate(*[0.9] * 7)
+    assert chosen(CHEAP, many, rows=4) == [3]
+    assert chosen(CHEAP, many, seconds=10.71e-3) == [2]
+    assert chosen(CHEAP, many, seconds=1e-3) == []
+
+
+def test_the_break_even_is_the_cost_of_a_row() -> None:
+    assert break_even(CHEAP, ONE) == pytest.approx(0.2 / 10.2)
+    assert break_even(DEAR, ONE) == pytest.approx(6 / 16)
+    assert break_even(StepCost(CostParameters(base_s=0.0, row_s=0.0, context_s=0.0)), ONE) == 1.0
+    assert chosen(DEAR, candidate(6 / 16 - 0.01)) == []
+
+
+def test_acceptance_is_learned_by_class_and_position() -> None:
+    acceptance = Acceptance()
+    assert acceptance.best() == PRIOR
+    for _ in range(100):
+        acceptance.observe(3, 4, 2)
+    assert acceptance.rate(3, 0) > 0.95
+    assert acceptance.rate(3, 2) < 0.05
+    assert acceptance.rate(3, 3) == acceptance.rate(2, 0) == PRIOR, "nothing is known of these"
+    assert acceptance.survival(3, 3)[1] == pytest.approx(acceptance.rate(3, 0) * acceptance.rate(3, 1))
+
+
+def test_acceptance_that_falls_is_noticed_within_a_window() -> None:
+    acceptance = Acceptance()
+    for _ in range(1000):
+        acceptance.observe(3, 1, 1)
+    for _ in range(int(2 * WINDOW)):
+        acceptance.observe(3, 1, 0)
+    assert acceptance.best() < 0.15
