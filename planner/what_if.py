@@ -6,14 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from planner.decision import Limits, Split
-from planner.load_ratio import WorkerFacts, decode_load_ratio
+from planner.load_ratio import WorkerFacts
 from planner.memory import Memory
 from planner.sizing import Sizing
-
-DRAFTED, ACCEPTED = 3, 0.7
-"""Draft tokens per step, and the acceptance probability of each if those before it are accepted."""
-DRAFT_PART = 0.1
-"""Cost of drafting, as a fraction of a step's reading of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,7 @@ class Quantized:
 
 
 def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized], launch_s: float) -> Iterator[Change]:
-    """Yields the effects of quantization and of speculative decoding; `launch_s` of a step's base reads no weights."""
+    """Yields the effects of quantization; `launch_s` of a step's base reads no weights."""
     for form in forms:
         other = replace(
             sizing,
@@ -46,16 +41,6 @@ def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized], launch_s: 
             answers=_quantized(sizing.answers, form, launch_s),
         )
         yield _change(form.name, sizing, other, split)
-    if not split.shared:
-        yield _speculation(sizing, split)
-
-
-def tokens_a_step(drafted: int, accepted: float) -> float:
-    """Returns the mean tokens per request and step.
-
-    Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
-    """
-    return (1 - accepted ** (drafted + 1)) / (1 - accepted)
 
 
 def _quantized(facts: WorkerFacts, form: Quantized, launch_s: float) -> WorkerFacts:
@@ -74,17 +59,3 @@ def _quantized(facts: WorkerFacts, form: Quantized, launch_s: float) -> WorkerFa
 def _change(name: str, before: Sizing, after: Sizing, split: Split) -> Change:
     best = after.best(split.workers, Limits(), shared=bool(split.shared)) or split
     return Change(name, before.worst(split).value / after.worst(best).value, best)
-
-
-def _speculation(sizing: Sizing, split: Split) -> Change:
-    """Models speculative decoding: a step reads the weights once for several tokens, but computes all draft tokens."""
-    facts, gain = sizing.answers, tokens_a_step(DRAFTED, ACCEPTED)
-    cost = facts.cost
-    guessing = replace(
-        facts, cost=replace(cost, base_s=cost.base_s * (1 + DRAFT_PART), row_s=cost.row_s * (DRAFTED + 1))
-    )
-    plain = decode_load_ratio(sizing.demand, sizing.promise, facts, split.decode).value
-    other = decode_load_ratio(sizing.demand, sizing.promise, guessing, split.decode).value / gain
-    scaled = replace(sizing, decode_scale=sizing.decode_scale * other / plain)
-    name = f"speculative decoding, {DRAFTED} tokens guessed, {ACCEPTED:.0%} right"
-    return _change(name, sizing, scaled, split)

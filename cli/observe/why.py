@@ -45,6 +45,8 @@ def why(
     for line in models(interval.now):
         console.print(line, markup=False)
     console.print(findings(interval))
+    for line in speculation(interval):
+        console.print(line, markup=False)
 
 
 def models(now: Scrape) -> list[str]:
@@ -80,6 +82,28 @@ def findings(interval: ScrapeInterval) -> Table:
         found = diagnose(figures_of(interval, name))
         table.add_row(name, Text(found.bottleneck, style="bold"), found.because, found.change)
     return table
+
+
+def speculation(interval: ScrapeInterval) -> list[str]:
+    """Returns a line about speculative decoding for each worker that decoded."""
+    from telemetry import families as f
+
+    found, now = [], interval.now
+    for name in _workers(now):
+        requests = interval.mean(f.STEP_DECODE_ROWS, worker=name)
+        if not requests:
+            continue
+        drafted = interval.grown(f.DRAFTED, worker=name)
+        if name not in now.values(f.SPECULATION_SPEEDUP, "worker"):
+            said = "off, as --speculate says (auto: it is off on GPUs)"
+        elif not drafted:
+            said = f"no drafts: nothing matched, or none would pay beside {requests:.1f} decoding requests"
+        else:
+            accepted = interval.grown(f.DRAFTS_ACCEPTED, worker=name) / drafted
+            said = f"{accepted:.0%} of {drafted:.0f} drafts accepted"
+            said += f", {now.total(f.SPECULATION_SPEEDUP, worker=name):.2f} times as fast as without"
+        found.append(f"{name}: speculative decoding: {said}")
+    return found
 
 
 def _workers(now: Scrape) -> list[str]:

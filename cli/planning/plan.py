@@ -20,6 +20,7 @@ from cli.planning.plan_options import (
 
 if TYPE_CHECKING:
     from cli.planning.plan_question import Question
+    from cli.planning.plan_speculation import Drafting
 
 
 @plain_errors
@@ -35,13 +36,22 @@ def plan(
     simulate: Annotated[
         bool, typer.Option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
     ] = True,
+    speculate: Annotated[
+        str,
+        typer.Option(
+            help="The drafts of speculative decoding: ACCEPTANCE,DRAFTS,COST, where COST is the time to propose a draft"
+            " ÷ a decode step of one request."
+        ),
+    ] = "0.7,3,0",
     check: Annotated[
         Path | None, typer.Option(help="Only compare knees with a measured table of benchmarks.strategies.")
     ] = None,
 ) -> None:
     """Size a cluster: prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
     from cli.planning.plan_question import Question
+    from cli.planning.plan_speculation import Drafting
 
+    drafting = Drafting.parse(speculate)
     promise, demand = promised.promise(), asked.demand()
     if workers is not None:
         check_above_0("--workers", workers)
@@ -57,20 +67,22 @@ def plan(
         kv_element_bytes=shape.kv_element_bytes(model),
     )
     if check is None:
-        _answer(question, simulate=simulate)
+        _answer(question, drafting, simulate=simulate)
     else:
         _check(check, question)
 
 
-def _answer(question: Question, *, simulate: bool) -> None:
+def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
     """Prints the split by the cost model, the changes that would affect it, and the results of each strategy."""
     import sys
 
     from rich.console import Console
 
     from cli.observe.status import WIDE
+    from cli.planning.plan_speculation import speculation_lines
     from cli.planning.plan_trials import trials
     from cli.planning.plan_view import lines, strategy_table, what_if_lines
+    from costs.step_cost import StepCost
 
     question.check()
     split = question.split()
@@ -79,6 +91,8 @@ def _answer(question: Question, *, simulate: bool) -> None:
         console.print(line, highlight=False)
     console.print("effects of changes, by the cost model:")
     for line in what_if_lines(question, split):
+        console.print(line, highlight=False)
+    for line in speculation_lines(drafting, StepCost(question.costs), round(question.demand.context_tokens)):
         console.print(line, highlight=False)
     if simulate:
         with console.status("simulating"):

@@ -10,7 +10,10 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from cli.planning.plan_check import Compared, bracket
+from cli.planning.plan_speculation import Drafting
+from costs.step_cost import StepCost
 from simulation.hardware import hardware
+from wire.cost_parameters import CostParameters
 
 LOAD = ["--prompt-tokens", "2000", "--answer-tokens", "500"]
 
@@ -200,3 +203,24 @@ def test_an_incomplete_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     done = run("--model", str(tmp_path))
     assert done.exit_code == 3
     assert f"{tmp_path / 'config.json'}: " in done.output.replace("\n", "")
+
+
+def test_what_speculation_would_bring() -> None:
+    """The expected tokens are those of a geometric series; a row costs the same whether it verifies or not."""
+    drafting = Drafting.parse("0.8,4,0.05")
+    assert drafting.tokens == pytest.approx((1 - 0.8**5) / (1 - 0.8)) == pytest.approx(3.3616)
+    cost = StepCost(CostParameters(base_s=4e-3, row_s=0.1e-3, context_s=0.0))
+    assert drafting.speedup(cost, 1, 1000) == pytest.approx(3.3616 * 4.1 / (4.5 + 0.2 * 4.1))
+    found = drafting.break_even(cost, 1000, 256)
+    assert found is not None
+    assert drafting.speedup(cost, found - 1, 1000) >= 1 > drafting.speedup(cost, found, 1000)
+    said = run(*LOAD, "--no-simulate", "--speculate", "0.8,4,0.05").output
+    assert "3.36 tokens a step" in said
+    assert "times as fast, by decoding requests: " in said
+
+
+@pytest.mark.parametrize("wrong", ["", "0.7", "0.7,3", "1.2,3,0", "0.7,0,0", "0.7,3,-1", "a,b,c", "0.7,3,nan"])
+def test_a_wrong_speculation_is_refused(wrong: str) -> None:
+    refused = run("--no-simulate", "--speculate", wrong)
+    assert refused.exit_code
+    assert "--speculate" in refused.output

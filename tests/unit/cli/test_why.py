@@ -1,13 +1,15 @@
 """`tandem why` over a listener that a test opens."""
 
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.observe.why import findings
+from cli.observe.why import findings, speculation
 from telemetry import families as f
 from telemetry.exposition import Exposition, merge
 from telemetry.registry import Registry
@@ -78,3 +80,38 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     assert "bandwidth" in done.output
     assert done.output.startswith("8.03 B parameters\nattention: 32 layers see all tokens\n")
+
+
+async def test_what_became_of_drafts() -> None:
+    """Each worker that decoded says whether it drafts, and how much of it was right."""
+    seconds = 0.0
+
+    def worker(name: str, **drafts: Callable[[], float]) -> Registry:
+        registry = Registry({"model": "llama", "worker": name})
+        rows = registry.histogram(f.STEP_DECODE_ROWS)
+        registry.read(
+            lambda: {
+                f.WORKER_READY: 1,
+                **({} if not drafts else {
+                    f.SPECULATION_SPEEDUP: 1.8,
+                    f.DRAFTED: {("3", "0"): drafts["drafted"]()},
+                    f.DRAFTS_ACCEPTED: {("3", "0"): 0.75 * drafts["drafted"]()},
+                }),
+            }
+        )  # fmt: skip
+        rows.observe(4)
+        decoding.append(rows)
+        return registry
+
+    decoding: list[Any] = []
+    registries = [worker("off"), worker("idle", drafted=lambda: 8), worker("drafts", drafted=lambda: 40 * seconds)]
+    found = []
+    for _ in range(2):
+        found.append(Scrape(merge(Exposition(each).render()[0].decode() for each in registries), seconds))
+        seconds += 1.0
+        for rows in decoding:
+            rows.observe(4)
+    off, idle, drafts = speculation(ScrapeInterval(*found))
+    assert "off: speculative decoding: off" in off
+    assert "beside 4.0 decoding requests" in idle
+    assert "75% of 40 drafts accepted, 1.80 times as fast" in drafts

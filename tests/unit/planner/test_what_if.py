@@ -1,4 +1,4 @@
-"""Effects of quantization and speculation, and memory by hand."""
+"""Effects of quantization, and memory by hand."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from planner.decision import Limits, Range
 from planner.demand import Demand, Promise
 from planner.memory import GIB, OVERHEAD_BYTES, Memory
 from planner.sizing import Sizing
-from planner.what_if import Quantized, changes, tokens_a_step
+from planner.what_if import Quantized, changes
 from tests.unit.planner.scenes import FACTS, PROMISE
 
 MEMORY = Memory(device_bytes=20 * GIB + OVERHEAD_BYTES, weight_bytes=10 * GIB, kv_bytes_per_token=GIB / 1000)
@@ -49,21 +49,6 @@ def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
     assert split is not None
     found = {each.name: each.rate for each in changes(sizing, split, forms(roomy), 0.01)}
     assert found["KV in 8 bits"] > 1.3
-
-
-def test_speculation_helps_answers_and_not_prompts() -> None:
-    prompts = Sizing(Demand(20.0, 4000, 2), PROMISE, FACTS, FACTS)
-    for sizing, least, most in ((ANSWERS, 1.1, 3.0), (prompts, 0.99, 1.01)):
-        split = sizing.best(8, Limits())
-        assert split is not None
-        *_, last = changes(sizing, split, forms(MEMORY), 0.0)
-        assert "speculative" in last.name
-        assert least < last.rate < most
-
-
-def test_guesses_that_are_all_right_bring_as_many_tokens_and_one() -> None:
-    assert tokens_a_step(3, 0.999999) == pytest.approx(4.0, rel=1e-4)
-    assert tokens_a_step(3, 0.0) == 1.0
 
 
 def test_the_fewest_workers_leave_the_room_that_was_asked_for() -> None:
