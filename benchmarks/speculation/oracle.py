@@ -1,52 +1,56 @@
-"""A proposer that knows the answers: it shows what drafts of a given acceptance bring, for benchmarks and tests."""
+"""Proposers that know the answer: they show what a step gains for a given rate of acceptance.
+
+Models of random weights have no text that a real proposer could guess. Every figure made with these names them.
+"""
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
-from engine.speculation.proposer import Draft
+from engine.speculation.proposer import NO_DRAFT, Draft
 
-Answers = Mapping[tuple[int, ...], Sequence[int]]
-"""The answer to each prompt."""
+ORACLE_MATCH = 1
+"""The class of all guesses."""
 
 
 class OracleProposer:
-    """Proposes each token of the known answer with a given probability, and a wrong one otherwise.
+    """Proposes each token rightly with probability `alpha`, independently of the others; another token otherwise.
 
-    Each position of an answer is right or wrong in every draft that reaches it.
+    With `alpha` 0 it is always wrong. Whether the guess for a place in an answer is right depends on the seed and the
+    place only, not on how often it is asked for, so that runs repeat.
     """
 
-    def __init__(self, answers: Answers, acceptance: float, *, seed: int = 0, vocab_size: int = 100) -> None:
-        """`acceptance` is the probability for each position, 0 to 1."""
-        self._answers = answers
-        self._acceptance = acceptance
+    def __init__(self, answer_of: Callable[[Hashable], Sequence[int]], alpha: float, seed: int = 0) -> None:
+        """`answer_of` a key returns the prompt and the whole answer of that request."""
+        if not 0 <= alpha <= 1:
+            raise ValueError(f"alpha is a probability, not {alpha}")
+        self._answer_of = answer_of
+        self._alpha = alpha
         self._seed = seed
-        self._vocab_size = vocab_size
-        self._requests: dict[Hashable, tuple[tuple[int, ...], int]] = {}
-        """The prompt of each request and the number of its tokens so far, the prompt's included."""
+        self._known: dict[Hashable, int] = {}
+        """The tokens of each request, of its prompt and its answer so far."""
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
-        """See `Proposer`; KeyError for an unknown prompt."""
-        if key in self._requests:
+        """See `Proposer`."""
+        if key in self._known:
             raise ValueError(f"{key} is known already")
-        prompt = next(each for each in self._answers if tuple(token_ids[: len(each)]) == each)
-        self._requests[key] = prompt, len(token_ids)
+        self._known[key] = len(token_ids)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """See `Proposer`."""
-        prompt, count = self._requests[key]
-        self._requests[key] = prompt, count + len(token_ids)
+        self._known[key] += len(token_ids)
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`."""
-        prompt, count = self._requests[key]
-        start = count - len(prompt)
-        answer = self._answers[prompt][start : start + most]
-        return Draft([self._guess(prompt, start + n, token) for n, token in enumerate(answer)], 1)
+        """See `Proposer`; no draft behind the end of the answer."""
+        start = self._known[key]
+        right = self._answer_of(key)[start : start + most]
+        drafted = [self._guess(token, start + index) for index, token in enumerate(right)]
+        return Draft(drafted, ORACLE_MATCH) if drafted else NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
         """See `Proposer`."""
-        del self._requests[key]
+        del self._known[key]
 
-    def _guess(self, prompt: tuple[int, ...], index: int, token: int) -> int:
-        dice = random.Random(f"{self._seed} {prompt[:8]} {len(prompt)} {index}")
-        return token if dice.random() < self._acceptance else (token + 1) % self._vocab_size
+    def _guess(self, token: int, position: int) -> int:
+        if random.Random(f"{self._seed} {position}").random() < self._alpha:
+            return token
+        return token - 1 if token else 1

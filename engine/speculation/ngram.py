@@ -8,55 +8,50 @@ from collections.abc import Hashable, Sequence
 
 from engine.speculation.proposer import NO_DRAFT, Draft
 
-LENGTHS = (3, 2)
-"""The lengths of a match that are looked up, the longest first."""
+LONGEST = 3
+"""The longest n-gram that is looked up, before those of 2 and 1 tokens."""
 MATCH_MAX = 8
 """The longest match that is told apart."""
-_MANY = 16
-"""New tokens from which on all are noted at once."""
+NOTED_MAX = 8192
+"""The tokens that are looked up when a request begins, the newest: more would delay the step of all requests."""
+_NONE = -1
+"""No token; a history begins with as many as the longest n-gram has, so that each token has an n-gram before it."""
 
 
 class _History:
     """The tokens of one request and, for each n-gram, the position behind its newest occurrence but the last one."""
 
-    __slots__ = ("_indexed", "_positions", "tokens")
+    __slots__ = ("_noted", "_positions", "tokens")
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = list(tokens)
-        self._indexed = 0
-        self._positions: list[dict[tuple[int, ...], int]] = [{} for _ in LENGTHS]
+        self.tokens = [_NONE] * LONGEST
+        self.tokens += tokens[-NOTED_MAX:]
+        self._noted = LONGEST
+        self._positions: dict[int | tuple[int, ...], int] = {}
 
     def find(self) -> int | None:
         """Return the position that followed the last tokens when they occurred before."""
-        tokens = self.tokens
-        if self._indexed < len(tokens):
-            self._index()
-        for length, positions in zip(LENGTHS, self._positions, strict=True):
-            found = positions.get(tuple(tokens[-length:]))
-            if found is not None:
-                return found
-        return None
+        self._note()
+        x, y, z = self.tokens[-3:]
+        known = self._positions.get
+        return known((x, y, z)) or known((y, z)) or known(z)
 
     def match(self, position: int) -> int:
         """Return how many tokens before `position` equal the last ones, at most MATCH_MAX."""
-        tokens, length = self.tokens, LENGTHS[-1]
-        most = min(MATCH_MAX, position)
-        while length < most and tokens[position - 1 - length] == tokens[-1 - length]:
+        tokens, length = self.tokens, 1
+        while length < MATCH_MAX and tokens[position - 1 - length] == tokens[-1 - length]:
             length += 1
         return length
 
-    def _index(self) -> None:
+    def _note(self) -> None:
         """Note the n-grams that are followed by tokens which are new."""
-        tokens, start, end = self.tokens, self._indexed, len(self.tokens)
-        for length, positions in zip(LENGTHS, self._positions, strict=True):
-            if end - start > _MANY:
-                first = max(start, length)
-                parts = (tokens[first - length + part : end] for part in range(length))
-                positions.update(zip(zip(*parts, strict=False), range(first, end), strict=False))
-            else:
-                for position in range(max(start, length), end):
-                    positions[tuple(tokens[position - length : position])] = position
-        self._indexed = end
+        tokens, start, end = self.tokens, self._noted, len(self.tokens)
+        positions = self._positions
+        x, y, z = tokens[start - 3 : start]
+        for position in range(start, end):
+            positions[x, y, z] = positions[y, z] = positions[z] = position
+            x, y, z = y, z, tokens[position]
+        self._noted = end
 
 
 class NgramProposer:

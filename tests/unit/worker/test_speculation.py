@@ -1,7 +1,7 @@
 """Answers of workers with speculative decoding: token for token as without, whatever is drafted."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 import worker.worker
 from benchmarks.speculation.oracle import OracleProposer
 from costs.answer_length import SEEN_MIN
+from decode_worker.request import DecodeRequest
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
@@ -41,11 +42,15 @@ def proposer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def propose_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    answers = {tuple(prompt): answer_to(prompt, SamplingParams(100)) for prompt in PROMPTS}
     rates = {"oracle": 0.7, "wrong": 0.0}
 
+    def whole(key: Hashable) -> Sequence[int]:
+        assert isinstance(key, DecodeRequest)
+        question = list(key.reservation.question)
+        return [*question, *answer_to(question, key.reservation.sampling)]
+
     def make(*_: object, **__: object) -> Proposer:
-        return OracleProposer(answers, rates[name], vocab_size=1000) if name in rates else NgramProposer()
+        return OracleProposer(whole, rates[name]) if name in rates else NgramProposer()
 
     monkeypatch.setattr(worker.worker, "make_proposer", make)
 
