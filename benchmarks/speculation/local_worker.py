@@ -1,0 +1,104 @@
+"""A worker in this process that computes prompts and decodes answers, with the benchmark as its router."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from wire.messages import (
+    Destination,
+    FinishReason,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    Role,
+    SamplingParams,
+)
+from wire.speculation_method import SpeculationMethod
+from worker.config import WorkerConfig
+from worker.process import layout_of
+from worker.worker import Worker
+
+ROUTER = "benchmark"
+ME = PeerRef("worker-0", 1)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    first_s: float = 0.0
+    """The time of the first token, by `time.perf_counter`."""
+    last_s: float = 0.0
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the first token to the last one."""
+        return self.last_s - self.first_s
+
+    def take(self, event: RequestEvent) -> None:
+        """Add what an event brings. RuntimeError for a failed request."""
+        self.token_ids += event.token_ids
+        if event.token_ids:
+            self.last_s = time.perf_counter()
+            self.first_s = self.first_s or self.last_s
+        if event.finish_reason is FinishReason.ERROR:
+            raise RuntimeError(str(event.error))
+        if event.finish_reason is not None:
+            self.finished.set()
+
+
+class LocalWorker:
+    """One worker over a real engine; `open` starts and ends it."""
+
+    def __init__(self, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> None:
+        config = WorkerConfig(ME.worker_id, Role.BOTH, engine, lease_s=600.0, speculate=method, prefix_cache=False)
+        layout, fabric = layout_of(runner.cache), InMemoryFabric()
+        self._fabric = fabric
+        self.worker = Worker(config, ME, runner, layout, lambda notice: InMemoryTransport(fabric, layout, ME, notice))
+        self._answers: dict[str, Answer] = {}
+        self._sent = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod
+    ) -> AsyncIterator["LocalWorker"]:
+        """Run a worker that drafts by `method`, until the context ends."""
+        found = cls(runner, engine, method)
+        found.worker.start()
+        reader = asyncio.create_task(found._read())
+        try:
+            yield found
+        finally:
+            await found.worker.close()
+            await reader
+            found._fabric.close()
+
+    @property
+    def speculation(self) -> Any:
+        """The worker's `Speculation`; None without."""
+        return self.worker._halves.decode.speculation
+
+    def send(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
+        """Send a request."""
+        self._sent += 1
+        answer, ref = Answer(), RequestRef(f"q{self._sent}", 1)
+        self._answers[ref.request_id] = answer
+        lease = self.worker.reserve(Reservation(ROUTER, ref, tuple(prompt), sampling, ME)).lease
+        self.worker.prefill(PrefillTask(ROUTER, ref, tuple(prompt), sampling, Destination(ME, "", lease)))
+        return answer
+
+    async def _read(self) -> None:
+        async for step in self.worker.attach(ROUTER).messages():
+            for event in step.each():
+                self._answers[event.ref.request_id].take(event)

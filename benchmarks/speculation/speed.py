@@ -1,0 +1,147 @@
+"""Measures how many times as fast answers are with drafts: `python -m benchmarks.speculation.speed`.
+
+SmolLM2 answers real text. Each prompt set is answered by one worker without drafts and by another with them, by turns
+in equal batches, so that what else the machine does hits both; their tokens must be the same. The last line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command_line import at_least, exit_on_error
+from benchmarks.results import run_facts, save_result
+from benchmarks.speculation.local_worker import LocalWorker
+from benchmarks.speculation.prompt_sets import SETS, encode_prompts
+from cli.models.default_model import find_default_model
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from engine.weights.gguf import prepare_model
+from router.text.tokenizer import Tokenizer
+from wire.messages import SamplingParams
+from wire.speculation_method import SpeculationMethod
+
+KV_BYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What one worker has decoded."""
+
+    tokens: int = 0
+    """Tokens behind the first one of each answer."""
+    seconds: float = 0.0
+    """The time in which they came, from the first token of a batch to its last."""
+
+    @property
+    def per_s(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+async def answer(worker: LocalWorker, prompts: Sequence[Sequence[int]], most: int, into: Decoded) -> list[list[int]]:
+    """Answer a batch of prompts greedily and count it; returns the answers."""
+    answers = [worker.send(prompt, SamplingParams(most)) for prompt in prompts]
+    await asyncio.gather(*(each.finished.wait() for each in answers))
+    into.tokens += sum(len(each.token_ids) - 1 for each in answers)
+    into.seconds += max(each.last_s for each in answers) - min(each.first_s for each in answers)
+    return [each.token_ids for each in answers]
+
+
+async def compare(
+    workers: Sequence[LocalWorker], prompts: Sequence[Sequence[int]], batch: int, most: int
+) -> tuple[Decoded, Decoded]:
+    """Answer the prompts by both workers, batch by batch. SystemExit where their tokens differ."""
+    plain, drafting = Decoded(), Decoded()
+    for number, first in enumerate(range(0, len(prompts), batch)):
+        some = prompts[first : first + batch]
+        turns = [(workers[0], plain), (workers[1], drafting)]
+        answers = [await answer(worker, some, most, into) for worker, into in turns[:: 1 if number % 2 else -1]]
+        if answers[0] != answers[1]:
+            raise SystemExit(f"the answers to prompts {first} to {first + len(some)} differ")
+    return plain, drafting
+
+
+async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
+    """Run what the command line asks for; returns the result for JSON."""
+    folder = prepare_model(find_default_model())
+    tokenizer = Tokenizer(folder)
+    engine = EngineConfig(
+        folder, device=chosen.device, dtype=chosen.dtype, kv_cache_bytes=KV_BYTES, threads=chosen.threads
+    )
+    runners = [ModelRunner.load(engine) for _ in range(2)]
+    table = Table("prompts", "batch", "tokens/s without", "with drafts", "times as fast", "tokens a step", "accepted")
+    rows: list[dict[str, object]] = []
+    methods = (SpeculationMethod.OFF, SpeculationMethod(chosen.method))
+    for batch in chosen.batch:
+        for name in chosen.sets:
+            prompts = encode_prompts(tokenizer, name)[: chosen.prompts]
+            async with (
+                LocalWorker.open(runners[0], engine, methods[0]) as off,
+                LocalWorker.open(runners[1], engine, methods[1]) as on,
+            ):
+                for worker in (off, on):
+                    await answer(worker, prompts[:batch], 16, Decoded())
+                plain, drafting = await compare((off, on), prompts, batch, chosen.tokens)
+                counts = on.speculation.counts
+                drafted, accepted = sum(counts.drafted.values()), sum(counts.accepted.values())
+            row = {
+                "set": name,
+                "batch": batch,
+                "prompts": len(prompts),
+                "tokens": plain.tokens,
+                "plain_tokens_per_s": round(plain.per_s, 2),
+                "tokens_per_s": round(drafting.per_s, 2),
+                "speedup": round(drafting.per_s / plain.per_s, 3),
+                "drafted": drafted,
+                "accepted": accepted,
+            }
+            rows.append(row)
+            console.print(row)
+            share = accepted / drafted if drafted else 0.0
+            table.add_row(
+                name,
+                str(batch),
+                f"{plain.per_s:.1f}",
+                f"{drafting.per_s:.1f}",
+                f"{drafting.per_s / plain.per_s:.2f}",
+                f"{drafting.tokens / max(1, drafting.tokens - accepted):.2f}",
+                f"{share:.0%} of {drafted}",
+            )
+    console.print(table)
+    facts = runners[0].facts
+    return {
+        "model": folder.name,
+        "method": chosen.method,
+        "dtype": facts.dtype,
+        "rows": rows,
+        **run_facts(chosen.device),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the command line asks for, and print JSON last."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation.speed", description=__doc__.splitlines()[0])
+    parser.add_argument("--method", default=SpeculationMethod.NGRAM.value, help="how drafts are proposed (ngram)")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="prompt sets (all)")
+    parser.add_argument("--batch", nargs="+", type=at_least(1), default=[1], help="requests at a time (1)")
+    parser.add_argument("--prompts", type=at_least(1), default=48, help="prompts of each set (48)")
+    parser.add_argument("--tokens", type=at_least(2), default=96, help="most tokens of an answer (96)")
+    parser.add_argument("--device", default="cpu", help="as in `tandem up` (cpu)")
+    parser.add_argument("--dtype", default="auto", help="as in `tandem up` (auto)")
+    parser.add_argument("--threads", type=at_least(1), help="CPU threads (all)")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
+    chosen = parser.parse_args(arguments)
+    with exit_on_error():
+        result = asyncio.run(measure(chosen, Console()))
+        if chosen.save:
+            print("saved", save_result(f"speculation-speed-{result['model']}", result))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
