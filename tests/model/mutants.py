@@ -14,6 +14,8 @@ import pytest
 
 import kv_transfer.in_memory
 from decode_worker.admission import DecodeAdmission
+from decode_worker.drafting_batch import DraftingBatch
+from decode_worker.drafts import RowDrafts, StepDrafts
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
@@ -207,7 +209,27 @@ def what_decode_holds_is_let_go_at_the_notice(patch: pytest.MonkeyPatch) -> None
     patch.setattr(DecodeRequests, "adopt", hasty)
 
 
+def drafts_are_trusted(patch: pytest.MonkeyPatch) -> None:
+    """The draws behind a wrong draft count as well."""
+
+    def runs(self: StepDrafts, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
+        found = []
+        for each in self.drafts:
+            behind = range(each.first, each.first + len(each.token_ids))
+            found.append((each, [token_ids[each.row], *(token_ids[row] for row in behind)]))
+        return found
+
+    patch.setattr(StepDrafts, "runs", runs)
+
+
+def drafts_have_any_page(patch: pytest.MonkeyPatch) -> None:
+    """Drafts are written behind the pages of their request."""
+    patch.setattr(DraftingBatch, "positions_left", lambda _batch, _request: 7)
+
+
 MUTANTS: dict[Mutant, str] = {
+    drafts_are_trusted: "instead of|is inconsistent|a step",
+    drafts_have_any_page: "values to unpack|out of range|a step",
     revoked_pages_are_free: "lands in a page|a step",
     a_notice_counts_for_every_epoch: "lands in a page|a step|left for ever",
     an_aborted_request_is_admitted: "after it was aborted",

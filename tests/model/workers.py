@@ -2,15 +2,17 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from costs.answer_length import SEEN_MIN
+from decode_worker.request import DecodeRequest
 from engine.config import EngineConfig
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_by_hand import FabricByHand
+from tests.fake_engine import answer_to
 from tests.model.checks import STEP_TOKENS, Broken, WatchedEngine
 from tests.model.virtual_loop import Process, VirtualLoop
 from wire import convert
@@ -30,6 +32,15 @@ SHORT_WINDOW_S = 0.6
 """A window so short that every kind of hand-over needs its permission renewed."""
 RPC_TIMEOUT_S = 1.0
 TRANSFER_DEADLINE_S = 2.0
+DRAFTS = 2
+"""The drafts of each request of one decode worker; some are wrong."""
+
+
+def whole_answer(key: Hashable) -> Sequence[int]:
+    """Return the prompt and the answer of a request."""
+    assert isinstance(key, DecodeRequest)
+    question = list(key.reservation.question)
+    return [*question, *answer_to(question, key.reservation.sampling)]
 
 
 def pool_pages() -> int:
@@ -117,8 +128,15 @@ class WorkerProcess:
         handovers = self.worker._handovers
         self._emit = handovers.emit
         handovers.emit = self._watch_transfers
+        self._draft()
         self.servicer = WorkerServicer(self.worker, self.worker.drain)
         self.worker.start()
+
+    def _draft(self) -> None:
+        """Have decode-1 draft in every step in which it may, so that drafts meet plain steps on the other worker."""
+        speculation = self.worker._halves.decode.speculation
+        assert speculation is not None
+        speculation.fixed_drafts = DRAFTS if self.me.worker_id == "decode-1" else 0
 
     def _expect_short_answers(self) -> None:
         """Teach short answer lengths, so that most requests outgrow them and some are preempted."""

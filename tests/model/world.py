@@ -33,6 +33,7 @@ import wire.tracing.timeline
 import worker.loop
 import worker.peers.known_peers
 import worker.worker
+from benchmarks.speculation.oracle import OracleProposer
 from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
 from kv_transfer.in_memory_flight import Flight
 from prefill_worker.request import PrefillRequest
@@ -51,6 +52,7 @@ from tests.model.workers import (
     ThreadByHand,
     WorkerProcess,
     pool_pages,
+    whole_answer,
 )
 from wire.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
 from worker.loop import StepMeter
@@ -143,6 +145,7 @@ class World:
         self._patches.setattr(router.requests.live_requests, "Answer", CountedAnswer)
         self._patches.setattr(router.requests.stream, "TextThread", InlineText)
         self._patches.setattr(worker.worker, "StepLoop", LoopByHand)
+        self._patches.setattr(worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_answer, 0.7))
         self._patches.setattr(
             kv_transfer.checksums, "threading", SimpleNamespace(Thread=ThreadByHand, Lock=threading.Lock)
         )
