@@ -1,7 +1,9 @@
 """Learns how probable it is that drafts are accepted, by the class of the draft and the position in it."""
 
 PRIOR, PRIOR_WEIGHT = 0.5, 2.0
-"""The probability that is assumed at first, and the number of observations that it counts for."""
+"""The probability that is assumed at first, and the number of observations that it counts for. At a position that no
+draft has reached it is that of the position before: else longer drafts would never be tried.
+"""
 WINDOW = 32.0
 """The number of observations after which older ones hardly count."""
 
@@ -18,7 +20,7 @@ class Acceptance:
 
     def rate(self, match: int, position: int) -> float:
         """Return the probability for the draft at `position`, from 0, of a class."""
-        return self._rates.get((match, position), (PRIOR, PRIOR_WEIGHT))[0]
+        return self._known(match, position)[0]
 
     def best(self) -> float:
         """Return the largest probability for the first draft of any class; PRIOR while none is known."""
@@ -35,6 +37,12 @@ class Acceptance:
     def observe(self, match: int, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: those behind the first one that was rejected tell nothing."""
         for position in range(min(accepted + 1, drafted)):
-            rate, weight = self._rates.get((match, position), (PRIOR, PRIOR_WEIGHT))
+            rate, weight = self._known(match, position)
             weight = min(weight + 1.0, WINDOW)
             self._rates[match, position] = rate + ((position < accepted) - rate) / weight, weight
+
+    def _known(self, match: int, position: int) -> tuple[float, float]:
+        """Return the probability and the weight of what it rests on."""
+        if (match, position) in self._rates:
+            return self._rates[match, position]
+        return (self.rate(match, position - 1) if position else PRIOR), PRIOR_WEIGHT

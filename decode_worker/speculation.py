@@ -56,7 +56,9 @@ class SpeculationCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
+    """A request with a draft, and what the draft is worth."""
+
     request: DecodeRequest
     draft: Draft
     survival: list[float]
@@ -64,10 +66,10 @@ class _Candidate:
     context: int
     """The tokens that the newest token's row attends to, itself included."""
 
-    def first(self, drafts: int) -> "_Candidate":
+    def first(self, drafts: int) -> "Candidate":
         """Return the candidate with so many of its drafts."""
         draft = Draft(self.draft.token_ids[:drafts], self.draft.match)
-        return _Candidate(self.request, draft, self.survival[:drafts], self.context)
+        return Candidate(self.request, draft, self.survival[:drafts], self.context)
 
 
 class Speculation:
@@ -148,7 +150,7 @@ class Speculation:
         if self._told.pop(request, None) is not None:
             self._proposer.leave(request)
 
-    def _choose(self, bounds: StepBounds, unknown: int) -> list[_Candidate]:
+    def _choose(self, bounds: StepBounds, unknown: int) -> list[Candidate]:
         """Return the requests that have drafts in a step, each with as many as pay.
 
         `unknown` is the number of tokens of each request that have not arrived.
@@ -160,7 +162,7 @@ class Speculation:
         if self.fixed_drafts is not None:
             candidates = [self._candidate(request, unknown).first(self.fixed_drafts) for request in eligible]
             return [each for each in candidates if each.survival]
-        chosen: list[_Candidate] = []
+        chosen: list[Candidate] = []
         if self._acceptance.best() > break_even(bounds.cost, work):
             candidates = [self._candidate(request, unknown) for request in eligible]
             chosen = with_most_tokens(bounds, work, [each for each in candidates if each.survival])
@@ -175,14 +177,14 @@ class Speculation:
             return False
         return self._batch.rows_left(request) > 1 + unknown
 
-    def _candidate(self, request: DecodeRequest, unknown: int) -> _Candidate:
+    def _candidate(self, request: DecodeRequest, unknown: int) -> Candidate:
         """Return a request with the draft that follows its newest token, which is one of `unknown` that come first."""
         self._tell(request)
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
         survival = self._acceptance.survival(draft.match, len(draft.token_ids))
         position = self._batch.next_position(request)
-        return _Candidate(request, Draft(draft.token_ids[unknown:], draft.match), survival[unknown:], position + 1)
+        return Candidate(request, Draft(draft.token_ids[unknown:], draft.match), survival[unknown:], position + 1)
 
     def _tell(self, request: DecodeRequest) -> None:
         """Bring the proposer up to date."""
@@ -194,7 +196,7 @@ class Speculation:
             self._proposer.extend(request, answer[told:])
         self._told[request] = len(answer)
 
-    def _positions(self, candidate: _Candidate) -> int:
+    def _positions(self, candidate: Candidate) -> int:
         """Return the number of drafts for which the request has pages, or gets one that nobody else needs."""
         request = candidate.request
         left = self._batch.positions_left(request)
@@ -216,7 +218,7 @@ def break_even(cost: StepCost, work: StepWork) -> float:
     return work.decode_rows * (more - seconds) / seconds
 
 
-def with_drafts(work: StepWork, candidates: Sequence[_Candidate]) -> StepWork:
+def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
     """Return the work of a step with rows for all drafts of the candidates."""
     rows = sum(len(each.survival) for each in candidates)
     context = sum(len(each.survival) * each.context + sum(range(len(each.survival) + 1)) for each in candidates)
@@ -227,7 +229,7 @@ def with_drafts(work: StepWork, candidates: Sequence[_Candidate]) -> StepWork:
     )
 
 
-def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates with so many of their drafts that the tokens per second of the step are most.
 
     Empty if the gain is less than GAIN_MIN.

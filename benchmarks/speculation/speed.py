@@ -26,6 +26,7 @@ from wire.messages import SamplingParams
 from wire.speculation_method import SpeculationMethod
 
 KV_BYTES = 256 << 20
+WARM_UP_TOKENS = 16
 
 
 @dataclass(slots=True)
@@ -66,6 +67,37 @@ async def compare(
     return plain, drafting
 
 
+async def measure_set(
+    runners: Sequence[ModelRunner],
+    engine: EngineConfig,
+    method: str,
+    prompts: Sequence[Sequence[int]],
+    batch: int,
+    most: int,
+) -> dict[str, object]:
+    """Return the figures of one prompt set."""
+    async with (
+        LocalWorker.open(runners[0], engine, SpeculationMethod.OFF) as off,
+        LocalWorker.open(runners[1], engine, SpeculationMethod(method)) as on,
+    ):
+        for worker in (off, on):
+            await answer(worker, prompts[:batch], WARM_UP_TOKENS, Decoded())
+        plain, drafting = await compare((off, on), prompts, batch, most)
+        counts = on.speculation.counts
+    drafted, accepted = sum(counts.drafted.values()), sum(counts.accepted.values())
+    return {
+        "batch": batch,
+        "prompts": len(prompts),
+        "tokens": plain.tokens,
+        "plain_tokens_per_s": round(plain.per_s, 2),
+        "tokens_per_s": round(drafting.per_s, 2),
+        "speedup": round(drafting.per_s / plain.per_s, 3),
+        "tokens_a_step": round(drafting.tokens / max(1, drafting.tokens - accepted), 3),
+        "drafted": drafted,
+        "accepted": accepted,
+    }
+
+
 async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
     """Run what the command line asks for; returns the result for JSON."""
     folder = prepare_model(find_default_model())
@@ -74,53 +106,25 @@ async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, obj
         folder, device=chosen.device, dtype=chosen.dtype, kv_cache_bytes=KV_BYTES, threads=chosen.threads
     )
     runners = [ModelRunner.load(engine) for _ in range(2)]
-    table = Table("prompts", "batch", "tokens/s without", "with drafts", "times as fast", "tokens a step", "accepted")
     rows: list[dict[str, object]] = []
-    methods = (SpeculationMethod.OFF, SpeculationMethod(chosen.method))
     for batch in chosen.batch:
         for name in chosen.sets:
             prompts = encode_prompts(tokenizer, name)[: chosen.prompts]
-            async with (
-                LocalWorker.open(runners[0], engine, methods[0]) as off,
-                LocalWorker.open(runners[1], engine, methods[1]) as on,
-            ):
-                for worker in (off, on):
-                    await answer(worker, prompts[:batch], 16, Decoded())
-                plain, drafting = await compare((off, on), prompts, batch, chosen.tokens)
-                counts = on.speculation.counts
-                drafted, accepted = sum(counts.drafted.values()), sum(counts.accepted.values())
-            row = {
-                "set": name,
-                "batch": batch,
-                "prompts": len(prompts),
-                "tokens": plain.tokens,
-                "plain_tokens_per_s": round(plain.per_s, 2),
-                "tokens_per_s": round(drafting.per_s, 2),
-                "speedup": round(drafting.per_s / plain.per_s, 3),
-                "drafted": drafted,
-                "accepted": accepted,
-            }
-            rows.append(row)
-            console.print(row)
-            share = accepted / drafted if drafted else 0.0
-            table.add_row(
-                name,
-                str(batch),
-                f"{plain.per_s:.1f}",
-                f"{drafting.per_s:.1f}",
-                f"{drafting.per_s / plain.per_s:.2f}",
-                f"{drafting.tokens / max(1, drafting.tokens - accepted):.2f}",
-                f"{share:.0%} of {drafted}",
-            )
-    console.print(table)
-    facts = runners[0].facts
-    return {
-        "model": folder.name,
-        "method": chosen.method,
-        "dtype": facts.dtype,
-        "rows": rows,
-        **run_facts(chosen.device),
-    }
+            row = await measure_set(runners, engine, chosen.method, prompts, batch, chosen.tokens)
+            rows.append({"set": name, **row})
+            console.print(rows[-1])
+    console.print(table_of(rows))
+    dtype = runners[0].facts.dtype
+    return {"model": folder.name, "method": chosen.method, "dtype": dtype, "rows": rows, **run_facts(chosen.device)}
+
+
+def table_of(rows: Sequence[dict[str, object]]) -> Table:
+    """Return the figures as a table."""
+    table = Table("prompts", "batch", "tokens/s without", "with drafts", "times as fast", "tokens a step", "accepted")
+    for row in rows:
+        names = ("set", "batch", "plain_tokens_per_s", "tokens_per_s", "speedup", "tokens_a_step")
+        table.add_row(*(str(row[name]) for name in names), f"{row['accepted']} of {row['drafted']}")
+    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
