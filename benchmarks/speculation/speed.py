@@ -72,6 +72,7 @@ async def measure_set(
     engine: EngineConfig,
     method: str,
     prompts: Sequence[Sequence[int]],
+    *,
     batch: int,
     most: int,
 ) -> dict[str, object]:
@@ -110,7 +111,7 @@ async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, obj
     for batch in chosen.batch:
         for name in chosen.sets:
             prompts = encode_prompts(tokenizer, name)[: chosen.prompts]
-            row = await measure_set(runners, engine, chosen.method, prompts, batch, chosen.tokens)
+            row = await measure_set(runners, engine, chosen.method, prompts, batch=batch, most=chosen.tokens)
             rows.append({"set": name, **row})
             console.print(rows[-1])
     console.print(table_of(rows))
