@@ -14,6 +14,12 @@ _KNEE = 0.35
 """The fixed cost of prompts in a step / the time in which weights are read: the two do not overlap entirely. The median
 that workers of an 8B model on H200s had learned (0.22 to 0.74).
 """
+_UNPACKING = 1.5
+"""Time to unpack codes for a row of a decode step / that of its arithmetic with those weights in 16 bits.
+
+Steps of llama-3-8b on an H100, int8 and int4, are .92 and .93 times as fast as in 16 bits with 128 rows, .72 and .75
+with 256 (docs/decisions/0042). This says .90 and .98, .79 and .83; without it 1.23 and 1.38, 1.14 and 1.21.
+"""
 _BATCH = 32
 """A batch of decode rows that reads most experts of common models."""
 _CONTEXT = 2048
@@ -78,6 +84,8 @@ class ModelSizes:
     """Bytes of all experts of all layers."""
     expert_share: float = 0.0
     """The part of a layer's experts that a token chooses."""
+    unpacked_weights: int = 0
+    """Elements of the matrices whose codes are unpacked for products with 16-bit inputs, experts aside."""
     windowed: tuple[WindowedLayers, ...] = ()
     """The layers with windows, by their window."""
 
@@ -122,6 +130,11 @@ class Roofline:
     ceilings: Ceilings
 
 
+def unpacking_seconds(sizes: ModelSizes, device: Ceilings) -> float:
+    """Return the time that packed weights add to each row of a decode step."""
+    return _UNPACKING * _FLOP_A_WEIGHT * sizes.unpacked_weights / device.flops
+
+
 def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:
     """Return the parameters with which a worker starts."""
     token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
@@ -140,7 +153,7 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
         token_s=token_s + token_flop / device.flops,
         pair_s=pair_flop / device.flops,
         # Below the knee a row's arithmetic is hidden but not quite: large batches cost half as much again.
-        row_s=token_s / 2 + experts_s + row_bytes / device.bytes_per_s,
+        row_s=token_s / 2 + unpacking_seconds(sizes, device) + experts_s + row_bytes / device.bytes_per_s,
         context_s=context_bytes / device.bytes_per_s,
         free_tokens=int(weights_s / token_s),
         tile_tokens=grid.tile_tokens,

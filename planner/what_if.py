@@ -30,6 +30,8 @@ class Quantized:
     """Bytes of weights that a decode step reads, as a fraction of the current ones."""
     kv_reads: float
     """Likewise of a token's KV."""
+    unpacking_s: float = 0.0
+    """Seconds that unpacking its weights adds to each row of a decode step, compared with the current ones."""
 
 
 def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized], launch_s: float) -> Iterator[Change]:
@@ -50,6 +52,7 @@ def _quantized(facts: WorkerFacts, form: Quantized, launch_s: float) -> WorkerFa
     smaller = replace(
         cost,
         base_s=cost.base_s - reading_s * (1 - form.weight_reads),
+        row_s=cost.row_s + form.unpacking_s,
         context_s=cost.context_s * form.kv_reads,
         free_tokens=int(cost.free_tokens * form.weight_reads),
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from costs.devices import DeviceKind
+from costs.roofline import unpacking_seconds
 from costs.step_cost import StepCost
 from engine.config.model import ModelSpec
 from engine.config.quantization import Codes
@@ -64,7 +65,7 @@ class Question:
 
     def quantized_forms(self) -> Iterator[Quantized]:
         """Yields weights, KV and both in 8 bits, where they are not: bytes as the cost model counts them."""
-        now = model_sizes(self.model, ITEM_BYTES, self.kv_element_bytes)
+        ceilings, now = self.device.ceilings, model_sizes(self.model, ITEM_BYTES, self.kv_element_bytes)
         packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
         kv = self._narrower_kv()
         for name, model, element_bytes in (
@@ -76,7 +77,8 @@ class Question:
                 sizes = model_sizes(model, ITEM_BYTES, element_bytes)
                 reads = [each.weight_bytes + each.expert_bytes_read(1) for each in (sizes, now)]
                 kv_reads = sizes.kv_bytes_per_token / now.kv_bytes_per_token
-                yield Quantized(name, self._memory(model, element_bytes), reads[0] / reads[1], kv_reads)
+                unpacking_s = unpacking_seconds(sizes, ceilings) - unpacking_seconds(now, ceilings)
+                yield Quantized(name, self._memory(model, element_bytes), reads[0] / reads[1], kv_reads, unpacking_s)
 
     def _narrower_kv(self) -> float | None:
         """Returns the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""

@@ -34,6 +34,8 @@ from engine.models.parameters import (
 Empty = Callable[..., Tensor]
 _T = TypeVar("_T")
 _META = torch.device("meta")
+_MATRIX = 2
+"""Dimensions of a weight that is not one of experts."""
 _PACKED_FIELDS = {"embedding", "lm_head", "qkv", "output", "down", "query_up", "gate_up", "weight"}
 """Fields that may be packed."""
 _PLAIN_FIELDS = {"router", "shared_gate"}
@@ -105,6 +107,20 @@ def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes
             else:
                 every_step += saved
     return SavedBytes(every_step, experts, table)
+
+
+def unpacked_elements(spec: ModelSpec) -> int:
+    """Returns the elements of packed matrices whose products on GPUs have 16-bit inputs, without tables and experts."""
+    if spec.quantization is None:
+        return 0
+    return sum(
+        weight.shape.numel()
+        for path, weight in named_weights(allocate_parameters(spec, torch.float32, _META))
+        if isinstance(weight, PackedWeight)
+        and len(weight.shape) == _MATRIX
+        and not weight.quantized_inputs
+        and path != "embedding"
+    )
 
 
 @cache

@@ -75,6 +75,26 @@ def test_effects_are_those_of_the_bytes_that_are_held() -> None:
     assert kv.kv_reads == pytest.approx(132 / 256)
     assert (both.weight_reads, both.kv_reads) == (weights.weight_reads, kv.kv_reads)
     assert (weights.kv_reads, kv.weight_reads) == (1.0, 1.0)
+    assert both.unpacking_s == weights.unpacking_s == pytest.approx(1.5 * 2 * layers / 6.7e14)
+    assert kv.unpacking_s == 0
+
+
+@pytest.mark.parametrize(("name", "measured"), [("int8", (1.34, 0.92, 0.72)), ("int4", (1.49, 0.93, 0.75))])
+def test_packed_weights_slow_large_batches_down(name: str, measured: tuple[float, ...]) -> None:
+    """How many times as fast as in 16 bits llama-3-8b decodes 32, 128 and 256 rows of 1,024 tokens on an H100."""
+    from costs.devices import device_kind
+    from costs.step_cost import StepCost
+    from engine.models.load_spec import quantized_at_load
+    from engine.models.shapes import shape_config
+    from simulation.hardware import roofline
+
+    model, ceilings = shape_config("llama-3-8b"), device_kind("--gpu", "H100").ceilings
+    plain, packed = (roofline(quantized_at_load(model, each), ceilings) for each in (None, name))
+    for rows, factor in zip((32, 128, 256), measured, strict=True):
+        seconds = [StepCost(each).decode_step_seconds(rows, 1024 * rows) for each in (plain, packed)]
+        assert seconds[0] / seconds[1] == pytest.approx(factor, rel=0.12)
+    products_of_codes = roofline(quantized_at_load(model, "fp8"), ceilings)
+    assert products_of_codes.row_s == plain.row_s
 
 
 def test_it_sizes_a_cluster_for_a_load() -> None:
