@@ -11,3 +11,5 @@ class SpeculationMethod(StrEnum):
     OFF = "off"
     NGRAM = "ngram"
     """What followed the request's last tokens when they occurred before, in its prompt or its answer."""
+    SUFFIX = "suffix"
+    """The same, and what followed them in earlier answers of the same tenant."""

@@ -177,7 +177,8 @@ class EngineOptions:
         str,
         typer.Option(
             help="Speculative decoding: ngram = verify what followed the last tokens when they occurred before, several"
-            " tokens a step where that pays; off; auto = ngram on a CPU, off on GPUs. Answers are the same."
+            " tokens a step where that pays; suffix = also in earlier answers of the tenant; off; auto = ngram on a"
+            " CPU, off on GPUs. Answers are the same."
         ),
     ] = "auto"
 

@@ -2,6 +2,7 @@
 
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
+from engine.speculation.suffix import SuffixProposer
 from wire.speculation_method import SpeculationMethod
 
 
@@ -12,4 +13,6 @@ def make_proposer(method: SpeculationMethod, *, asynchronous: bool) -> Proposer 
     """
     if method is SpeculationMethod.AUTO:
         method = SpeculationMethod.OFF if asynchronous else SpeculationMethod.NGRAM
+    if method is SpeculationMethod.SUFFIX:
+        return SuffixProposer()
     return NgramProposer() if method is SpeculationMethod.NGRAM else None

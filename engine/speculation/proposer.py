@@ -12,7 +12,10 @@ class Draft:
     token_ids: Sequence[int]
     """At most as many as were asked for; may be empty."""
     match: int
-    """The class of the guess, by which acceptance is learned: the length of the match that it rests on, 0 = none."""
+    """The class of the guess, by which acceptance is learned: the length of the match that it rests on, 0 = none.
+
+    Guesses of another origin have numbers above the longest match.
+    """
 
 
 NO_DRAFT = Draft((), 0)

@@ -12,6 +12,7 @@ from costs.answer_length import SEEN_MIN
 from decode_worker.request import DecodeRequest
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
+from engine.speculation.suffix import SuffixProposer
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.errors import ResourceExhausted
@@ -34,7 +35,7 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
 
 
-@pytest.fixture(params=["n-grams", "oracle", "wrong"])
+@pytest.fixture(params=["n-grams", "suffix", "oracle", "wrong"])
 def proposer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All workers propose like this."""
     propose_by(monkeypatch, request.param)
@@ -50,7 +51,9 @@ def propose_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return [*question, *answer_to(question, key.reservation.sampling)]
 
     def make(*_: object, **__: object) -> Proposer:
-        return OracleProposer(whole, rates[name]) if name in rates else NgramProposer()
+        if name in rates:
+            return OracleProposer(whole, rates[name])
+        return SuffixProposer() if name == "suffix" else NgramProposer()
 
     monkeypatch.setattr(worker.worker, "make_proposer", make)
 
