@@ -187,7 +187,7 @@ class ClusterConfig:
     prefix_cache: bool = True
     """True if workers keep full KV pages for prefix reuse while memory allows."""
     speculate: str = "auto"
-    """Speculative decoding: `auto`, `off`, `ngram` or `suffix`; it changes how fast answers are, and nothing else of them."""
+    """Speculative decoding: `auto`, `off`, `ngram` or `suffix`; it changes the speed of answers and no token."""
     kv_checksum_rate: float = 0.05
     """Fraction of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page; 0 = none."""
     kv_lease_s: float = 5.0
