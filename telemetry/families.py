@@ -210,13 +210,19 @@ STEP_FREE_TOKENS = gauge(
     "engine_step_free_tokens", "Tokens of a step whose arithmetic is hidden behind reading the weights."
 )
 DRAFTED = counter(
-    "speculation_draft_tokens_total",
-    "Drafts that steps verified, by the length of the match that they rest on and by position in the draft.",
-    "match",
-    "position",
+    "speculation_draft_tokens_total", "Drafts that steps verified, by position in the draft, from 0.", "position"
 )
 DRAFTS_ACCEPTED = counter(
-    "speculation_accepted_tokens_total", "Verified drafts that became tokens of answers.", "match", "position"
+    "speculation_accepted_tokens_total", "Verified drafts that became tokens of answers, by position.", "position"
+)
+DRAFTED_BY_MATCH = counter(
+    "speculation_match_draft_tokens_total",
+    "Verified drafts by the length of the match that they rest on (8 = 8 or more; above: matches of 1, 2, 3 tokens in"
+    " other answers).",
+    "match",
+)
+ACCEPTED_BY_MATCH = counter(
+    "speculation_match_accepted_tokens_total", "Verified drafts that became tokens of answers, by match.", "match"
 )
 SPECULATION_SAVED = counter(
     "speculation_saved_seconds_total",

@@ -194,7 +194,9 @@ _SPECULATION = Row(
             Unit.SHARE,
             (
                 Query(
-                    share(rate(of_workers(f.DRAFTS_ACCEPTED), "match"), rate(of_workers(f.DRAFTED), "match")),
+                    share(
+                        rate(of_workers(f.ACCEPTED_BY_MATCH), "match"), rate(of_workers(f.DRAFTED_BY_MATCH), "match")
+                    ),
                     "match of {{match}}",
                 ),
             ),

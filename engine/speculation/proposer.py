@@ -4,6 +4,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+LAST_CLASS = 11
+"""The largest class of a draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:

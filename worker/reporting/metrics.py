@@ -6,12 +6,14 @@ Any thread may read the numbers.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from costs.roofline import Ceilings, Roofline
 from costs.step_work import StepWork
+from decode_worker.speculation import DRAFTS_MAX
+from engine.speculation.proposer import LAST_CLASS
 from prefill_worker.page_writes import WritingTime
 from telemetry import families as f
 from telemetry.registry import Facts, Reading, Registry
@@ -208,11 +210,21 @@ def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts
     if counts is None:
         return {}
     return {
-        f.DRAFTED: {(str(match), str(position)): count for (match, position), count in counts.drafted.items()},
-        f.DRAFTS_ACCEPTED: {(str(match), str(position)): count for (match, position), count in counts.accepted.items()},
+        f.DRAFTED: _by(1, counts.drafted, range(DRAFTS_MAX)),
+        f.DRAFTS_ACCEPTED: _by(1, counts.accepted, range(DRAFTS_MAX)),
+        f.DRAFTED_BY_MATCH: _by(0, counts.drafted, range(1, LAST_CLASS + 1)),
+        f.ACCEPTED_BY_MATCH: _by(0, counts.accepted, range(1, LAST_CLASS + 1)),
         f.SPECULATION_SAVED: counts.saved_s,
         f.SPECULATION_SPEEDUP: speedup,
     }
+
+
+def _by(part: int, counts: Counter[tuple[int, int]], labels: range) -> Reading:
+    """Return sums by one part of the keys, of all labels from the beginning: no client creates a series."""
+    sums = dict.fromkeys(labels, 0)
+    for key, count in list(counts.items()):
+        sums[key[part]] += count
+    return {(str(label),): total for label, total in sums.items()}
 
 
 def step_costs(cost: CostParameters) -> Facts:

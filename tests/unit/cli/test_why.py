@@ -94,8 +94,8 @@ async def test_what_became_of_drafts() -> None:
                 f.WORKER_READY: 1,
                 **({} if not drafts else {
                     f.SPECULATION_SPEEDUP: 1.8,
-                    f.DRAFTED: {("3", "0"): drafts["drafted"]()},
-                    f.DRAFTS_ACCEPTED: {("3", "0"): 0.75 * drafts["drafted"]()},
+                    f.DRAFTED: {("0",): drafts["drafted"]()},
+                    f.DRAFTS_ACCEPTED: {("0",): 0.75 * drafts["drafted"]()},
                 }),
             }
         )  # fmt: skip

@@ -134,7 +134,7 @@ async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
         await until(lambda: late.tokens)
         await until(lambda: all(each.finish for each in heard.values()) and late.finish)
         assert late.tokens == answer_to([9, 9, 9], TEN)
-        assert max(len(batch.rows) for batch in pair.decode.engine.batches if not is_mixed(batch)) <= 3
+        assert max(len(batch.tokens.newest) for batch in pair.decode.engine.batches if not is_mixed(batch)) <= 3
         await pair.empty()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.speculation import suffix
 from engine.speculation.history import LONGEST
 from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import NO_DRAFT, Draft
+from engine.speculation.proposer import LAST_CLASS, NO_DRAFT, Draft
 from engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
 
 
@@ -160,3 +160,7 @@ def test_equals_a_search_of_what_is_kept(
         assert asked(proposer, [9, *tokens], most, salt) == searched([9, *tokens], same, most)
         assert proposer._answers.tokens == sum(len(each) - LONGEST for _, each in kept)
         assert proposer._answers._places.keys() == {theirs for theirs, _ in kept}
+
+
+def test_every_class_has_a_number_that_metrics_know() -> None:
+    assert ANSWER_CLASSES + LONGEST == LAST_CLASS
