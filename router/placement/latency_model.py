@@ -2,7 +2,6 @@
 
     prompt: cost = ttft + decode rows · delay of their tokens            misses = 1 if ttft misses its target
     answer: cost = tokens · (step + rows · growth of the step) / speedup misses = gap targets broken, its own included
-
 Every prediction of the router is made here, from the step costs that the worker itself fits (`costs/step_cost.py`).
 """
 
