@@ -7,13 +7,15 @@ asserts that it never writes to a shared or cached page.
 import hashlib
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
 
 from costs.roofline import Ceilings, ModelSizes, Roofline
+from decode_worker.request import DecodeRequest
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
@@ -159,6 +161,17 @@ def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
         if tokens[-1] in sampling.stop_token_ids and draw >= sampling.min_tokens:
             break
     return tokens[len(prompt) :]
+
+
+def whole_text(key: Hashable) -> Sequence[int]:
+    """Returns the prompt and the answer of a decode worker's request, as oracles of drafts want to know them."""
+    assert isinstance(key, DecodeRequest)
+    return _whole_text(tuple(key.reservation.question), key.reservation.sampling)
+
+
+@cache
+def _whole_text(prompt: tuple[int, ...], sampling: SamplingParams) -> Sequence[int]:
+    return [*prompt, *answer_to(list(prompt), sampling)]
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +64,12 @@ def names() -> list[str]:
 
 
 def show(
-    dashboard: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, *, folded: bool = False
+    dashboard: Mapping[str, Any], prometheus: Prometheus, time_range: TimeRange, *, folded_row: str | None = None
 ) -> Iterator[Shown]:
-    """Yields every panel outside of folded rows, or inside of them if `folded`, with all variables at "All"."""
+    """Yields every panel outside of folded rows, or of the folded row with this title, with all variables at "All"."""
     chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
-    rows = [panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"]
-    for panel in chain(*rows) if folded else dashboard["panels"]:
+    rows = {panel["title"]: panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"}
+    for panel in dashboard["panels"] if folded_row is None else rows[folded_row]:
         if panel["type"] != "row":
             asked = [_ask(target, prometheus, time_range, chosen) for target in panel["targets"]]
             yield Shown(panel, tuple(asked))

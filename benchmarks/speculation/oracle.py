@@ -24,7 +24,8 @@ class OracleProposer:
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha is a probability, not {alpha}")
         self._answer_of = answer_of
-        self._alpha = alpha
+        self.alpha = alpha
+        """The probability; may change."""
         self._seed = seed
         self._known: dict[Hashable, int] = {}
         """The tokens of each request, of its prompt and its answer so far."""
@@ -51,6 +52,6 @@ class OracleProposer:
         del self._known[key]
 
     def _guess(self, token: int, position: int) -> int:
-        if random.Random(f"{self._seed} {position}").random() < self._alpha:
+        if random.Random(f"{self._seed} {position}").random() < self.alpha:
             return token
         return token - 1 if token else 1

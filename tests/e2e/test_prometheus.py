@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.dashboards.panels import TimeRange, names, read_dashboard, show
+from benchmarks.dashboards.panels import Shown, TimeRange, names, read_dashboard, show
 from benchmarks.dashboards.prometheus import Prometheus, find_prometheus, running_prometheus
 from benchmarks.load.mixed import run_mixed, since_sent
 from benchmarks.load.record import RequestRecord
@@ -137,18 +137,31 @@ def test_every_query_has_data(watched: Watched, name: str) -> None:
     assert {panel.title for panel in shown if panel.empty} == ({OF_EXPERTS} if name == "workers" else set())
 
 
-def test_the_folded_row_of_hardware_has_data(watched: Watched) -> None:
+def folded_row(watched: Watched, dashboard: str, title: str) -> list[Shown]:
     time_range = TimeRange(watched.start, watched.end)
-    shown = list(show(read_dashboard("workers"), watched.prometheus, time_range, folded=True))
+    return list(show(read_dashboard(dashboard), watched.prometheus, time_range, folded_row=title))
+
+
+def test_the_folded_row_of_hardware_has_data(watched: Watched) -> None:
+    shown = folded_row(watched, "workers", "Hardware (NVIDIA's dcgm-exporter)")
     assert len(shown) == 8
     assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
     named = {curve.name for panel in shown for curves in panel.answers for curve in curves}
     assert named == {"node-1 GPU 0", "node-1 GPU 0 sent", "node-1 GPU 0 received"}
 
 
+def test_the_folded_row_of_speculation_has_data(watched: Watched) -> None:
+    """Whether any draft is verified depends on the answers; without any, the shares have no value."""
+    shown = folded_row(watched, "workers", "Speculative decoding")
+    assert {panel.title for panel in shown} >= {"Speed-up", "Drafted tokens", "Seconds saved"}
+    assert {panel.title for panel in shown if panel.empty} <= {
+        "Accepted drafts by position",
+        "Accepted drafts by match",
+    }
+
+
 def test_the_folded_row_of_front_processes_has_data(watched: Watched) -> None:
-    time_range = TimeRange(watched.start, watched.end)
-    shown = list(show(read_dashboard("serving"), watched.prometheus, time_range, folded=True))
+    shown = folded_row(watched, "serving", "Front processes")
     assert len(shown) == 4
     assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
     named = {curve.name for panel in shown for curves in panel.answers for curve in curves}

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import worker.worker
+from benchmarks.speculation.oracle import OracleProposer
 from engine.device import device_name
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.wires import Wires
-from tests.fake_engine import PAGE_TOKENS
+from tests.fake_engine import PAGE_TOKENS, whole_text
 from tests.unit.deploy.played import play
 from tests.unit.deploy.small_cluster import SmallCluster
 from tests.unit.deploy.test_rules import ROOT, alerts, needs_promtool
@@ -29,6 +31,9 @@ from wire.messages import PeerDescription, PeerRef, RequestRef, SamplingParams
 pytestmark = needs_promtool
 
 PROMPT, ONE = list(range(11, 11 + 2 * PAGE_TOKENS)), SamplingParams(max_tokens=2)
+DRAFTS = 7
+DRAFTED = {alpha: SamplingParams(max_tokens, ignore_eos=True) for alpha, max_tokens in ((1.0, 240), (0.0, 40))}
+"""Answers of which eight have more than a thousand drafts, by the probability that a draft is right."""
 POOL, LOST = 16, 5
 """Pages, and requests of two pages each, which lose more than half of the pool."""
 
@@ -195,6 +200,24 @@ async def test_pages_of_a_gpu_that_go_over_tcp(
             wires.learn(peer, ucx_log, {})
             await cluster.minutes(4)
     assert_fires(cluster, {3: set(), 6: named, 7: named, 11: unnamed}, tmp_path)
+
+
+async def test_drafts_that_no_longer_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = OracleProposer(whole_text, alpha=1.0)
+    monkeypatch.setattr(worker.worker, "make_proposer", lambda *_, **__: oracle)
+    async with SmallCluster(both=True, pages=600) as cluster:
+        decode = cluster.pair.decode.worker._halves.decode
+        assert decode.speculation is not None
+        decode.speculation.fixed_drafts = DRAFTS
+        for alpha, minutes, times in ((1.0, 20, 2), (0.0, 10, 4), (1.0, 20, 1)):
+            oracle.alpha = alpha
+            for turn in range(times):
+                await cluster.minutes(minutes)
+                heard = [cluster.pair.send(f"{alpha} {turn} {n}", [*PROMPT, n + 50], DRAFTED[alpha]) for n in range(8)]
+                await until(lambda heard=heard: all(each.finish for each in heard))
+                await cluster.pair.empty()
+        await cluster.minutes(20)
+    assert_fires(cluster, {51: set(), 85: {"TandemDraftsRejected"}}, tmp_path)
 
 
 def test_each_alert_has_a_cause_that_is_real() -> None:

@@ -15,9 +15,9 @@ from wire.messages import SamplingParams
 from wire.policy_name import PolicyName
 from worker.step_policy import FORCED_CHUNK_INTERVAL
 
-LONG = SamplingParams(max_tokens=150)
-LONGER = SamplingParams(max_tokens=150 + 2 * FORCED_CHUNK_INTERVAL)
-TEN = SamplingParams(max_tokens=10)
+LONG = SamplingParams(max_tokens=150, speculate=False)
+LONGER = SamplingParams(max_tokens=150 + 2 * FORCED_CHUNK_INTERVAL, speculate=False)
+TEN = SamplingParams(max_tokens=10, speculate=False)
 STEP_TOKENS = 16
 STEPS_BEFORE = 60
 """Enough for seven to decode under any policy, and not for one of them to end."""

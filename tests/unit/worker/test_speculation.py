@@ -1,7 +1,7 @@
 """Answers of workers with speculative decoding: token for token as without, whatever is drafted."""
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,11 +9,10 @@ import pytest
 import worker.worker
 from benchmarks.speculation.oracle import OracleProposer
 from costs.answer_length import SEEN_MIN
-from decode_worker.request import DecodeRequest
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.suffix import SuffixProposer
-from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
+from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.errors import ResourceExhausted
 from wire.messages import FinishReason, SamplingParams
@@ -45,14 +44,9 @@ def proposer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def propose_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     rates = {"oracle": 0.7, "wrong": 0.0}
 
-    def whole(key: Hashable) -> Sequence[int]:
-        assert isinstance(key, DecodeRequest)
-        question = list(key.reservation.question)
-        return [*question, *answer_to(question, key.reservation.sampling)]
-
     def make(*_: object, **__: object) -> Proposer:
         if name in rates:
-            return OracleProposer(whole, rates[name])
+            return OracleProposer(whole_text, rates[name])
         return SuffixProposer() if name == "suffix" else NgramProposer()
 
     monkeypatch.setattr(worker.worker, "make_proposer", make)
