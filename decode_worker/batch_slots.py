@@ -102,7 +102,7 @@ class SlotColumns:
         self.samplings[at] = sampling
         self.histories[at] = request.history
         self.min_tokens[at] = sampling.min_tokens
-        self.penalized[at] = request.history is not None
+        self.penalized[at] = sampling.penalized
         self.wants_logprobs[at] = sampling.logprobs is not None
         self.newest_token[at] = request.answer[-1]
         self.settings[at] = settings_of(sampling)

@@ -33,6 +33,7 @@ class _Drawing:
     wants_logprobs: bool
     may_end_from: int
     """The first step in which the answer of each row is as long as its `min_tokens`."""
+    constrained: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class BatchSnapshot:
                 drawing.penalized,
                 drawing.wants_logprobs,
                 step < drawing.may_end_from,
+                drawing.constrained,
             ),
         )
 
@@ -158,6 +160,7 @@ class BatchSnapshot:
             bool(columns.penalized[indices].any()),
             bool(columns.wants_logprobs[indices].any()),
             int((columns.min_tokens[indices] - offset).max()),
+            any(each.grammar for each in samplings),
         )
 
     @cached_property

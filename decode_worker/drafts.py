@@ -91,6 +91,7 @@ class StepDrafts:
             draws.penalized,
             draws.scored,
             draws.may_not_end,
+            draws.constrained,
         )
 
 

@@ -72,7 +72,7 @@ class DecodeHalf:
         A request whose last token is in flight gets none: it ends, whatever that token is. Within `bounds`, if given,
         more rows verify drafts. None = nothing can be planned before the tokens of the step in flight are here.
         """
-        if self.speculation is not None and self.speculation.waits(bounds):
+        if self._batch.waits_for_tokens or (self.speculation is not None and self.speculation.waits(bounds)):
             return None
         self._notice_cancelled()
         self._release_stopped()
@@ -140,7 +140,7 @@ class DecodeHalf:
         request.edges.append(EdgeStamp.now(Edge.DECODE_STARTED))
         sampling = request.reservation.sampling
         request.ending = Ending.of(request.prompt_tokens, sampling, self._model)
-        if sampling.penalized:
+        if sampling.needs_history:
             request.history = History(request.reservation.question, request.token_ids)
         self._batch.join(request)
         insort(self.gap_targets, request.reservation.gap_target_s)

@@ -44,7 +44,7 @@ class RunningBatch:
         self._with_events: list[BatchSlot] = []
         """Slots whose next token needs an event."""
         self._with_history: list[BatchSlot] = []
-        """Slots of requests with penalties, whose answer has to be complete after each step."""
+        """Slots of requests with penalties or a grammar, whose answer has to be complete after each step."""
         self._stop_sets: dict[frozenset[int], int] = {}
         """Sets of tokens that end an answer, each with the number of requests that have it."""
         self._stop_tokens: frozenset[int] = frozenset()
@@ -61,7 +61,7 @@ class RunningBatch:
         return self._slots.keys()
 
     def join(self, request: DecodeRequest) -> None:
-        """Give a slot to a request that has `token_ids`, `pages`, `ending` and, with penalties, a `history`."""
+        """Give a slot to a request that has `token_ids`, `pages`, `ending` and, if it needs one, a `history`."""
         if not self._free:
             self._grow(max(1, len(self._columns)))
         ending, now = request.ending, self._next_step
@@ -136,6 +136,13 @@ class RunningBatch:
         """Return the number of launched steps with a row of the request whose tokens have not arrived."""
         slot = self._slots[request]
         return sum(slot.has_row_in(step) for step, _ in self.in_flight_steps)
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """True if an answer follows a grammar, whose next token depends on those of the steps in flight."""
+        return bool(self.in_flight_steps) and any(
+            slot.request.reservation.sampling.grammar for slot in self._with_history
+        )
 
     @property
     def waits_for_pages(self) -> bool:

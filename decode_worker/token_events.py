@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.running_batch import RunningBatch
 from wire.ending import failure_event
-from wire.errors import Internal
+from wire.errors import Internal, InvalidArgument, TandemError
 from wire.logging.logs import about
 from wire.messages import RequestEvent, RoutedEvent, TokenLogprobs
 
@@ -17,17 +17,21 @@ Scores = Sequence[TokenLogprobs | None]
 
 
 def event_or_failure(batch: RunningBatch, step: CompletedStep, row: int, scores: Scores) -> RoutedEvent:
-    """Return the event of a row's tokens; a request whose result cannot be handled fails alone, with Internal.
+    """Return the event of a row's tokens; a request whose result cannot be handled fails alone.
 
     A request that ends is dropped from `batch`.
     """
     try:
         return _event_for(batch, step, row, scores)
-    except Exception:
+    except Exception as error:
         request = step.tokens(row)[0]
         reservation = request.reservation
-        ref, reason = reservation.ref, Internal("a token of the request could not be handled; see the worker's log")
-        log.exception("request %s met a defect", ref.request_id, extra=about(ref.request_id))
+        ref = reservation.ref
+        if isinstance(error, InvalidArgument):
+            reason: TandemError = error
+        else:
+            reason = Internal("a token of the request could not be handled; see the worker's log")
+            log.exception("request %s met a defect", ref.request_id, extra=about(ref.request_id))
         request.ended = True
         batch.drop(request)
         return RoutedEvent(reservation.router_id, failure_event(ref, reason))
@@ -35,6 +39,8 @@ def event_or_failure(batch: RunningBatch, step: CompletedStep, row: int, scores:
 
 def _event_for(batch: RunningBatch, step: CompletedStep, row: int, scores: Scores) -> RoutedEvent:
     request, index, token_ids = step.tokens(row)
+    if request.history is not None and request.history.failure is not None:
+        raise request.history.failure
     edges, request.edges = tuple(request.edges), []
     reason = request.ending.reason(token_ids[-1], index + len(token_ids) - 1)
     if reason is not None:

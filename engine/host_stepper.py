@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.paged_cache import PagedCache
+from engine.grammar_masks import GrammarMasks
 from engine.graph_use import GraphUse
 from engine.kernels.base import Feed
 from engine.logprobs import score
@@ -36,12 +37,18 @@ class HostStepper:
     asynchronous = False
 
     def __init__(
-        self, packer: StepPacker, forward: Forward, device: torch.device, eos_token_ids: Sequence[int]
+        self,
+        packer: StepPacker,
+        forward: Forward,
+        device: torch.device,
+        eos_token_ids: Sequence[int],
+        masks: GrammarMasks | None = None,
     ) -> None:
         self._packer = packer
         self._forward = forward
         self._device = device
         self._eos_token_ids = eos_token_ids
+        self._masks = masks
         self.graph_use = GraphUse()
         self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
 
@@ -53,7 +60,7 @@ class HostStepper:
             result = rows_of([], batch)
         else:
             draws = batch.draws
-            tokens = sample(logits, draws, self._eos_token_ids)
+            tokens = sample(logits, draws, self._eos_token_ids, self._masks)
             result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens) if draws.scored else ())
         return lambda: result
 

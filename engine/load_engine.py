@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.device import check_weights, choose_kernels, parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
 from engine.expert_tokens import ExpertTokens
+from engine.grammar_masks import GrammarMasks
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels, is_cpu
@@ -24,6 +25,7 @@ from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from engine.weights.random_weights import fill_randomly, random_revision
+from vocabulary.grammars import Grammars, LazyGrammars
 from wire.errors import InvalidArgument
 from wire.messages import ModelFacts
 
@@ -61,6 +63,7 @@ class LoadedParts:
     """The name of the weights."""
     stepper: Stepper
     expert_tokens: ExpertTokens
+    grammars: LazyGrammars
 
 
 def load_parts(
@@ -81,17 +84,19 @@ def load_parts(
     chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
     model = _load_model(config, spec, chosen, dtype, device, progress=progress)
 
+    grammars = LazyGrammars(lambda: Grammars(config.model, spec.vocab_size, spec.eos_token_ids))
+    masks = GrammarMasks(grammars, spec.eos_token_ids)
     stepper: Stepper
     if device.type == "cuda" and kernels is None:
         from engine.cuda.cuda_start import start_on_gpu
 
-        cache, stepper = start_on_gpu(config, model, page_tokens, kv_dtype, device, progress=progress)
+        cache, stepper = start_on_gpu(config, model, page_tokens, kv_dtype, device, masks=masks, progress=progress)
     else:
         # Outside of inference mode: the transfer and tests write into the cache as well.
         capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
         cache = PagedCache(spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
         packer = StepPacker(step_limits(spec, cache))
-        stepper = HostStepper(packer, forward_over(model, cache), device, spec.eos_token_ids)
+        stepper = HostStepper(packer, forward_over(model, cache), device, spec.eos_token_ids, masks)
     facts = ModelFacts(
         name=name or config.model.resolve().name,
         vocab_size=spec.vocab_size,
@@ -102,7 +107,7 @@ def load_parts(
         kv_windows=cache.kv_pages.windows,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
-    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens)
+    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars)
 
 
 def _load_model(

@@ -1,4 +1,4 @@
-"""Masks on logits: an answer that is shorter than its `min_tokens` does not end, as in vLLM.
+"""Masks on logits: an answer that is shorter than its `min_tokens` does not end, as in vLLM, and grammars are followed.
 
 Until then the model's end-of-sequence ids, even ignored ones, and the request's stop token ids have no probability. The
 number of a draw is the number of its token in the answer, whichever worker drew those before.
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.steps.draws import Draw
+from engine.grammar_masks import GrammarMasks
+from engine.steps.draws import Draw, Draws
 
 
 def ends_too_early(draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -34,14 +35,28 @@ def without_early_ends(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Seq
     return kept
 
 
+def within_grammars(logits: Tensor, draws: Draws, masks: GrammarMasks) -> Tensor:
+    """Return logits [rows, vocab] with -inf for tokens that the grammars of their rows forbid now."""
+    rows, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)
+    kept = logits.clone()
+    kept[rows] = kept[rows].masked_fill(forbidden, -torch.inf)
+    return kept
+
+
 class MaskedLogits:
     """Logits of a step on the device that are -inf at masked tokens while its tokens are drawn.
 
     `restore` makes them the model's own again, for log probabilities. No launch waits for the device.
     """
 
-    def __init__(self, logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, logits: Tensor, draws: Draws, eos_token_ids: Sequence[int], masks: GrammarMasks | None) -> None:
         """Mask logits [rows, vocab] in place until `restore`."""
+        self._constrained: tuple[Tensor, Tensor] | None = None
+        if draws.constrained and masks is not None:
+            limited, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)
+            own = logits[limited]
+            self._constrained = limited, own
+            logits[limited] = own.masked_fill(forbidden, -torch.inf)
         pairs = torch.tensor(ends_too_early(draws, eos_token_ids), pin_memory=logits.device.type == "cuda")
         rows, token_ids = pairs.to(logits.device, torch.int64, non_blocking=True)
         self._logits, self._masked = logits, (rows, token_ids)
@@ -51,3 +66,6 @@ class MaskedLogits:
     def restore(self) -> None:
         """Restore the model's own logits."""
         self._logits.index_put_(self._masked, self._were)
+        if self._constrained is not None:
+            rows, own = self._constrained
+            self._logits[rows] = own

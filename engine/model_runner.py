@@ -39,6 +39,7 @@ class ModelRunner:
         self._revision = loaded.revision
         self.stepper = loaded.stepper
         self.expert_tokens = loaded.expert_tokens
+        self._grammars = loaded.grammars
 
     @classmethod
     def load(
@@ -96,6 +97,10 @@ class ModelRunner:
             if logits is None:
                 return torch.empty(0, self.spec.vocab_size)
             return logits if every_token else logits[: len(batch.draws)]
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Compile a grammar before a step needs it; InvalidArgument if that fails. Any thread may call it."""
+        self._grammars.get().check(grammar)
 
     def measure_ceilings(self, threads: int | None = None) -> None:
         """Tell by what this device does at best instead of a typical one; on CPUs with so many threads, None = all.

@@ -12,23 +12,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.logits_mask import without_early_ends
+from engine.grammar_masks import GrammarMasks
+from engine.logits_mask import within_grammars, without_early_ends
 from engine.sampling_filters import column, draw_filtered, has_filters, invert
 from engine.steps.draws import Draw, Draws, History
 from engine.steps.seeded import uniform
 from wire.messages import SamplingParams
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int] = ()) -> Tensor:
+def sample(
+    logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int] = (), masks: GrammarMasks | None = None
+) -> Tensor:
     """Return one token id for each row of logits [rows, vocab] → [rows] int64.
 
-    Greedy rows take the lowest of equal ids. None of `eos_token_ids` is drawn where an answer may not end yet.
+    Greedy rows take the lowest of equal ids. None of `eos_token_ids` is drawn where an answer may not end yet, no token
+    that a grammar forbids according to `masks`.
     """
     draws = Draws.of(draws)
     if draws.penalized:
         logits = penalize(logits, draws)
     if draws.may_not_end:
         logits = without_early_ends(logits, draws, eos_token_ids)
+    if draws.constrained and masks is not None:
+        logits = within_grammars(logits, draws, masks)
     if draws.greedy:
         return _argmax(logits)
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
@@ -52,11 +58,11 @@ def penalize(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     A token of the prompt or the answer has its logit divided (above 0) or multiplied (below) by the repetition
     penalty; one of the answer then loses the frequency penalty for each time, and the presence penalty once.
     """
-    if all(draw.history is None for draw in draws):
+    if not Draws.of(draws).penalized:
         return logits
     penalized = logits.to(torch.float32, copy=True)
     for row, draw in zip(penalized, draws, strict=True):
-        if draw.history is not None:
+        if draw.history is not None and draw.sampling.penalized:
             _penalize_row(row, draw.sampling, draw.history)
     return penalized
 

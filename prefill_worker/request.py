@@ -139,7 +139,7 @@ class PrefillRequest:
 
     def _first_draw(self) -> Draw:
         task = self.task
-        history = History(task.question, task.answer) if task.sampling.penalized else None
+        history = History(task.question, task.answer) if task.sampling.needs_history else None
         return Draw(task.sampling, task.answered, history)
 
 

@@ -16,8 +16,8 @@ from router.observability.otlp import TraceExporter, otlp_exporter
 from router.placement.policy import PlacementPolicy
 from router.requests.dispatch import Dispatcher
 from router.requests.validation import RequestValidator
-from router.text.model_folder import GenerationDefaults, read_generation_defaults
 from router.text.tokenizer import Tokenizer
+from vocabulary.model_folder import GenerationDefaults, read_generation_defaults
 from wire.address import is_loopback
 from wire.errors import TandemError
 

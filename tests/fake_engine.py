@@ -70,6 +70,9 @@ class FakeEngine:
     def let_go(self) -> None:
         self._go.set()
 
+    def compile_grammar(self, grammar: str) -> None:
+        raise AssertionError("it has no tokenizer")
+
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         return (("model", "fake"),)
 

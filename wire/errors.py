@@ -46,9 +46,14 @@ class InvalidArgument(TandemError):
         super().__init__(f"{field}: {message}")
         self.field = field
 
+    @property
+    def problem(self) -> str:
+        """The message without the field."""
+        return self.message.removeprefix(f"{self.field}: ")
+
     def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
         """Support pickling between an actor and its caller."""
-        return InvalidArgument, (self.field, self.message.removeprefix(f"{self.field}: "))
+        return InvalidArgument, (self.field, self.problem)
 
 
 class ContextLengthExceeded(InvalidArgument):

@@ -51,6 +51,10 @@ class LoadedEngine(Runner, Protocol):
         """The roofline of the model on this kind of device."""
         ...
 
+    def compile_grammar(self, grammar: str) -> None:
+        """Compiles a grammar before a step needs it; InvalidArgument if that fails. Any thread may call it."""
+        ...
+
     def compatibility_facts(self) -> Facts:
         """Returns the facts, as (name, value), that two workers must share before KV may move between them."""
         ...

@@ -34,11 +34,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Reserve(self, request: worker_pb2.ReserveRequest, _context: _Context) -> worker_pb2.ReserveResponse:
         """Makes a reservation for a request and returns what was granted."""
-        return convert.granted_to_proto(self._worker.reserve(convert.reservation_from_proto(request)))
+        reservation = convert.reservation_from_proto(request)
+        await self._worker.compile_grammar(reservation.sampling)
+        return convert.granted_to_proto(self._worker.reserve(reservation))
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, _context: _Context) -> worker_pb2.PrefillResponse:
         """Queues a prompt for prefill."""
-        self._worker.prefill(convert.prefill_task_from_proto(request))
+        task = convert.prefill_task_from_proto(request)
+        await self._worker.compile_grammar(task.sampling)
+        self._worker.prefill(task)
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:

@@ -29,6 +29,7 @@ from wire.messages import (
     RequestEvent,
     RequestRef,
     Reservation,
+    SamplingParams,
     WorkerInfo,
     WorkerLoad,
 )
@@ -64,6 +65,7 @@ class Worker:
     ) -> None:
         self.me = me
         self.facts = engine.facts
+        self._compile_grammar = engine.compile_grammar
         self._config = config
         self._events = asyncio.get_running_loop()
         self.died: asyncio.Future[BaseException] = self._events.create_future()
@@ -122,6 +124,11 @@ class Worker:
     def detach(self, stream: RouterStream) -> None:
         """The stream ended: its router's requests are over."""
         self._outbox.detach(stream)
+
+    async def compile_grammar(self, sampling: SamplingParams) -> None:
+        """Compile the grammar of a request before a step needs it; InvalidArgument if that fails."""
+        if sampling.grammar:
+            await asyncio.to_thread(self._compile_grammar, sampling.grammar)
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take."""

@@ -54,6 +54,9 @@ class NoEngine:
         self._params = np.zeros((STEP_TOKENS, PARAMS))
         self._drawn = torch.randint(_TOKENS_FROM, MODEL.vocab_size, (STEP_TOKENS,))
 
+    def compile_grammar(self, grammar: str) -> None:
+        """See `LoadedEngine`; no request has a grammar."""
+
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """Returns nothing: this engine is compatible with all others."""
         return ()

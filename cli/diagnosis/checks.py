@@ -23,6 +23,7 @@ ROOMS = (
     "wire",
     "telemetry",
     "costs",
+    "vocabulary",
     "planner",
     "router",
     "worker",

@@ -20,6 +20,7 @@ from engine.cuda.penalty_counts import PenaltyCounts
 from engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
 from engine.cuda.sampler_cuda import DeviceSampler
 from engine.cuda.token_draws import TokenDraws
+from engine.grammar_masks import GrammarMasks
 from engine.host_stepper import forward_over
 from engine.kernels.triton_launch import overlaps_launches
 from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
@@ -63,6 +64,7 @@ def start_on_gpu(
     kv_dtype: torch.dtype,
     device: torch.device,
     *,
+    masks: GrammarMasks,
     progress: Progress | None,
 ) -> tuple[PagedCache, CudaStepper]:
     """Returns the cache, as large as the settings allow, and the stepper over it with its graphs captured.
@@ -80,7 +82,7 @@ def start_on_gpu(
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
         cache = PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
-        stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
+        stepper = _make_stepper(config, model, cache, _every_size(config, model), progress, masks=masks)
     log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
 
@@ -169,7 +171,13 @@ def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
 
 
 def _make_stepper(
-    config: EngineConfig, model: DecoderModel, cache: PagedCache, sizes: _Sizes, progress: Progress | None
+    config: EngineConfig,
+    model: DecoderModel,
+    cache: PagedCache,
+    sizes: _Sizes,
+    progress: Progress | None,
+    *,
+    masks: GrammarMasks | None = None,
 ) -> CudaStepper:
     device = cache.device
     packer = StepPacker(step_limits(model.spec, cache))
@@ -184,5 +192,5 @@ def _make_stepper(
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)
         counts = PenaltyCounts(model.spec.vocab_size, config.max_batch_requests, device)
-        draws = TokenDraws(sampler, counts, drawn, model.spec.eos_token_ids, pdl=overlaps_launches())
+        draws = TokenDraws(sampler, counts, drawn, model.spec.eos_token_ids, masks, pdl=overlaps_launches())
     return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.cuda.penalty_counts import PenaltyCounts
 from engine.cuda.sampler_cuda import MANY_ROWS, PARAMS, DeviceSampler
+from engine.grammar_masks import GrammarMasks
 from engine.kernels.sampling.triton_logprobs import MOST_TOP, logprobs
 from engine.logits_mask import MaskedLogits
 from engine.logprobs import scores_of, wants_logprobs
@@ -58,17 +59,19 @@ class TokenDraws:
         counts: PenaltyCounts,
         drawn: Tensor,
         eos_token_ids: Sequence[int] = (),
+        masks: GrammarMasks | None = None,
         *,
         pdl: bool,
     ) -> None:
         """Takes `drawn` [most draws of a step] int64, and `counts` with as many rows as `sampler` samples at once.
 
-        None of `eos_token_ids` is drawn where an answer may not end yet.
+        None of `eos_token_ids` is drawn where an answer may not end yet, no token that `masks` forbids.
         """
         self._sampler = sampler
         self._counts = counts
         self._drawn = drawn
         self._eos_token_ids = eos_token_ids
+        self._masks = masks
         self._pdl = pdl
 
     def make_memory(self) -> DrawMemory:
@@ -103,8 +106,8 @@ class TokenDraws:
         function that reads the result out of `memory`, once the device has finished.
         """
         draws = Draws.of(draws)
-        if draws.may_not_end:
-            masked = MaskedLogits(logits, draws, self._eos_token_ids)
+        if draws.may_not_end or draws.constrained:
+            masked = MaskedLogits(logits, draws, self._eos_token_ids, self._masks)
             self._sample(logits, draws, late, memory)
             masked.restore()
         elif not (greedy_is_drawn and draws.greedy and not draws.penalized):

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.steps.seeded import start_of, uniforms
+from wire.errors import InvalidArgument
 from wire.messages import SamplingParams
 
 SETTINGS = 8
@@ -16,9 +17,9 @@ TEMPERATURE, NUMBER = 0, 4
 """Two of them; the second is left free for the drawn number."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class History:
-    """The tokens that penalties look back on; the half that runs a request keeps one for all its draws.
+    """The tokens that penalties and grammars look back on; the half that runs a request keeps one for all its draws.
 
     `answer` holds the tokens that are here: one fewer where the row's own token is still in flight (`StepRow.source`).
     It grows between steps; engines read it while a step is launched. An engine may keep what it counted of a history
@@ -27,6 +28,8 @@ class History:
 
     prompt: Sequence[int]
     answer: Sequence[int]
+    failure: InvalidArgument | None = None
+    """Set by the engine if the grammar can go on no more: the request fails when it gets its next token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Draw:
     """Sample the token that follows the row's last one.
 
     `index` is the number of this draw in the request's seeded sequence (0 for the first token of the answer), so
-    that any worker, in any batch, draws the same number. `history` is there if `sampling` has penalties, else None.
+    that any worker, in any batch, draws the same number. `history` is there if `sampling.needs_history`, else None.
     """
 
     sampling: SamplingParams
@@ -62,6 +65,8 @@ class Draws(Sequence[Draw]):
     """True if any draw wants log probabilities."""
     may_not_end: bool = False
     """True if any answer is shorter than its `min_tokens` (`engine/logits_mask.py`)."""
+    constrained: bool = False
+    """True if any answer follows a grammar."""
 
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> "Draws":
@@ -78,9 +83,10 @@ class Draws(Sequence[Draw]):
             np.array([start_of(each.seed) for each in samplings], dtype=np.uint64),
             np.array([draw.index for draw in draws], dtype=np.int64),
             all_greedy(settings),
-            any(history is not None for history in histories),
+            any(each.penalized for each in samplings),
             any(each.logprobs is not None for each in samplings),
             any(draw.index < draw.sampling.min_tokens for draw in draws),
+            any(each.grammar for each in samplings),
         )
 
     def numbers(self) -> NDArray[np.float64]:
@@ -102,6 +108,7 @@ class Draws(Sequence[Draw]):
             self.penalized or more.penalized,
             self.scored or more.scored,
             self.may_not_end or more.may_not_end,
+            self.constrained or more.constrained,
         )
 
     def __len__(self) -> int:
@@ -123,6 +130,7 @@ class Draws(Sequence[Draw]):
                 self.penalized,
                 self.scored,
                 self.may_not_end,
+                self.constrained,
             )
         return Draw(self.samplings[at], int(self.indices[at]), self.histories[at])
 

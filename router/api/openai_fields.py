@@ -42,7 +42,7 @@ def _is_number(value: Any) -> bool:
 
 
 _TOOLS = "calls of tools are not served"
-_GRAMMAR = "output that follows a schema or a grammar is not served"
+_GRAMMAR = "structural tags are not served; ask by response_format or structured_outputs"
 _PROMPT_LOGPROBS = "log probabilities of the prompt are not served"
 _TEMPLATE = "the model's own chat template is the only one, and it always asks for the assistant's next turn"
 _CHOICE = "this sampling option is not supported"
@@ -53,11 +53,6 @@ UNSERVED: Mapping[str, Unserved] = {
     "tool_choice": Unserved(_TOOLS, ("none", "auto")),
     "functions": Unserved(_TOOLS),
     "function_call": Unserved(_TOOLS, ("none", "auto")),
-    "response_format": Unserved(_GRAMMAR, ({"type": "text"},)),
-    "structured_outputs": Unserved(_GRAMMAR),
-    "json_schema": Unserved(_GRAMMAR),
-    "regex": Unserved(_GRAMMAR),
-    "ebnf": Unserved(_GRAMMAR),
     "structural_tag": Unserved(_GRAMMAR),
     "logit_bias": Unserved(_CHOICE),
     "bad_words": Unserved(_CHOICE),
@@ -94,7 +89,7 @@ UNSERVED: Mapping[str, Unserved] = {
     "vllm_xargs": Unserved("it speaks to extensions of another server"),
     "kv_transfer_params": Unserved("the cluster itself decides where KV is moved", empty=False),
 }
-"""The rejected fields by name; names that begin with `guided_` are rejected too."""
+"""The rejected fields by name."""
 CHAT_UNSERVED: Mapping[str, Unserved] = {
     **UNSERVED,
     "add_special_tokens": Unserved("the chat template brings its own special tokens"),
@@ -105,7 +100,6 @@ COMPLETION_UNSERVED: Mapping[str, Unserved] = {
 }
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {"tool_calls": Unserved(_TOOLS), "function_call": Unserved(_TOOLS)}
 """The rejected fields inside messages."""
-_GUIDED = Unserved(_GRAMMAR)
 
 INERT = frozenset(
     {
@@ -120,7 +114,7 @@ MESSAGE_INERT = frozenset({"name", "refusal", "annotations", "audio"})
 
 def unserved(table: Mapping[str, Unserved], name: str) -> Unserved | None:
     """Return the rule that rejects a field of this `name`; None if there is none."""
-    return _GUIDED if name.startswith("guided_") and table is not MESSAGE_UNSERVED else table.get(name)
+    return table.get(name)
 
 
 class IgnoredLog:

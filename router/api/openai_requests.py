@@ -11,6 +11,7 @@ from typing import Any
 
 from router.api.json_fields import JsonFields, UnknownFields, is_integers
 from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, MESSAGE_INERT, MESSAGE_UNSERVED
+from router.api.structured_output import answer_format
 from router.requests.request import ClientRequest, Conversation, Options, Prompt
 from router.text.chat_template import ChatTurn
 from wire.errors import InvalidArgument
@@ -115,6 +116,7 @@ def _call(
         priority=fields.integer("priority") or 0,
         slo_class=fields.text("slo_class") or "",
         cache_salt=fields.text("cache_salt") or "",
+        answer_format=answer_format(fields),
     )
     stream = fields.boolean("stream")
     stream_options = _stream_options(fields, stream)

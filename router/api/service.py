@@ -18,6 +18,7 @@ from router.api.client_gone import unless_gone
 from router.api.model_routes import installed_version
 from router.config import RouterConfig
 from router.requests.answer import AnswerChunk, Ending
+from router.requests.answer_format import AnswerFormat, FormatKind
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted, ClientRequest, Conversation, Options, Prompt
 from router.requests.tenants import tenant_of
@@ -267,4 +268,13 @@ def _options(message: inference_pb2.GenerationOptions) -> Options:
         priority=message.priority,
         slo_class=message.slo_class,
         cache_salt=message.cache_salt,
+        answer_format=_answer_format(message.response_format) if message.HasField("response_format") else None,
     )
+
+
+def _answer_format(message: inference_pb2.ResponseFormat) -> AnswerFormat:
+    kind = message.WhichOneof("format")
+    if kind is None:
+        raise InvalidArgument("response_format", "has no format; leave it out for any text")
+    value = tuple(message.choice.texts) if kind == FormatKind.CHOICE else getattr(message, kind)
+    return AnswerFormat(f"response_format.{kind}", FormatKind(kind), value)

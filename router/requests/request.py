@@ -12,6 +12,7 @@ from router.observability.verdict import JointVerdict, TokenPace
 from router.placement.policy import Placement
 from router.placement.queue import QueuedRequest
 from router.requests.answer import Answer, Ending
+from router.requests.answer_format import AnswerFormat
 from router.requests.assembler import TokenAssembler
 from router.slo import BEST_EFFORT, SloClass
 from router.text.answer_text import AnswerText
@@ -61,6 +62,8 @@ class Options:
     slo_class: str = ""
     cache_salt: str = ""
     """Cached KV is reused only between requests of the same salt."""
+    answer_format: AnswerFormat | None = None
+    """The format that every answer follows; None = any text."""
 
     @property
     def alternatives(self) -> int | None:

@@ -10,16 +10,17 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from router.config import RouterConfig
+from router.requests.answer_format import FormatCompiler
 from router.requests.prompts import PromptEncoder, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
 from router.requests.tenants import tenant_salt
 from router.slo_options import classes_by_name
-from router.text.model_folder import GenerationDefaults
 from router.text.request_items import check_template_kwargs
 from router.text.request_reader import RequestReader
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
+from vocabulary.model_folder import GenerationDefaults
 from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable, shown
 from wire.messages import (
     FREQUENCY_MAX,
@@ -70,6 +71,7 @@ class RequestValidator:
         self._refused = refused
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
+        self._formats = FormatCompiler(config.model, self._pool)
         self.reader = RequestReader(config, self._pool, self._context)
         """The parser of requests, which uses the same threads."""
 
@@ -99,12 +101,13 @@ class RequestValidator:
         ids = await self._prompts.token_ids(request, served)
         max_tokens = self._checked_length(field_of(request), len(ids), request.options, served)
         _check_range("min_tokens", request.options.min_tokens, 0, max_tokens)
+        grammar = await self._grammar(request, served)
         salt = tenant_salt(request.tenant, request.options.cache_salt)
         digests = await self._prompts.page_digests(request.tenant, ids, salt, served.page_tokens)
         return Admitted(
             request_id=request_id,
             prompt_token_ids=ids,
-            sampling=self._sampling(request.options, max_tokens),
+            sampling=self._sampling(request.options, max_tokens, grammar),
             stop=request.options.stop,
             include_stop=request.options.include_stop,
             priority=request.options.priority,
@@ -207,7 +210,16 @@ class RequestValidator:
             raise InvalidArgument("stop_token_ids", f"has {len(options.stop_token_ids)} ids, the limit is {limit}")
         check_token_ids("stop_token_ids", options.stop_token_ids, served.facts.vocab_size)
 
-    def _sampling(self, options: Options, max_tokens: int) -> SamplingParams:
+    async def _grammar(self, request: ClientRequest, served: ServedModel) -> str:
+        wanted = request.options.answer_format
+        if wanted is None:
+            return ""
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(request.options, name):
+                raise InvalidArgument(name, f"cannot be combined with {wanted.field}, which says where an answer ends")
+        return await self._formats.grammar(request.tenant, wanted, served.facts)
+
+    def _sampling(self, options: Options, max_tokens: int, grammar: str) -> SamplingParams:
         defaults = self._defaults
         temperature = _or(options.temperature, defaults.temperature)
         return SamplingParams(
@@ -225,6 +237,7 @@ class RequestValidator:
             repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
             logprobs=options.alternatives,
             speculate=options.speculate,
+            grammar=grammar,
         )
 
     def _not_ready(self) -> TandemError:

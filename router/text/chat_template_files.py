@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from router.text.model_folder import read_json
+from vocabulary.model_folder import read_json
 
 DEFAULT = "default"
 """The template for conversations without tools."""

@@ -12,9 +12,9 @@ from tokenizers.processors import TemplateProcessing
 
 from router.text.chat_template import NO_VARIABLES, ChatTemplate, ChatTurn
 from router.text.chat_template_files import DEFAULT, template_sources
-from router.text.model_folder import read_json
 from router.text.token_length import token_length
-from router.text.tokenizer_formats import load_tokenizer
+from vocabulary.model_folder import read_json
+from vocabulary.tokenizer_formats import load_tokenizer
 from wire.errors import InvalidArgument
 
 _SPELLED_BYTE = re.compile("<0x[0-9A-F]{2}>")

@@ -15,6 +15,7 @@ ROOMS = [
     "wire",
     "telemetry",
     "costs",
+    "vocabulary",
     "planner",
     "router",
     "worker",

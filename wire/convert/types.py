@@ -25,6 +25,7 @@ def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:
         logprobs=value.logprobs,
         min_tokens=value.min_tokens,
         without_speculation=not value.speculate,
+        grammar=value.grammar,
     )
 
 
@@ -45,6 +46,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         min_tokens=message.min_tokens,
         speculate=not message.without_speculation,
+        grammar=message.grammar,
     )
 
 

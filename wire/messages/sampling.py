@@ -35,6 +35,8 @@ class SamplingParams:
     min_tokens: int = 0
     speculate: bool = True
     """False to draw one token a step; the answer is the same."""
+    grammar: str = ""
+    """The grammar that the answer follows (`vocabulary/grammars.py`), "" = any tokens."""
 
     @property
     def runs_to_limit(self) -> bool:
@@ -45,6 +47,11 @@ class SamplingParams:
     def penalized(self) -> bool:
         """True if any penalty depends on earlier tokens."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def needs_history(self) -> bool:
+        """True if a draw depends on earlier tokens in other ways than through the model."""
+        return self.penalized or self.grammar != ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.text.chat_template import ChatTemplate, ChatTurn
-from router.text.model_folder import GenerationDefaults, read_generation_defaults
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import TEMPLATE
+from vocabulary.model_folder import GenerationDefaults, read_generation_defaults
 from wire.errors import InvalidArgument, ModelError
 
 TURNS = [ChatTurn("user", "<b>Hi</b> & 'you'")]

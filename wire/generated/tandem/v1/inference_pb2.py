@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from wire.generated.tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\x88\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x11\n\tslo_class\x18\x0b \x01(\t\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\t\x88\x01\x01\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x0e\n\x01n\x18\x11 \x01(\x05H\n\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x12 \x01(\x05\x12\"\n\x1ainclude_stop_str_in_output\x18\x13 \x01(\x08\x12\x16\n\tspeculate\x18\x14 \x01(\x08H\x0b\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x0c\n\n_speculate\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa7\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12-\n\x07options\x18\x05 \x01(\x0b\x32\x1c.tandem.v1.GenerationOptionsB\x08\n\x06prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa7\x01\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12-\n\x07options\x18\x04 \x01(\x0b\x32\x1c.tandem.v1.GenerationOptions\x12\x1c\n\x14\x63hat_template_kwargs\x18\x05 \x01(\t\"\x8a\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12!\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x10.tandem.v1.ChunkH\x00\x12\'\n\x08\x63omplete\x18\x04 \x01(\x0b\x32\x13.tandem.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"Q\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\'\n\x08logprobs\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TokenScore\"Y\n\nTokenScore\x12&\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x16.tandem.v1.ScoredToken\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ScoredToken\">\n\x0bScoredToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04utf8\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\xc0\x01\n\x08\x43omplete\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12%\n\x08timeline\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Timeline\"\x8a\x01\n\x08Timeline\x12#\n\x05\x65\x64ges\x18\x01 \x03(\x0b\x32\x14.tandem.v1.EdgeStamp\x12*\n\x08transfer\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TransferStats\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\x85\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07summary\x18\x06 \x03(\t\"\x16\n\x14GetServerInfoRequest\"|\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1a\n\x12started_unix_nanos\x18\x02 \x01(\x03\x12(\n\x07workers\x18\x03 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x0c\n\x04mode\x18\x04 \x01(\t\"\xbf\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x11\n\tconnected\x18\x05 \x01(\x08\x12\x10\n\x08requests\x18\x06 \x01(\r\x12\x12\n\npages_used\x18\x07 \x01(\r\x12\x13\n\x0bpages_total\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x11\n\tnot_ready\x18\x0b \x01(\t\x12\x10\n\x08warnings\x18\x0c \x03(\t\x12\x13\n\x0bstep_policy\x18\r \x01(\t\x12\x0f\n\x07\x63losing\x18\x0e \x01(\t\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x1a\n\x12started_unix_nanos\x18\x10 \x01(\x03\"\x11\n\x0fGetLoadsRequest\"4\n\x10GetLoadsResponse\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\"\x9f\x02\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07wire_id\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\x12\x11\n\tparent_id\x18\x04 \x01(\t\x12\x0f\n\x07sampled\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\x12\x11\n\toperation\x18\x07 \x01(\t\x12\x11\n\tslo_class\x18\x08 \x01(\t\x12\x0f\n\x07outcome\x18\t \x01(\t\x12\x15\n\rprompt_tokens\x18\n \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x0b \x01(\r\x12\x15\n\rcached_tokens\x18\x0c \x01(\r\x12%\n\x08timeline\x18\r \x01(\x0b\x32\x13.tandem.v1.Timeline\"F\n\rRequestTraces\x12\'\n\x06traces\x18\x01 \x03(\x0b\x32\x17.tandem.v1.RequestTrace\x12\x0c\n\x04kept\x18\x02 \x01(\r2\xb7\x03\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x16.tandem.v1.ChatRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponse\x12R\n\rGetServerInfo\x12\x1f.tandem.v1.GetServerInfoRequest\x1a .tandem.v1.GetServerInfoResponse\x12\x43\n\x08GetLoads\x12\x1a.tandem.v1.GetLoadsRequest\x1a\x1b.tandem.v1.GetLoadsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tandem/v1/inference.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\xbc\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x11\n\tslo_class\x18\x0b \x01(\t\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x05H\t\x88\x01\x01\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x0e\n\x01n\x18\x11 \x01(\x05H\n\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x12 \x01(\x05\x12\"\n\x1ainclude_stop_str_in_output\x18\x13 \x01(\x08\x12\x16\n\tspeculate\x18\x14 \x01(\x08H\x0b\x88\x01\x01\x12\x32\n\x0fresponse_format\x18\x15 \x01(\x0b\x32\x19.tandem.v1.ResponseFormatB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x0c\n\n_speculate\"y\n\x0eResponseFormat\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x10.tandem.v1.TextsH\x00\x42\x08\n\x06\x66ormat\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa7\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12-\n\x07options\x18\x05 \x01(\x0b\x32\x1c.tandem.v1.GenerationOptionsB\x08\n\x06prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa7\x01\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12-\n\x07options\x18\x04 \x01(\x0b\x32\x1c.tandem.v1.GenerationOptions\x12\x1c\n\x14\x63hat_template_kwargs\x18\x05 \x01(\t\"\x8a\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12!\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x10.tandem.v1.ChunkH\x00\x12\'\n\x08\x63omplete\x18\x04 \x01(\x0b\x32\x13.tandem.v1.CompleteH\x00\x42\x07\n\x05\x65vent\"Q\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\'\n\x08logprobs\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TokenScore\"Y\n\nTokenScore\x12&\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x16.tandem.v1.ScoredToken\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ScoredToken\">\n\x0bScoredToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04utf8\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\xc0\x01\n\x08\x43omplete\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x14\n\x0cmatched_stop\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12%\n\x08timeline\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Timeline\"\x8a\x01\n\x08Timeline\x12#\n\x05\x65\x64ges\x18\x01 \x03(\x0b\x32\x14.tandem.v1.EdgeStamp\x12*\n\x08transfer\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TransferStats\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1e\n\rAbortResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\x85\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07summary\x18\x06 \x03(\t\"\x16\n\x14GetServerInfoRequest\"|\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1a\n\x12started_unix_nanos\x18\x02 \x01(\x03\x12(\n\x07workers\x18\x03 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x0c\n\x04mode\x18\x04 \x01(\t\"\xbf\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x11\n\tconnected\x18\x05 \x01(\x08\x12\x10\n\x08requests\x18\x06 \x01(\r\x12\x12\n\npages_used\x18\x07 \x01(\r\x12\x13\n\x0bpages_total\x18\x08 \x01(\r\x12\x11\n\ttransport\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x11\n\tnot_ready\x18\x0b \x01(\t\x12\x10\n\x08warnings\x18\x0c \x03(\t\x12\x13\n\x0bstep_policy\x18\r \x01(\t\x12\x0f\n\x07\x63losing\x18\x0e \x01(\t\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12\x1a\n\x12started_unix_nanos\x18\x10 \x01(\x03\"\x11\n\x0fGetLoadsRequest\"4\n\x10GetLoadsResponse\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07running\x18\x02 \x01(\r\"\x9f\x02\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07wire_id\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\x12\x11\n\tparent_id\x18\x04 \x01(\t\x12\x0f\n\x07sampled\x18\x05 \x01(\x08\x12\r\n\x05model\x18\x06 \x01(\t\x12\x11\n\toperation\x18\x07 \x01(\t\x12\x11\n\tslo_class\x18\x08 \x01(\t\x12\x0f\n\x07outcome\x18\t \x01(\t\x12\x15\n\rprompt_tokens\x18\n \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x0b \x01(\r\x12\x15\n\rcached_tokens\x18\x0c \x01(\r\x12%\n\x08timeline\x18\r \x01(\x0b\x32\x13.tandem.v1.Timeline\"F\n\rRequestTraces\x12\'\n\x06traces\x18\x01 \x03(\x0b\x32\x17.tandem.v1.RequestTrace\x12\x0c\n\x04kept\x18\x02 \x01(\r2\xb7\x03\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12=\n\x04\x43hat\x12\x16.tandem.v1.ChatRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12O\n\x0cGetModelInfo\x12\x1e.tandem.v1.GetModelInfoRequest\x1a\x1f.tandem.v1.GetModelInfoResponse\x12R\n\rGetServerInfo\x12\x1f.tandem.v1.GetServerInfoRequest\x1a .tandem.v1.GetServerInfoResponse\x12\x43\n\x08GetLoads\x12\x1a.tandem.v1.GetLoadsRequest\x1a\x1b.tandem.v1.GetLoadsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,49 +33,53 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.inference_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATIONOPTIONS']._serialized_start=64
-  _globals['_GENERATIONOPTIONS']._serialized_end=712
-  _globals['_TOKENIDS']._serialized_start=714
-  _globals['_TOKENIDS']._serialized_end=737
-  _globals['_GENERATEREQUEST']._serialized_start=740
-  _globals['_GENERATEREQUEST']._serialized_end=907
-  _globals['_CHATMESSAGE']._serialized_start=909
-  _globals['_CHATMESSAGE']._serialized_end=953
-  _globals['_CHATREQUEST']._serialized_start=956
-  _globals['_CHATREQUEST']._serialized_end=1123
-  _globals['_GENERATERESPONSE']._serialized_start=1126
-  _globals['_GENERATERESPONSE']._serialized_end=1264
-  _globals['_CHUNK']._serialized_start=1266
-  _globals['_CHUNK']._serialized_end=1347
-  _globals['_TOKENSCORE']._serialized_start=1349
-  _globals['_TOKENSCORE']._serialized_end=1438
-  _globals['_SCOREDTOKEN']._serialized_start=1440
-  _globals['_SCOREDTOKEN']._serialized_end=1502
-  _globals['_COMPLETE']._serialized_start=1505
-  _globals['_COMPLETE']._serialized_end=1697
-  _globals['_TIMELINE']._serialized_start=1700
-  _globals['_TIMELINE']._serialized_end=1838
-  _globals['_ABORTREQUEST']._serialized_start=1840
-  _globals['_ABORTREQUEST']._serialized_end=1874
-  _globals['_ABORTRESPONSE']._serialized_start=1876
-  _globals['_ABORTRESPONSE']._serialized_end=1906
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1908
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1929
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1932
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2065
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2067
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2089
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2091
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2215
-  _globals['_WORKERSTATUS']._serialized_start=2218
-  _globals['_WORKERSTATUS']._serialized_end=2537
-  _globals['_GETLOADSREQUEST']._serialized_start=2539
-  _globals['_GETLOADSREQUEST']._serialized_end=2556
-  _globals['_GETLOADSRESPONSE']._serialized_start=2558
-  _globals['_GETLOADSRESPONSE']._serialized_end=2610
-  _globals['_REQUESTTRACE']._serialized_start=2613
-  _globals['_REQUESTTRACE']._serialized_end=2900
-  _globals['_REQUESTTRACES']._serialized_start=2902
-  _globals['_REQUESTTRACES']._serialized_end=2972
-  _globals['_INFERENCE']._serialized_start=2975
-  _globals['_INFERENCE']._serialized_end=3414
+  _globals['_GENERATIONOPTIONS']._serialized_end=764
+  _globals['_RESPONSEFORMAT']._serialized_start=766
+  _globals['_RESPONSEFORMAT']._serialized_end=887
+  _globals['_TEXTS']._serialized_start=889
+  _globals['_TEXTS']._serialized_end=911
+  _globals['_TOKENIDS']._serialized_start=913
+  _globals['_TOKENIDS']._serialized_end=936
+  _globals['_GENERATEREQUEST']._serialized_start=939
+  _globals['_GENERATEREQUEST']._serialized_end=1106
+  _globals['_CHATMESSAGE']._serialized_start=1108
+  _globals['_CHATMESSAGE']._serialized_end=1152
+  _globals['_CHATREQUEST']._serialized_start=1155
+  _globals['_CHATREQUEST']._serialized_end=1322
+  _globals['_GENERATERESPONSE']._serialized_start=1325
+  _globals['_GENERATERESPONSE']._serialized_end=1463
+  _globals['_CHUNK']._serialized_start=1465
+  _globals['_CHUNK']._serialized_end=1546
+  _globals['_TOKENSCORE']._serialized_start=1548
+  _globals['_TOKENSCORE']._serialized_end=1637
+  _globals['_SCOREDTOKEN']._serialized_start=1639
+  _globals['_SCOREDTOKEN']._serialized_end=1701
+  _globals['_COMPLETE']._serialized_start=1704
+  _globals['_COMPLETE']._serialized_end=1896
+  _globals['_TIMELINE']._serialized_start=1899
+  _globals['_TIMELINE']._serialized_end=2037
+  _globals['_ABORTREQUEST']._serialized_start=2039
+  _globals['_ABORTREQUEST']._serialized_end=2073
+  _globals['_ABORTRESPONSE']._serialized_start=2075
+  _globals['_ABORTRESPONSE']._serialized_end=2105
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2107
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2128
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2131
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2264
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2266
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2288
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2290
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2414
+  _globals['_WORKERSTATUS']._serialized_start=2417
+  _globals['_WORKERSTATUS']._serialized_end=2736
+  _globals['_GETLOADSREQUEST']._serialized_start=2738
+  _globals['_GETLOADSREQUEST']._serialized_end=2755
+  _globals['_GETLOADSRESPONSE']._serialized_start=2757
+  _globals['_GETLOADSRESPONSE']._serialized_end=2809
+  _globals['_REQUESTTRACE']._serialized_start=2812
+  _globals['_REQUESTTRACE']._serialized_end=3099
+  _globals['_REQUESTTRACES']._serialized_start=3101
+  _globals['_REQUESTTRACES']._serialized_end=3171
+  _globals['_INFERENCE']._serialized_start=3174
+  _globals['_INFERENCE']._serialized_end=3613
 # @@protoc_insertion_point(module_scope)

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from router.text.model_folder import read_json
+from vocabulary.model_folder import read_json
 from wire.errors import ModelError
 
 _RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n?")

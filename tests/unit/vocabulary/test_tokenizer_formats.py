@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.text import tokenizer_formats
 from router.text.chat_template import ChatTurn
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
+from vocabulary import tokenizer_formats
 from wire.errors import ModelError
 
 WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b"ld", b" world", "你".encode()]

@@ -1,0 +1,50 @@
+"""Masks of answers that follow a grammar: tokens that may not come next have no probability, as in vLLM."""
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.steps.draws import Draws, History
+from vocabulary.grammars import AnswerGrammar, LazyGrammars
+from wire.errors import InvalidArgument
+
+
+class GrammarMasks:
+    """The tokens that the draws of a step may take. Engine thread only."""
+
+    def __init__(self, grammars: LazyGrammars, eos_token_ids: Sequence[int]) -> None:
+        """An answer whose grammar fails ends with one of `eos_token_ids`, and `History.failure` says why."""
+        self._grammars = grammars
+        self._eos_token_ids = eos_token_ids
+        self._states: WeakKeyDictionary[History, AnswerGrammar] = WeakKeyDictionary()
+
+    def forbidden(self, draws: Draws, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the rows [n] int64 of draws that follow a grammar, and the tokens [n, vocab] bool that they forbid.
+
+        Both are on the device; no launch waits for it.
+        """
+        rows = [row for row, sampling in enumerate(draws.samplings) if sampling.grammar]
+        bits = np.stack([self._allowed(draws, row, vocab_size) for row in rows])
+        pinned = device.type == "cuda"
+        words = torch.tensor(bits, pin_memory=pinned).to(device, non_blocking=True)
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        forbidden = ((words.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]
+        return torch.tensor(rows, pin_memory=pinned).to(device, non_blocking=True), forbidden
+
+    def _allowed(self, draws: Draws, row: int, vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """Return the bits [ceil(vocab / 32)] of the tokens that a row may draw."""
+        history = draws.histories[row]
+        assert history is not None
+        try:
+            state = self._states.get(history)
+            if state is None:
+                state = self._states[history] = self._grammars.get().begin(draws.samplings[row].grammar)
+            return state.allowed(history.answer)[: -(-vocab_size // 32)]
+        except InvalidArgument as error:
+            history.failure = error
+            ends = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+            ends[list(self._eos_token_ids)] = True
+            return np.packbits(ends, bitorder="little").view(np.int32)

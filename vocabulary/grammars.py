@@ -1,0 +1,171 @@
+"""Grammars that an answer follows: which tokens may come next (structured output).
+
+A grammar is a text of llguidance, made of a JSON schema, a regular expression, a list of choices, or a grammar in EBNF.
+Routers check it before a request is admitted, engines apply it to the logits (decision 44). Grammars are hostile input:
+the limits below bound the time and memory of each, and one that exceeds them while an answer grows fails alone.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from vocabulary.tokenizer_formats import load_tokenizer
+from wire.errors import InvalidArgument
+
+GRAMMAR_CHARS_MAX = 1 << 18
+"""Most characters of a grammar's text."""
+_EBNF_CHARS_MAX = 1 << 14
+"""Most characters of a grammar in EBNF: converting takes time with their square, 0.4 s for these."""
+_DEPTH_MAX = 64
+"""Most levels of objects and lists in a JSON schema."""
+_CACHED = 64
+"""Compiled grammars that are kept."""
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Whitespace between the parts of JSON. It is limited, because small models go on for ever with it."""
+
+
+def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
+    """Return the grammar of the JSON values that validate against `schema`.
+
+    Raises ValueError for a schema that is too deep, or that nothing validates against.
+    """
+    if isinstance(schema, bool):
+        if not schema:
+            raise ValueError("is false, which no value validates against")
+        schema = {}
+    if _depth(schema) > _DEPTH_MAX:
+        raise ValueError(f"has more than {_DEPTH_MAX} levels of objects and lists")
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE})
+
+
+def of_regex(pattern: str) -> str:
+    """Return the grammar of the texts that match `pattern` as a whole, in the syntax of Rust's regex crate."""
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def of_choices(choices: Sequence[str]) -> str:
+    """Return the grammar of exactly these texts."""
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+
+
+def of_ebnf(text: str) -> str:
+    """Return the grammar of a text in GBNF (the EBNF of llama.cpp and XGrammar) or in Lark.
+
+    Raises ValueError for a malformed or long one.
+    """
+    if len(text) > _EBNF_CHARS_MAX:
+        raise ValueError(f"has {len(text)} characters, the limit is {_EBNF_CHARS_MAX}")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # the converter raises the bare class, and any part may fail on a malformed text
+        raise ValueError(f"is no grammar in EBNF ({' '.join(str(error).split())})") from error
+
+
+class AnswerGrammar:
+    """The state of one answer in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._consumed = 0
+
+    def allowed(self, answer: Sequence[int]) -> NDArray[np.int32]:
+        """Return the tokens that may follow `answer`, which begins with that of the last call.
+
+        They are bits in words [vocab / 32], the first token's is the lowest of the first word. Raises InvalidArgument
+        if the grammar exceeds its limits here, or if `answer` does not follow it.
+        """
+        if len(answer) > self._consumed:
+            self._matcher.consume_tokens(list(answer[self._consumed :]))
+            self._consumed = len(answer)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        if self._matcher.is_error():
+            raise InvalidArgument("grammar", _reason(self._matcher.get_error()))
+        if not bits.any():
+            raise InvalidArgument("grammar", "allows none of the model's tokens here")
+        return bits
+
+
+class Grammars:
+    """The grammars over the tokens of one model. Thread-safe; compiling does not hold the GIL."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Load the tokenizer in `folder`; `vocab_size` is the number of logits. Raises ModelError without a tokenizer.
+
+        It takes about half a second.
+        """
+        inner = load_tokenizer(folder).inner
+        self._tokens = LLTokenizer(
+            inner.to_str(),
+            n_vocab=max(vocab_size, inner.get_vocab_size(with_added_tokens=True)),
+            eos_token=list(eos_token_ids),
+        )
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def check(self, grammar: str) -> None:
+        """Compile a grammar, so that answers can begin at once; raises InvalidArgument if that fails."""
+        AnswerGrammar(self._matcher(grammar)).allowed(())
+
+    def begin(self, grammar: str) -> AnswerGrammar:
+        """Return the state before the first token of an answer."""
+        return AnswerGrammar(self._matcher(grammar))
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                return known.deep_copy()
+        if len(grammar) > GRAMMAR_CHARS_MAX:
+            raise InvalidArgument("grammar", f"has {len(grammar)} characters, the limit is {GRAMMAR_CHARS_MAX}")
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise InvalidArgument("grammar", _reason(matcher.get_error()))
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _CACHED:
+                self._compiled.popitem(last=False)
+        return matcher.deep_copy()
+
+
+class LazyGrammars:
+    """Grammars whose tokenizer is loaded with the first request that has one. Thread-safe."""
+
+    def __init__(self, make: Callable[[], Grammars]) -> None:
+        self._make = make
+        self._made: Grammars | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> Grammars:
+        """Return the grammars; the first call loads the tokenizer."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+
+def _limits() -> LLParserLimits:
+    """Return limits of a tenth or less of llguidance's defaults where those allow seconds or hundreds of megabytes."""
+    return LLParserLimits(max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False)
+
+
+def _reason(error: str) -> str:
+    return " ".join(error.split())[:300]
+
+
+def _depth(value: Any) -> int:
+    """Return the number of levels, counted without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
+    return depth
