@@ -7,9 +7,11 @@ asserts that it never writes to a shared or cached page.
 import hashlib
 import threading
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
 from kv_transfer.layout import KVLayout
+from tests.small_tokenizer import save_tokenizer
+from vocabulary.grammars import Grammars
 from wire.cost_parameters import UNMEASURED
 from wire.kv_pages import KvPages
 from wire.messages import ModelFacts, SamplingParams, TokenLogprobs
@@ -71,7 +75,7 @@ class FakeEngine:
         self._go.set()
 
     def compile_grammar(self, grammar: str) -> None:
-        raise AssertionError("it has no tokenizer")
+        small_grammars().check(grammar)
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         return (("model", "fake"),)
@@ -82,6 +86,9 @@ class FakeEngine:
             raise self.launch_error
         early = any(draw.index < draw.sampling.min_tokens for draw in batch.draws)
         assert batch.draws.may_not_end == early, "draws may end an answer before its least length, or may not behind it"
+        for row in batch.rows:
+            if row.draw is not None and row.draw.sampling.grammar:
+                assert row.source is None, "the grammar's next tokens depend on a token in flight"
         if not self.asynchronous:
             result = self.run(batch)
             return lambda: result
@@ -130,19 +137,23 @@ class FakeEngine:
         if row.draw is None:
             return None
         history = row.draw.history
-        assert (history is not None) == row.draw.sampling.penalized
-        barred = _barred(row.draw.sampling, row.draw.index)
+        assert (history is not None) == row.draw.sampling.needs_history
+        barred = _barred(row.draw.sampling, row.draw.index, () if history is None else history.answer)
         if history is None:
             return next_token(context, row.draw.index, barred=barred)
         assert [*history.prompt, *history.answer] == context
-        return next_token(context, row.draw.index, len(history.prompt), barred=barred)
+        counted = len(history.prompt) if row.draw.sampling.penalized else 0
+        return next_token(context, row.draw.index, counted, barred=barred)
 
 
-def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred: Collection[int] = ()) -> int:
-    """Returns the next token, never an end of sequence; `prompt_tokens` is the length of the prompt for penalties.
+def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred: Set[int] = frozenset()) -> int:
+    """Returns the next token; `prompt_tokens` is the length of the prompt for penalties.
 
-    Tests end an answer through `stop_token_ids` instead.
+    It is the end of sequence only if all others are barred, as at the end of a grammar; otherwise tests end an answer
+    through `stop_token_ids`.
     """
+    if len(barred) >= VOCAB - 3 and barred >= frozenset(range(3, VOCAB)):
+        return EOS
     digest = hashlib.sha256(repr((context, draw, prompt_tokens)).encode()).digest()
     token = int.from_bytes(digest[:4], "little") % (VOCAB - 3)
     while token + 3 in barred:
@@ -150,9 +161,21 @@ def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred:
     return token + 3
 
 
-def _barred(sampling: SamplingParams, draw: int) -> Collection[int]:
-    """Returns the token ids that may not be drawn yet."""
-    return sampling.stop_token_ids if draw < sampling.min_tokens else ()
+def _barred(sampling: SamplingParams, draw: int, answer: Sequence[int]) -> Set[int]:
+    """Returns the token ids that may not be drawn after `answer`, in a grammar the others if it may end."""
+    if sampling.grammar:
+        bits = small_grammars().begin(sampling.grammar).allowed(answer).view(np.uint8)
+        allowed = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+        return frozenset(range(VOCAB)) - ({EOS} if EOS in allowed else allowed)
+    return frozenset(sampling.stop_token_ids if draw < sampling.min_tokens else ())
+
+
+@cache
+def small_grammars() -> Grammars:
+    """Returns the grammars over the tokens of `tests/small_tokenizer.py`."""
+    with TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder))
+        return Grammars(Path(folder), VOCAB, [EOS])
 
 
 def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -160,7 +183,9 @@ def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
     tokens = list(prompt)
     for draw in range(min(sampling.max_tokens, FACTS.max_context - len(prompt))):
         counted = len(prompt) if sampling.penalized else 0
-        tokens.append(next_token(tokens, draw, counted, barred=_barred(sampling, draw)))
+        tokens.append(next_token(tokens, draw, counted, barred=_barred(sampling, draw, tokens[len(prompt) :])))
+        if tokens[-1] == EOS:
+            break
         if tokens[-1] in sampling.stop_token_ids and draw >= sampling.min_tokens:
             break
     return tokens[len(prompt) :]

@@ -11,9 +11,13 @@ from engine import logprobs, sampler
 from engine.cuda.penalty_counts import PenaltyCounts
 from engine.cuda.sampler_cuda import IN_PROMPT, DeviceSampler
 from engine.cuda.token_draws import Drawn, TokenDraws
+from engine.grammar_masks import GrammarMasks
 from engine.kernels.triton_launch import overlaps_launches
 from engine.steps.draws import Draw, History
 from tests.factories import draw
+from tests.fake_engine import small_grammars
+from tests.small_tokenizer import EOS as END
+from vocabulary.grammars import LazyGrammars, of_regex
 from wire.messages import SamplingParams, TokenLogprobs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,11 +85,13 @@ def one_by_one(steps: int, dtype: torch.dtype, **changes: float) -> list[Request
     return requests
 
 
-def make_draws(rows: int, most: int = 16) -> tuple[TokenDraws, PenaltyCounts, Tensor]:
+def make_draws(
+    rows: int, most: int = 16, masks: GrammarMasks | None = None
+) -> tuple[TokenDraws, PenaltyCounts, Tensor]:
     """Returns draws for at most `rows` rows at once, and as many with penalties at a time."""
     drawn = torch.zeros(most, dtype=torch.int64, device=DEVICE)
     counts = PenaltyCounts(VOCAB, rows, DEVICE)
-    return TokenDraws(DeviceSampler(VOCAB, rows, DEVICE, PDL), counts, drawn, EOS, pdl=PDL), counts, drawn
+    return TokenDraws(DeviceSampler(VOCAB, rows, DEVICE, PDL), counts, drawn, EOS, masks, pdl=PDL), counts, drawn
 
 
 def one_ahead(steps: int, rows: int, dtype: torch.dtype) -> list[Request]:
@@ -158,6 +164,29 @@ def test_logits_are_the_models_own_behind_a_draw_that_may_not_end(temperature: f
     assert tokens[1] == EOS[0]
     assert torch.equal(logits, before)
     assert all(each is not None and each.top_ids == (EOS[0],) for each in scores)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_follow_a_grammar_and_logits_stay_the_models_own(temperature: float) -> None:
+    """Beside a row without a grammar, whatever a graph drew before."""
+    masks = GrammarMasks(LazyGrammars(small_grammars), EOS)
+    draws, _, drawn = make_draws(2, masks=masks)
+    asked = draw(temperature=temperature, grammar=of_regex("[#-%]{2}"), seed=3, logprobs=1).sampling
+    answer: list[int] = []
+    history = History([5], answer)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        logits = torch.randn(2, VOCAB, generator=generator).to(DEVICE)
+        before = logits.clone()
+        drawn[:2] = GARBAGE
+        bound = Draw(asked, len(answer), history), draw(logprobs=1)
+        tokens, scores = draws.launch(logits, bound, [None, None], draws.make_memory(), greedy_is_drawn=True)()
+        assert tokens[1] == before[1].argmax()
+        assert torch.equal(logits, before)
+        assert all(each is not None for each in scores)
+        answer.append(tokens[0])
+    assert small_grammars().begin(asked.grammar).allowed(answer[:2])[0] == 1 << END
+    assert answer[2] == END
 
 
 def test_every_penalty_matters_here() -> None:

@@ -95,7 +95,14 @@ async def test_a_long_text_in_an_error_leaves_its_grpc_status(cluster: Cluster, 
 
 
 @pytest.mark.parametrize(
-    "body", [{"model": LONG}, {f"guided_{LONG}": 1}, {"slo_class": LONG}, {"stop": [LONG]}, {"temperature": LONG}]
+    "body",
+    [
+        {"model": LONG},
+        {"response_format": {"type": LONG}},
+        {"slo_class": LONG},
+        {"stop": [LONG]},
+        {"temperature": LONG},
+    ],
 )
 async def test_a_long_text_in_an_error_is_cut_over_http(cluster: Cluster, body: dict[str, Any]) -> None:
     async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}") as http:

@@ -168,7 +168,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs"),
     ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
-    ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
     ("chat/completions", {**CHAT, "presence_penalty": 2.5}, "presence_penalty"),
     ("chat/completions", {**CHAT, "frequency_penalty": "much"}, "frequency_penalty"),
     ("chat/completions", {**CHAT, "frequency_penalty": -2.01}, "frequency_penalty"),

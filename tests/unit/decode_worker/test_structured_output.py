@@ -1,0 +1,105 @@
+"""Answers that follow a grammar: the same tokens on one worker and on two, preempted, and beside other requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine.steps.draws import History
+from tests.fake_engine import EOS, FakeEngine, answer_to
+from tests.worker_pair import Heard, WorkerPair, until
+from vocabulary.grammars import of_choices, of_json_schema, of_regex
+from wire.errors import InvalidArgument
+from wire.messages import FinishReason, SamplingParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 3, "maxLength": 9}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+SAMPLINGS = [
+    SamplingParams(60, grammar=of_json_schema(SCHEMA)),
+    SamplingParams(60, grammar=of_regex("[a-f]{20,30}"), temperature=0.7, seed=3, logprobs=1),
+    SamplingParams(40),
+    SamplingParams(60, grammar=of_choices(["yes, I think so", "no, not at all"]), presence_penalty=0.5),
+    SamplingParams(4, grammar=of_regex("[a-f]{20,30}")),
+]
+PROMPTS = [[number + 5, *range(20, 24 + number)] for number in range(len(SAMPLINGS) * 2)]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
+
+
+def sampling_of(number: int) -> SamplingParams:
+    return SAMPLINGS[number % len(SAMPLINGS)]
+
+
+def assert_whole(heard: Heard, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    wanted = answer_to(list(prompt), sampling)
+    assert heard.tokens == wanted
+    assert heard.finish is (FinishReason.STOP if wanted[-1] == EOS else FinishReason.LENGTH)
+    assert len(heard.logprobs) == (len(wanted) if sampling.logprobs is not None else 0)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["", "one worker"])
+async def test_answers_follow_their_grammars(both: bool) -> None:
+    async with WorkerPair(pages=256, both=both) as pair:
+        heard = [pair.send(f"q{n}", prompt, sampling_of(n)) for n, prompt in enumerate(PROMPTS)]
+        await until(lambda: all(each.finish for each in heard))
+        for number, prompt in enumerate(PROMPTS):
+            assert_whole(heard[number], prompt, sampling_of(number))
+        assert sum(each.tokens[-1] == EOS for each in heard) >= 4
+        await pair.empty()
+
+
+async def test_an_answer_goes_on_elsewhere() -> None:
+    """A request comes back with the tokens that it has, as after a dead worker or a preemption."""
+    prompt, sampling = PROMPTS[0], SAMPLINGS[1]
+    wanted = answer_to(prompt, sampling)
+    for known in (1, 7, len(wanted) - 1):
+        async with WorkerPair(pages=64) as pair:
+            heard = pair.send("q", prompt, sampling, 2, wanted[:known])
+            await until(lambda heard=heard: heard.finish)
+            assert heard.tokens == wanted
+            await pair.empty()
+
+
+async def test_a_grammar_that_fails_takes_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits are reached in the fifth token: the request ends with the reason, all others go on."""
+    fails = SAMPLINGS[1].grammar
+
+    run_before = FakeEngine.run
+
+    def run(self: FakeEngine, batch: Any) -> Any:
+        for row in batch.rows:
+            if row.draw is not None and row.draw.sampling.grammar == fails and row.draw.index == 5:
+                history: History = row.draw.history
+                history.failure = InvalidArgument("grammar", "is too complex")
+        result = run_before(self, batch)
+        tokens = [
+            EOS if row.draw is not None and row.draw.history is not None and row.draw.history.failure else token
+            for row, token in zip(batch.rows, result.token_ids, strict=True)
+        ]
+        return type(result)(tokens, result.logprobs)
+
+    monkeypatch.setattr(FakeEngine, "run", run)
+    async with WorkerPair(pages=256) as pair:
+        heard = [pair.send(f"q{n}", PROMPTS[n], sampling_of(n)) for n in range(4)]
+        await until(lambda: all(each.finish for each in heard))
+        assert (heard[1].finish, heard[1].error) == (FinishReason.ERROR, "INVALID_ARGUMENT")
+        assert "too complex" in heard[1].message
+        for number in (0, 2, 3):
+            assert_whole(heard[number], PROMPTS[number], sampling_of(number))
+        await pair.empty()
+
+
+async def test_a_worker_refuses_a_grammar_that_does_not_compile() -> None:
+    async with WorkerPair() as pair:
+        await pair.decode.worker.compile_grammar(SamplingParams(4))
+        await pair.decode.worker.compile_grammar(SAMPLINGS[0])
+        with pytest.raises(InvalidArgument, match="grammar"):
+            await pair.decode.worker.compile_grammar(SamplingParams(4, grammar=of_regex("((")))

@@ -1,0 +1,146 @@
+"""Formats of answers by HTTP and gRPC: the grammar that workers get, and formats that are refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from router.api.openai_requests import parse_chat
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import channel_to
+from vocabulary.grammars import of_choices, of_ebnf, of_json_schema, of_regex
+from wire.errors import InvalidArgument
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import inference_pb2_grpc
+from wire.tracing.timeline import Edge, EdgeStamp
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+EBNF = 'root ::= "a" | "b" root'
+CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+NAMED = {"name": "n", "strict": True, "description": "d", "schema": SCHEMA}
+SERVED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_object"}}, of_json_schema({"type": "object"})),
+    ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, of_json_schema(SCHEMA)),
+    ({"structured_outputs": {"json": SCHEMA}}, of_json_schema(SCHEMA)),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, of_json_schema(SCHEMA)),
+    ({"structured_outputs": {"json_object": True, "regex": None}}, of_json_schema({"type": "object"})),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, of_choices(["a", "b"])),
+    ({"structured_outputs": {"grammar": EBNF}}, of_ebnf(EBNF)),
+    ({"guided_json": SCHEMA}, of_json_schema(SCHEMA)),
+    ({"guided_regex": "a+"}, of_regex("a+")),
+    ({"guided_choice": ["a", "b"]}, of_choices(["a", "b"])),
+    ({"guided_grammar": EBNF}, of_ebnf(EBNF)),
+    ({"json_schema": json.dumps(SCHEMA)}, of_json_schema(SCHEMA)),
+    ({"regex": "a+"}, of_regex("a+")),
+    ({"ebnf": EBNF}, of_ebnf(EBNF)),
+    ({"response_format": {"type": "text"}}, ""),
+    ({}, ""),
+]
+OBJECT = {"type": "json_object"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format.json_schema"),
+    ({"response_format": OBJECT, "guided_regex": "a"}, "guided_regex"),
+    ({"response_format": OBJECT, "min_tokens": 2}, "min_tokens"),
+    ({"response_format": OBJECT, "ignore_eos": True}, "ignore_eos"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": "3"}, "guided_json"),
+    ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+    ({"guided_regex": "(("}, "guided_regex"),
+    ({"guided_regex": ["a"]}, "guided_regex"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"guided_choice": ["a", ""]}, "guided_choice"),
+    ({"guided_choice": ["a", 3]}, "guided_choice"),
+    ({"guided_grammar": "root := ("}, "guided_grammar"),
+    ({"guided_grammar": "root ::= " + '"a" ' * 10_000}, "guided_grammar"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+    ({"structural_tag": {"format": {}}}, "structural_tag"),
+]
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("fields", "grammar"), SERVED)
+async def test_workers_get_the_grammar(
+    cluster: Cluster, http: httpx.AsyncClient, fields: dict[str, Any], grammar: str
+) -> None:
+    reply = await http.post("/v1/chat/completions", json={**CHAT, **fields, "n": 2})
+    assert reply.status_code == 200, reply.text
+    assert "x-tandem-ignored" not in reply.headers
+    asked = [each.sampling.grammar for worker in cluster.workers for each in worker.reservations]
+    asked += [each.sampling.grammar for worker in cluster.workers for each in worker.prefills]
+    assert len(asked) >= 4
+    assert set(asked) == {grammar}
+
+
+@pytest.mark.parametrize(("fields", "named"), REFUSED)
+async def test_a_format_that_is_not_served_is_refused_by_name(
+    cluster: Cluster, http: httpx.AsyncClient, fields: dict[str, Any], named: str
+) -> None:
+    reply = await http.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, named), reply.text
+    assert len(reply.content) < 1000
+    assert not any(worker.reservations for worker in cluster.workers)
+    assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+def test_unknown_fields_of_a_format_are_refused_where_requests_are_strict() -> None:
+    now = EdgeStamp.now(Edge.RECEIVED)
+    body = json.dumps({**CHAT, "structured_outputs": {"regex": "a", "colour": "red"}}).encode()
+    assert parse_chat(body, now).ignored == ("structured_outputs.colour",)
+    with pytest.raises(InvalidArgument, match="colour"):
+        parse_chat(body, now, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        (pb.ResponseFormat(json_schema=json.dumps(SCHEMA)), of_json_schema(SCHEMA)),
+        (pb.ResponseFormat(json_schema="{}"), of_json_schema({})),
+        (pb.ResponseFormat(regex="a+"), of_regex("a+")),
+        (pb.ResponseFormat(grammar=EBNF), of_ebnf(EBNF)),
+        (pb.ResponseFormat(choice=pb.Texts(texts=["a", "b"])), of_choices(["a", "b"])),
+    ],
+)
+async def test_the_same_by_grpc(cluster: Cluster, given: pb.ResponseFormat, grammar: str) -> None:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        options = pb.GenerationOptions(max_tokens=2, response_format=given)
+        assert [each async for each in stub.Generate(pb.GenerateRequest(text="x", options=options))]
+    assert {each.sampling.grammar for worker in cluster.workers for each in worker.reservations} == {grammar}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pb.ResponseFormat(),
+        pb.ResponseFormat(json_schema=""),
+        pb.ResponseFormat(json_schema="[1]"),
+        pb.ResponseFormat(regex=""),
+        pb.ResponseFormat(regex="(("),
+        pb.ResponseFormat(grammar="x"),
+        pb.ResponseFormat(choice=pb.Texts()),
+        pb.ResponseFormat(choice=pb.Texts(texts=["a", ""])),
+    ],
+)
+async def test_a_malformed_format_is_refused_by_grpc(cluster: Cluster, given: pb.ResponseFormat) -> None:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        options = pb.GenerationOptions(max_tokens=2, response_format=given)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(pb.GenerateRequest(text="x", options=options)).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "response_format" in str(caught.value.details())

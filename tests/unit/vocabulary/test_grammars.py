@@ -1,0 +1,207 @@
+"""Grammars over a model's tokens: what they allow, and hostile ones that fail alone, in time."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from jsonschema import Draft202012Validator
+
+from tests.small_tokenizer import EOS, TOKENS, save_tokenizer
+from vocabulary.grammars import (
+    GRAMMAR_CHARS_MAX,
+    Grammars,
+    LazyGrammars,
+    of_choices,
+    of_ebnf,
+    of_json_schema,
+    of_regex,
+)
+from wire.errors import InvalidArgument, ModelError
+
+VOCAB = 600
+"""More logits than tokens, as models have."""
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "flat": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 150}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "nested": {
+        "type": "array",
+        "items": {"anyOf": [{"type": "boolean"}, {"enum": ["a", "bc"]}, {"type": "null"}]},
+        "minItems": 2,
+        "maxItems": 4,
+    },
+    "recursive": {
+        "$defs": {"t": {"type": "object", "properties": {"c": {"$ref": "#/$defs/t"}}, "additionalProperties": False}},
+        "$ref": "#/$defs/t",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def grammars(folder: Path) -> Grammars:
+    return Grammars(folder, VOCAB, [EOS])
+
+
+def allowed(bits: np.ndarray[Any, Any]) -> list[int]:
+    return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(grammars: Grammars, grammar: str, seed: int, most: int = 400) -> list[int]:
+    """Draws each token evenly from the allowed ones, with a preference for ends; returns the answer with its end."""
+    state, draw, answer = grammars.begin(grammar), random.Random(seed), list[int]()
+    while len(answer) < most:
+        choice = allowed(state.allowed(answer))
+        answer.append(EOS if EOS in choice and draw.random() < 0.3 else draw.choice(choice))
+        if answer[-1] == EOS:
+            return answer
+    return answer
+
+
+def text_of(folder: Path, answer: Sequence[int]) -> str:
+    inner: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return str(inner.decode(answer[:-1] if answer[-1] == EOS else answer))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("seed", range(4))
+def test_json_validates(grammars: Grammars, folder: Path, name: str, seed: int) -> None:
+    answer = walk(grammars, of_json_schema(SCHEMAS[name]), seed)
+    if answer[-1] == EOS:
+        Draft202012Validator(SCHEMAS[name]).validate(json.loads(text_of(folder, answer)))
+    else:
+        assert name == "recursive"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_match(grammars: Grammars, folder: Path, seed: int) -> None:
+    pattern = r"[a-c]{2,5}-(x|yy)\.[0-9]{3}"
+    assert re.fullmatch(pattern, text_of(folder, walk(grammars, of_regex(pattern), seed)))
+    choices = ['say "yes"', "no\n", "café"]
+    assert text_of(folder, walk(grammars, of_choices(choices), seed)) in choices
+    ebnf = walk(grammars, of_ebnf('root ::= item ("," item)*\nitem ::= [a-z] | "(" item ")"'), seed, 30)
+    assert re.match(r"\(*[a-z]", text_of(folder, ebnf))
+
+
+def test_no_token_without_text_is_allowed(grammars: Grammars) -> None:
+    """Special tokens are no text, and ids beyond the tokenizer's have none; an answer ends where it may."""
+    first = allowed(grammars.begin(of_json_schema({"type": "string"})).allowed(()))
+    assert first
+    assert all(2 < token < TOKENS for token in first)
+    assert allowed(grammars.begin(of_regex("a*")).allowed(()))[0] == EOS
+
+
+def test_the_state_follows_from_the_answer(grammars: Grammars) -> None:
+    """Another worker goes on from any place, as after a hand-over."""
+    grammar = of_json_schema(SCHEMAS["flat"])
+    answer, state = walk(grammars, grammar, 1), grammars.begin(grammar)
+    for length in range(len(answer)):
+        assert state.allowed(answer[:length]).tolist() == grammars.begin(grammar).allowed(answer[:length]).tolist()
+
+
+def test_an_answer_that_does_not_follow_is_an_error(grammars: Grammars) -> None:
+    state = grammars.begin(of_regex("[0-9]+"))
+    wrong = next(token for token in range(3, TOKENS) if token not in allowed(state.allowed(())))
+    with pytest.raises(InvalidArgument, match="grammar"):
+        state.allowed([wrong])
+
+
+HOSTILE: dict[str, Callable[[], str]] = {
+    "nested repetitions": lambda: of_regex("(((a{1,1000}){1,1000}){1,1000}){1,100}"),
+    "alternatives": lambda: of_regex("(a|aa|aaa|[a-z]{0,500}){1,5000}x"),
+    "groups": lambda: of_regex("(" * 50_000 + "a" + ")" * 50_000),
+    "classes": lambda: of_regex(r"[\p{L}]{1,200}[^a]{1,2000}" * 50),
+    "a deep schema": lambda: of_json_schema(json.loads('{"items":' * 60 + "{}" + "}" * 60)),
+    "a very deep schema": lambda: of_json_schema(nested(5000)),
+    "a reference to itself": lambda: of_json_schema({"$ref": "#"}),
+    "a reference elsewhere": lambda: of_json_schema({"$ref": "http://localhost:1/x"}),
+    "many values": lambda: of_json_schema({"enum": [f"v{number * 7919}" for number in range(10_000)]}),
+    "many patterns": lambda: of_json_schema(
+        {"anyOf": [{"type": "string", "pattern": f"^[a-z]{{{number},300}}b$"} for number in range(200)]}
+    ),
+    "long strings": lambda: of_json_schema({"type": "string", "minLength": 100_000, "maxLength": 200_000}),
+    "deep brackets": lambda: of_ebnf("root ::= " + "(" * 8000 + '"a"' + ")" * 8000),
+    "many rules": lambda: of_ebnf(
+        "root ::= r0\n" + "\n".join(f'r{n} ::= "a" r{n + 1} | "b" r{n + 1}' for n in range(450)) + '\nr450 ::= "c"'
+    ),
+    "a long text": lambda: of_ebnf("root ::= " + '"a" ' * 10_000),
+    "ambiguity": lambda: of_ebnf('root ::= root root | "a" | ""'),
+    "no rule": lambda: of_ebnf("root ::= missing"),
+    "nothing at all": lambda: of_json_schema(False),
+    "a huge grammar": lambda: of_regex("a" * (GRAMMAR_CHARS_MAX + 1)),
+}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_fails_alone_or_is_followed(grammars: Grammars, name: str) -> None:
+    reason = "it is followed"
+    try:
+        walk(grammars, HOSTILE[name](), 0, most=30)
+    except (InvalidArgument, ValueError) as error:
+        reason = str(error)
+    assert 0 < len(reason) < 500
+    grammars.check(of_regex("a"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"uniqueItems": True}, "uniqueItems"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"type": 3}, "type must be"),
+    ],
+)
+def test_what_is_not_supported_is_named(grammars: Grammars, schema: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        grammars.check(of_json_schema(schema))
+
+
+def test_the_cache_is_bounded(folder: Path) -> None:
+    grammars = Grammars(folder, VOCAB, [EOS])
+    for number in range(100):
+        grammars.check(of_regex(f"a{{{number}}}b"))
+    assert len(grammars._compiled) == 64
+    assert of_regex("a{99}b") in grammars._compiled
+    assert of_regex("a{0}b") not in grammars._compiled
+
+
+def test_the_tokenizer_is_loaded_with_the_first_grammar(folder: Path) -> None:
+    made = []
+
+    def make() -> Grammars:
+        made.append(Grammars(folder, VOCAB, [EOS]))
+        return made[-1]
+
+    lazy = LazyGrammars(make)
+    assert not made
+    assert lazy.get() is lazy.get() is made[0]
+
+
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer"):
+        Grammars(tmp_path, VOCAB, [EOS])
