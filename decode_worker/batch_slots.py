@@ -70,7 +70,7 @@ class SlotColumns:
         self.draw_offset = np.zeros(0, dtype=np.int64)
         """Index of a row's draw, less the row's position."""
         self.min_tokens = np.zeros(0, dtype=np.int64)
-        self.penalized = np.zeros(0, dtype=np.bool_)
+        self.looks_back = np.zeros(0, dtype=np.bool_)
         self.wants_logprobs = np.zeros(0, dtype=np.bool_)
         self.newest_token = np.zeros(0, dtype=np.int64)
         """The last token that has arrived from the engine."""
@@ -102,7 +102,7 @@ class SlotColumns:
         self.samplings[at] = sampling
         self.histories[at] = request.history
         self.min_tokens[at] = sampling.min_tokens
-        self.penalized[at] = sampling.penalized
+        self.looks_back[at] = request.history is not None
         self.wants_logprobs[at] = sampling.logprobs is not None
         self.newest_token[at] = request.answer[-1]
         self.settings[at] = settings_of(sampling)

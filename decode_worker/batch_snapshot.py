@@ -29,11 +29,10 @@ class _Drawing:
     draw_offset: NDArray[np.int64]
     """Index of each row's draw, less the number of the step."""
     greedy: bool
-    penalized: bool
+    looks_back: bool
     wants_logprobs: bool
     may_end_from: int
     """The first step in which the answer of each row is as long as its `min_tokens`."""
-    constrained: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +99,9 @@ class BatchSnapshot:
                 drawing.seeds,
                 drawing.draw_offset + step,
                 drawing.greedy,
-                drawing.penalized,
+                drawing.looks_back,
                 drawing.wants_logprobs,
                 step < drawing.may_end_from,
-                drawing.constrained,
             ),
         )
 
@@ -157,10 +155,9 @@ class BatchSnapshot:
             columns.seeds[indices],
             offset,
             all_greedy(settings),
-            bool(columns.penalized[indices].any()),
+            bool(columns.looks_back[indices].any()),
             bool(columns.wants_logprobs[indices].any()),
             int((columns.min_tokens[indices] - offset).max()),
-            any(each.grammar for each in samplings),
         )
 
     @cached_property

@@ -88,10 +88,9 @@ class StepDrafts:
             np.concatenate((draws.starts, draws.starts[base])),
             np.concatenate((draws.indices, draws.indices[base] + self.distances)),
             draws.greedy,
-            draws.penalized,
+            draws.looks_back,
             draws.scored,
             draws.may_not_end,
-            draws.constrained,
         )
 
 

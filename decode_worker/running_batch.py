@@ -139,10 +139,9 @@ class RunningBatch:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if an answer follows a grammar, whose next token depends on those of the steps in flight."""
-        return bool(self.in_flight_steps) and any(
-            slot.request.reservation.sampling.grammar for slot in self._with_history
-        )
+        """True if tokens of the next step depend, by a grammar, on those of the steps in flight."""
+        constrained = (slot.request.reservation.sampling.grammar for slot in self._with_history)
+        return bool(self.in_flight_steps) and any(constrained)
 
     @property
     def waits_for_pages(self) -> bool:

@@ -1,19 +1,18 @@
 """Steps on the CPU, or on any device in the plainest way: each is computed when it is launched."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.cache.paged_cache import PagedCache
-from engine.grammar_masks import GrammarMasks
 from engine.graph_use import GraphUse
 from engine.kernels.base import Feed
 from engine.logprobs import score
 from engine.models.decoder import DecoderModel
-from engine.sampler import sample
 from engine.steps.batch import PendingStep, StepBatch, rows_of
+from engine.steps.draws import Draws
 from engine.steps.step_packer import PackedStep, StepPacker, unpack
 
 Forward = Callable[[PackedStep, Feed | None], Tensor | None]
@@ -37,18 +36,12 @@ class HostStepper:
     asynchronous = False
 
     def __init__(
-        self,
-        packer: StepPacker,
-        forward: Forward,
-        device: torch.device,
-        eos_token_ids: Sequence[int],
-        masks: GrammarMasks | None = None,
+        self, packer: StepPacker, forward: Forward, device: torch.device, draw: Callable[[Tensor, Draws], Tensor]
     ) -> None:
         self._packer = packer
         self._forward = forward
         self._device = device
-        self._eos_token_ids = eos_token_ids
-        self._masks = masks
+        self._draw = draw
         self.graph_use = GraphUse()
         self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
 
@@ -60,7 +53,7 @@ class HostStepper:
             result = rows_of([], batch)
         else:
             draws = batch.draws
-            tokens = sample(logits, draws, self._eos_token_ids, self._masks)
+            tokens = self._draw(logits, draws)
             result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens) if draws.scored else ())
         return lambda: result
 

@@ -1,7 +1,9 @@
 """Loading of an engine: device, weights, paged cache, and the stepper of the device."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,6 +23,7 @@ from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import load_spec, quantized_at_load
+from engine.sampler import sample
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
@@ -63,7 +66,8 @@ class LoadedParts:
     """The name of the weights."""
     stepper: Stepper
     expert_tokens: ExpertTokens
-    grammars: LazyGrammars
+    compile_grammar: Callable[[str], None]
+    """Compiles a grammar before a step needs it."""
 
 
 def load_parts(
@@ -96,7 +100,8 @@ def load_parts(
         capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
         cache = PagedCache(spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
         packer = StepPacker(step_limits(spec, cache))
-        stepper = HostStepper(packer, forward_over(model, cache), device, spec.eos_token_ids, masks)
+        draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
+        stepper = HostStepper(packer, forward_over(model, cache), device, draw)
     facts = ModelFacts(
         name=name or config.model.resolve().name,
         vocab_size=spec.vocab_size,
@@ -107,7 +112,7 @@ def load_parts(
         kv_windows=cache.kv_pages.windows,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
-    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars)
+    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars.check)
 
 
 def _load_model(

@@ -39,7 +39,7 @@ class ModelRunner:
         self._revision = loaded.revision
         self.stepper = loaded.stepper
         self.expert_tokens = loaded.expert_tokens
-        self._grammars = loaded.grammars
+        self.compile_grammar = loaded.compile_grammar
 
     @classmethod
     def load(
@@ -53,7 +53,6 @@ class ModelRunner:
         """Reads the model and allocates the cache; `name` is what clients call it, by default the folder's name.
 
         `kernels` are by default the fastest for the device; given ones run step by step, without CUDA graphs.
-
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
         """
         loaded = load_parts(config, progress, name=name, kernels=kernels)
@@ -97,10 +96,6 @@ class ModelRunner:
             if logits is None:
                 return torch.empty(0, self.spec.vocab_size)
             return logits if every_token else logits[: len(batch.draws)]
-
-    def compile_grammar(self, grammar: str) -> None:
-        """Compile a grammar before a step needs it; InvalidArgument if that fails. Any thread may call it."""
-        self._grammars.get().check(grammar)
 
     def measure_ceilings(self, threads: int | None = None) -> None:
         """Tell by what this device does at best instead of a typical one; on CPUs with so many threads, None = all.

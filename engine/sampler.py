@@ -14,10 +14,9 @@ from torch import Tensor
 
 from engine.grammar_masks import GrammarMasks
 from engine.logits_mask import within_grammars, without_early_ends
-from engine.sampling_filters import column, draw_filtered, has_filters, invert
-from engine.steps.draws import Draw, Draws, History
+from engine.sampling_filters import column, draw_filtered, has_filters, invert, penalize
+from engine.steps.draws import Draw, Draws
 from engine.steps.seeded import uniform
-from wire.messages import SamplingParams
 
 
 def sample(
@@ -29,7 +28,7 @@ def sample(
     that a grammar forbids according to `masks`.
     """
     draws = Draws.of(draws)
-    if draws.penalized:
+    if draws.looks_back:
         logits = penalize(logits, draws)
     if draws.may_not_end:
         logits = without_early_ends(logits, draws, eos_token_ids)
@@ -52,33 +51,6 @@ def sample(
     return tokens
 
 
-def penalize(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Logits [rows, vocab] with the penalties of each row, then float32; the very same ones where no row has any.
-
-    A token of the prompt or the answer has its logit divided (above 0) or multiplied (below) by the repetition
-    penalty; one of the answer then loses the frequency penalty for each time, and the presence penalty once.
-    """
-    if not Draws.of(draws).penalized:
-        return logits
-    penalized = logits.to(torch.float32, copy=True)
-    for row, draw in zip(penalized, draws, strict=True):
-        if draw.history is not None and draw.sampling.penalized:
-            _penalize_row(row, draw.sampling, draw.history)
-    return penalized
-
-
-def _penalize_row(logits: Tensor, sampling: SamplingParams, history: History) -> None:
-    """In place, logits [vocab] float32."""
-    times = torch.bincount(_ids(history.answer, logits), minlength=len(logits))
-    if sampling.repetition_penalty != 1:
-        seen = times > 0
-        seen[_ids(history.prompt, logits)] = True
-        repeated = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
-        logits.copy_(torch.where(seen, repeated, logits))
-    logits -= sampling.frequency_penalty * times
-    logits -= sampling.presence_penalty * (times > 0)
-
-
 def _soften(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
     """Probabilities [rows, vocab] float32 at each row's temperature, and its uniform number [rows, 1] float64."""
     wide = logits.float()
@@ -93,7 +65,3 @@ def _argmax(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.argmax(dim=-1)
-
-
-def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)

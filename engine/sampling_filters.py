@@ -1,10 +1,11 @@
-"""Seeded draws from what top_k, top_p and min_p keep, in the order of transformers."""
+"""Penalties, which mean what they mean in vLLM, and seeded draws from what top_k, top_p and min_p keep."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from engine.steps.draws import Draw, Draws, History
 from wire.messages import SamplingParams
 
 _CANDIDATES = (128, 1024)
@@ -89,3 +90,34 @@ def _rank(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
     by_id = ids.sort(dim=-1)
     ranked = best.gather(-1, by_id.indices).sort(dim=-1, descending=True, stable=True)
     return ranked.values, by_id.values.gather(-1, ranked.indices)
+
+
+def penalize(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits [rows, vocab] with the penalties of each row, then float32; the very same ones where no row has any.
+
+    A token of the prompt or the answer has its logit divided (above 0) or multiplied (below) by the repetition
+    penalty; one of the answer then loses the frequency penalty for each time, and the presence penalty once.
+    """
+    if not Draws.of(draws).looks_back:
+        return logits
+    penalized = logits.to(torch.float32, copy=True)
+    for row, draw in zip(penalized, draws, strict=True):
+        if draw.history is not None and draw.sampling.penalized:
+            _penalize_row(row, draw.sampling, draw.history)
+    return penalized
+
+
+def _penalize_row(logits: Tensor, sampling: SamplingParams, history: History) -> None:
+    """In place, logits [vocab] float32."""
+    times = torch.bincount(_ids(history.answer, logits), minlength=len(logits))
+    if sampling.repetition_penalty != 1:
+        seen = times > 0
+        seen[_ids(history.prompt, logits)] = True
+        repeated = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        logits.copy_(torch.where(seen, repeated, logits))
+    logits -= sampling.frequency_penalty * times
+    logits -= sampling.presence_penalty * (times > 0)
+
+
+def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)

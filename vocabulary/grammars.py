@@ -144,6 +144,10 @@ class LazyGrammars:
         self._made: Grammars | None = None
         self._lock = threading.Lock()
 
+    def check(self, grammar: str) -> None:
+        """See `Grammars.check`."""
+        self.get().check(grammar)
+
     def get(self) -> Grammars:
         """Return the grammars; the first call loads the tokenizer."""
         with self._lock:

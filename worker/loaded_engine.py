@@ -51,7 +51,7 @@ class LoadedEngine(Runner, Protocol):
         """The roofline of the model on this kind of device."""
         ...
 
-    def compile_grammar(self, grammar: str) -> None:
+    def compile_grammar(self, grammar: str, /) -> None:
         """Compiles a grammar before a step needs it; InvalidArgument if that fails. Any thread may call it."""
         ...
 

@@ -69,7 +69,7 @@ class CudaStepper:
         memory = self._memory[0]
         self._memory.reverse()
         memory.done.synchronize()
-        late = self.draws.late_tokens(draws, self._sources(batch)) if draws.penalized else ()
+        late = self.draws.late_tokens(draws, self._sources(batch)) if draws.looks_back else ()
         logits, greedy_is_drawn = self._compute(batch, sizes, memory)
         read = None
         if logits is not None:

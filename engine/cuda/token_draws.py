@@ -110,7 +110,7 @@ class TokenDraws:
             masked = MaskedLogits(logits, draws, self._eos_token_ids, self._masks)
             self._sample(logits, draws, late, memory)
             masked.restore()
-        elif not (greedy_is_drawn and draws.greedy and not draws.penalized):
+        elif not (greedy_is_drawn and draws.greedy and not draws.looks_back):
             self._sample(logits, draws, late, memory)
         count = len(draws)
         memory.tokens[:count].copy_(self._drawn[:count], non_blocking=True)
@@ -136,7 +136,7 @@ class TokenDraws:
     def _sample(self, logits: Tensor, draws: Draws, late: Sequence[Tensor | None], memory: DrawMemory) -> None:
         """Samples in pieces of as many rows as the sampler takes."""
         most = self._sampler.max_rows
-        penalized = draws.penalized
+        penalized = draws.looks_back
         for first in range(0, len(draws), most):
             some = slice(first, min(first + most, len(draws)))
             counted = self._counts.place(draws[some], late[some]) if penalized else None

@@ -59,14 +59,12 @@ class Draws(Sequence[Draw]):
     """[n]"""
     greedy: bool
     """True if no draw is random."""
-    penalized: bool
-    """True if any draw has penalties."""
+    looks_back: bool
+    """True if any draw has a history: penalties, or a grammar."""
     scored: bool
     """True if any draw wants log probabilities."""
     may_not_end: bool = False
     """True if any answer is shorter than its `min_tokens` (`engine/logits_mask.py`)."""
-    constrained: bool = False
-    """True if any answer follows a grammar."""
 
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> "Draws":
@@ -83,11 +81,15 @@ class Draws(Sequence[Draw]):
             np.array([start_of(each.seed) for each in samplings], dtype=np.uint64),
             np.array([draw.index for draw in draws], dtype=np.int64),
             all_greedy(settings),
-            any(each.penalized for each in samplings),
+            any(history is not None for history in histories),
             any(each.logprobs is not None for each in samplings),
             any(draw.index < draw.sampling.min_tokens for draw in draws),
-            any(each.grammar for each in samplings),
         )
+
+    @property
+    def constrained(self) -> bool:
+        """True if any answer follows a grammar."""
+        return self.looks_back and any(each.grammar for each in self.samplings)
 
     def numbers(self) -> NDArray[np.float64]:
         """[n] in [0, 1): each draw's number, 0 for greedy ones."""
@@ -105,10 +107,9 @@ class Draws(Sequence[Draw]):
             np.concatenate((self.starts, more.starts)),
             np.concatenate((self.indices, more.indices)),
             self.greedy and more.greedy,
-            self.penalized or more.penalized,
+            self.looks_back or more.looks_back,
             self.scored or more.scored,
             self.may_not_end or more.may_not_end,
-            self.constrained or more.constrained,
         )
 
     def __len__(self) -> int:
@@ -127,10 +128,9 @@ class Draws(Sequence[Draw]):
                 self.starts[at],
                 self.indices[at],
                 all_greedy(self.settings[at]),
-                self.penalized,
+                self.looks_back,
                 self.scored,
                 self.may_not_end,
-                self.constrained,
             )
         return Draw(self.samplings[at], int(self.indices[at]), self.histories[at])
 

@@ -68,7 +68,7 @@ class FormatCompiler:
 def _compile(wanted: AnswerFormat, known: LazyGrammars) -> str:
     try:
         grammar = _MAKERS[wanted.kind](wanted.value)
-        known.get().check(grammar)
+        known.check(grammar)
     except InvalidArgument as error:
         raise InvalidArgument(
             wanted.field, f"cannot be followed: {error.message.removeprefix(f'{error.field}: ')}"

@@ -22,6 +22,7 @@ from engine.models.allocation import allocate_parameters
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import load_spec
 from engine.models.parameters import Parameters, tensors_of
+from engine.sampler import sample
 from engine.steps.batch import StepBatch, StepRow
 from engine.steps.draws import Draw
 from engine.steps.step_packer import StepPacker, step_limits
@@ -120,7 +121,7 @@ def logits(model: ModelSpec, kernels: Kernels, dtype: torch.dtype) -> dict[str, 
     assert cache.kv_pages == KV
     cache.tensor.fill_(float("nan"))
     forward = forward_over(DecoderModel(model, weights(model, dtype), kernels, model.max_context), cache)
-    stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE, ())
+    stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE, sample)
     found = {}
     with torch.inference_mode():
         for name, step in STEPS.items():

@@ -8,8 +8,8 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.logprobs import logprobs, score
-from engine.sampler import penalize, sample
-from engine.sampling_filters import draw_filtered, invert, keep_best
+from engine.sampler import sample
+from engine.sampling_filters import draw_filtered, invert, keep_best, penalize
 from engine.steps.batch import StepBatch, rows_of
 from engine.steps.draws import Draw, History
 from engine.steps.seeded import start_of, uniform, uniforms

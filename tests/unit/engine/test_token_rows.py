@@ -41,9 +41,9 @@ def test_draws_know_what_any_of_them_needs() -> None:
     draws = Draws.of([PLAIN, RANDOM]).followed_by([PENALIZED])
     assert list(draws) == [PLAIN, RANDOM, PENALIZED]
     assert list(draws[1:]) == [RANDOM, PENALIZED]
-    assert (draws.greedy, draws.penalized, draws.scored) == (False, True, True)
+    assert (draws.greedy, draws.looks_back, draws.scored) == (False, True, True)
     plain = Draws.of([PLAIN, PLAIN])
-    assert (plain.greedy, plain.penalized, plain.scored) == (True, False, False)
+    assert (plain.greedy, plain.looks_back, plain.scored) == (True, False, False)
     numbers = draws.numbers()
     assert numbers[0] == numbers[2] == 0.0
     assert 0.0 < numbers[1] < 1.0
