@@ -1,0 +1,131 @@
+"""The known syntaxes of answers by vLLM's names, and the choice by a model's chat template."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from router.text.answer_syntax import reasoning, tool_calls
+from router.text.answer_syntax.parser import AnswerParser, AnswerParts
+from router.text.answer_syntax.reader import AnswerReader, Steps
+from wire.errors import InvalidArgument
+
+AUTO, NONE = "auto", "none"
+_HARMONY_CALLS, _HARMONY = "openai", "openai_gptoss"
+_OPENED = "deepseek_r1"
+"""The reasoning parser for answers that always begin within the block."""
+_MISTRAL = "mistral"
+_MISTRAL_ID_CHARS = 9
+"""Length of call ids that Mistral's chat templates accept."""
+
+_CALLS: Mapping[str, Callable[[AnswerReader, AnswerParts, Collection[str]], Steps[None]]] = {
+    "hermes": tool_calls.read_hermes,
+    "llama3_json": tool_calls.read_llama,
+    _MISTRAL: tool_calls.read_mistral,
+    "deepseek_v3": tool_calls.read_deepseek,
+}
+_MARKERS: Mapping[str, tuple[str, ...]] = {
+    "llama3_json": (tool_calls.PYTHON_TAG,),
+    _MISTRAL: (tool_calls.TOOL_CALLS, tool_calls.ARGS, tool_calls.CALL_ID),
+    "deepseek_v3": (
+        tool_calls.CALLS_BEGIN,
+        tool_calls.CALLS_END,
+        tool_calls.CALL_BEGIN,
+        tool_calls.CALL_END,
+        tool_calls.SEPARATOR,
+    ),
+    "qwen3": (reasoning.THINK, reasoning.THINK_END),
+    _OPENED: (reasoning.THINK, reasoning.THINK_END),
+    _HARMONY: reasoning.HARMONY,
+}
+"""The markers that are special tokens in some tokenizers."""
+TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)
+REASONING_PARSERS = ("qwen3", _OPENED, _HARMONY)
+
+
+def choose_calls(option: str, template: str) -> str:
+    """Return the name of the tool call parser for `option`, "" for none; `auto` looks at the chat template."""
+    if option != AUTO:
+        return "" if option == NONE else _known("tool_call_parser", option, TOOL_CALL_PARSERS)
+    if "<|channel|>" in template:
+        return _HARMONY_CALLS
+    if tool_calls.CALL_BEGIN in template:
+        return "deepseek_v3"
+    if tool_calls.TOOL_CALLS in template:
+        return _MISTRAL
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return "hermes"
+    return "llama3_json" if tool_calls.PYTHON_TAG in template or '"parameters": ' in template else ""
+
+
+def choose_reasoning(option: str, template: str) -> str:
+    """Return the name of the reasoning parser for `option`, "" for none; `auto` looks at the chat template."""
+    if option != AUTO:
+        return "" if option == NONE else _known("reasoning_parser", option, REASONING_PARSERS)
+    if "<|channel|>" in template:
+        return _HARMONY
+    return "qwen3" if reasoning.THINK in template or reasoning.THINK_END in template else ""
+
+
+def check_parsers(calls: str, reasoner: str) -> None:
+    """Raise InvalidArgument for an unknown name of a parser."""
+    choose_calls(calls, "")
+    choose_reasoning(reasoner, "")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSyntax:
+    """The syntax of the answers to one request."""
+
+    calls: str = ""
+    """The name of the tool call parser; "" = calls are not looked for."""
+    reasoning: str = ""
+    """The name of the reasoning parser; "" = reasoning is not looked for."""
+    opened: bool = False
+    """True if the prompt ends with the tag that opens the reasoning."""
+    names: frozenset[str] = frozenset()
+    """The functions that the client offers."""
+    parallel: bool = True
+    """False if only the first call is returned."""
+    kept: Mapping[int, str] = field(default_factory=dict)
+    """Texts of the special tokens that are markers, by id; other special tokens are left out of the text."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers of both parsers."""
+        harmony = reasoning.HARMONY if self.calls == _HARMONY_CALLS else ()
+        return (*_MARKERS.get(self.calls, ()), *_MARKERS.get(self.reasoning, ()), *harmony)
+
+    def parser(self) -> AnswerParser:
+        """Return the parser of one answer."""
+        make_id = _short_id if self.calls == _MISTRAL else _call_id
+        return AnswerParser(AnswerParts(make_id, parallel=self.parallel), self._read)
+
+    def _read(self, reader: AnswerReader, parts: AnswerParts) -> Steps[None]:
+        if self.reasoning == _HARMONY or self.calls == _HARMONY_CALLS:
+            yield from reasoning.read_harmony(reader, parts, calls=bool(self.calls))
+            return
+        if self.reasoning:
+            opened = self.opened or self.reasoning == _OPENED
+            yield from reasoning.read_thinking(reader, parts, opened=opened)
+        if self.calls:
+            yield from _CALLS[self.calls](reader, parts, self.names)
+        else:
+            yield from reader.until((), parts.content)
+
+
+def _known(setting: str, name: str, names: Collection[str]) -> str:
+    if name not in names:
+        raise InvalidArgument(setting, f"is {name!r}, it must be {AUTO}, {NONE} or one of {', '.join(names)}")
+    return name
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _short_id() -> str:
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_MISTRAL_ID_CHARS))

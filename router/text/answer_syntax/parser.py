@@ -1,0 +1,111 @@
+"""Splits the text of one answer into reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from router.text.answer_syntax.reader import AnswerReader, Steps
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """The next part of a tool call; the first one of a call has its id and name."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """The next parts of an answer that are certain."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
+
+
+class AnswerParts:
+    """Collects what a parser has read since the last delta."""
+
+    def __init__(self, make_id: Callable[[], str], *, parallel: bool = True) -> None:
+        """`make_id` returns the id of the next call; without `parallel` only the first call is kept."""
+        self._make_id = make_id
+        self._parallel = parallel
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._arguments: list[str] = []
+        self.count = 0
+        """Number of calls so far."""
+
+    def content(self, text: str) -> None:
+        """Add content."""
+        self._content.append(text)
+
+    def reasoning(self, text: str) -> None:
+        """Add reasoning."""
+        self._reasoning.append(text)
+
+    def begin_call(self, name: str) -> None:
+        """Begin a call of the function `name`."""
+        self._join_arguments()
+        self.count += 1
+        if self._kept:
+            self._calls.append(CallDelta(self.count - 1, self._make_id(), name))
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the last call."""
+        if self._kept and text:
+            self._arguments.append(text)
+
+    def take(self) -> AnswerDelta:
+        """Return what was added since the last call."""
+        self._join_arguments()
+        delta = AnswerDelta("".join(self._content), "".join(self._reasoning), self._calls)
+        self._content, self._reasoning, self._calls = [], [], []
+        return delta
+
+    @property
+    def _kept(self) -> bool:
+        return self._parallel or self.count <= 1
+
+    def _join_arguments(self) -> None:
+        if not self._arguments:
+            return
+        if not self._calls:
+            self._calls.append(CallDelta(self.count - 1))
+        self._calls[-1].arguments = "".join(self._arguments)
+        self._arguments = []
+
+
+class AnswerParser:
+    """The parser of one answer; its result does not depend on how the text is cut into pieces."""
+
+    def __init__(self, parts: AnswerParts, syntax: Callable[[AnswerReader, AnswerParts], Steps[None]]) -> None:
+        """`syntax` reads the whole answer; text that it leaves is content."""
+        self._reader = AnswerReader()
+        self._parts = parts
+        self._steps = syntax(self._reader, parts)
+
+    @property
+    def called(self) -> bool:
+        """True if the answer has a tool call."""
+        return self._parts.count > 0
+
+    def feed(self, text: str) -> AnswerDelta:
+        """Parse the next text of the answer; return the parts that became certain."""
+        self._reader.add(text)
+        return self._run()
+
+    def finish(self) -> AnswerDelta:
+        """Return the rest at the end of the answer."""
+        self._reader.end()
+        return self._run()
+
+    def _run(self) -> AnswerDelta:
+        if next(self._steps, self) is self:
+            self._parts.content(self._reader.rest())
+        return self._parts.take()

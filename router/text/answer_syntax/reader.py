@@ -1,0 +1,150 @@
+"""Reads an answer's text as it is generated.
+
+Parsers are generators: each `yield` waits for more text, so the code of a parser reads as if it had the whole answer.
+Every piece of text is looked at once, except for the few characters that may begin a marker.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from router.text.stop_strings import overlap
+
+_T = TypeVar("_T")
+Steps = Generator[None, None, _T]
+"""A generator that yields where it needs more text, and returns a result."""
+
+_UNQUOTED = re.compile(r"[\s\w+\-.,:]*")
+_QUOTED = re.compile(r'[^"\\]*')
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class AnswerReader:
+    """The text of one answer that is not read yet."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._over = False
+
+    def add(self, piece: str) -> None:
+        """Add text at the end."""
+        self._text += piece
+
+    def end(self) -> None:
+        """Record that no more text follows."""
+        self._over = True
+
+    def rest(self) -> str:
+        """Read all text that has been added."""
+        text, self._text = self._text, ""
+        return text
+
+    def until(self, markers: Sequence[str], to: Callable[[str], None]) -> Steps[str]:
+        """Read up to and including the first of `markers`; the text before it goes to `to`.
+
+        Returns the marker, or "" at the end of the answer. No marker may contain another one.
+        """
+        while True:
+            found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
+            if found:
+                at, marker = min(found)
+                to(self._take(at))
+                self._take(len(marker))
+                return marker
+            keep = 0 if self._over else max((overlap(self._text, marker) for marker in markers), default=0)
+            to(self._take(len(self._text) - keep))
+            if self._over:
+                return ""
+            yield
+
+    def literal(self, *options: str) -> Steps[str]:
+        """Read and return one of `options` if the text continues with it; otherwise read nothing and return ""."""
+        while True:
+            for option in options:
+                if self._text.startswith(option):
+                    return self._take(len(option))
+            if self._over or not any(option.startswith(self._text) for option in options):
+                return ""
+            yield
+
+    def ahead(self, sign: str) -> Steps[bool]:
+        """Return True if the next character is `sign`, without reading it."""
+        while not self._text and not self._over:
+            yield
+        return self._text.startswith(sign)
+
+    def space(self) -> Steps[str]:
+        """Read and return white space, up to another character or the end of the answer."""
+        parts = []
+        while True:
+            parts.append(self._take(len(self._text) - len(self._text.lstrip())))
+            if self._text or self._over:
+                return "".join(parts)
+            yield
+
+    def json(self, scan: JsonScan, to: Callable[[str], None]) -> Steps[bool]:
+        """Read the rest of the JSON value of which `scan` knows the beginning; its text goes to `to`.
+
+        Returns True at its end, False where the text or the answer breaks it off.
+        """
+        while True:
+            to(self._take(scan.add(self._text)))
+            if scan.complete or scan.broken or self._over:
+                return scan.complete
+            yield
+
+    def _take(self, count: int) -> str:
+        text, self._text = self._text[:count], self._text[count:]
+        return text
+
+
+class JsonScan:
+    """Finds the end of a JSON object or array by its quotes and brackets."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        """The brackets that close the open ones, innermost last."""
+        self._quoted = False
+        self._escaped = False
+        self.complete = False
+        self.broken = False
+        """True if the text is no JSON: a bracket does not match, or a character stands outside of quotes."""
+
+    def add(self, text: str) -> int:
+        """Scan more text; return how many of its characters belong to the value."""
+        at = 0
+        while at < len(text) and not (self.complete or self.broken):
+            at = self._in_quotes(text, at) if self._quoted else self._outside(text, at)
+        return at
+
+    def _in_quotes(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        found = _QUOTED.match(text, at)
+        at = found.end() if found else at
+        if at == len(text):
+            return at
+        self._escaped = text[at] == "\\"
+        self._quoted = self._escaped
+        return at + 1
+
+    def _outside(self, text: str, at: int) -> int:
+        found = _UNQUOTED.match(text, at) if self._open else None
+        at = found.end() if found else at
+        if at == len(text):
+            return at
+        sign = text[at]
+        if sign == '"' and self._open:
+            self._quoted = True
+        elif sign in _CLOSING:
+            self._open.append(_CLOSING[sign])
+        elif self._open and sign == self._open[-1]:
+            self._open.pop()
+            self.complete = not self._open
+        else:
+            self.broken = True
+            return at
+        return at + 1

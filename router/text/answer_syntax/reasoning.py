@@ -1,0 +1,46 @@
+"""The syntaxes in which models write their reasoning."""
+
+from __future__ import annotations
+
+import re
+
+from router.text.answer_syntax.parser import AnswerParts
+from router.text.answer_syntax.reader import AnswerReader, Steps
+
+THINK, THINK_END = "<think>", "</think>"
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS)
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
+
+
+def read_thinking(reader: AnswerReader, parts: AnswerParts, *, opened: bool) -> Steps[None]:
+    """Read a `<think>` block at the answer's beginning; `opened` is true if the prompt ends with its opening tag."""
+    if not opened:
+        space = yield from reader.space()
+        if not (yield from reader.literal(THINK)):
+            parts.content(space)
+            return
+    yield from reader.until((THINK_END,), parts.reasoning)
+    yield from reader.space()
+
+
+def read_harmony(reader: AnswerReader, parts: AnswerParts, *, calls: bool) -> Steps[None]:
+    """Read gpt-oss' messages (https://cookbook.openai.com/articles/openai-harmony), all that an answer has.
+
+    The channel `analysis` is reasoning, and a message to a function is a call if `calls` is true.
+    """
+    while marker := (yield from reader.until((_START, _CHANNEL), parts.content)):
+        header = [marker]
+        if not (yield from reader.until((_MESSAGE,), header.append)):
+            parts.content("".join(header))
+            return
+        text = "".join(header)
+        recipient = _RECIPIENT.search(text) if calls else None
+        if recipient is not None:
+            parts.begin_call(recipient.group(1))
+            to = parts.arguments
+        else:
+            to = parts.reasoning if _ANALYSIS.search(text) else parts.content
+        yield from reader.until(_ENDS, to)

@@ -1,0 +1,112 @@
+"""Parsers of answers: every cut of a text into pieces gives the same reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.text.answer_syntax.formats import AnswerSyntax, choose_calls, choose_reasoning
+from wire.errors import InvalidArgument
+
+ONE = '{"name": "f", "arguments": {"a": "x}\\"{", "b": [1, {"c": null}]}}'
+TWO = '{"arguments": {"d": "é"}, "name": "g"}'
+F, G = ("f", '{"a": "x}\\"{", "b": [1, {"c": null}]}'), ("g", '{"d": "é"}')
+LLAMA = ONE.replace("arguments", "parameters")
+B, E, C, D, S = (f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+FENCED = f"{C}function{S}f\n```json\n{F[1]}\n```{D}"
+HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+Expected = tuple[str, str, list[tuple[str, str]]]
+CASES: list[tuple[str, str, str, Expected]] = [
+    ("hermes", "", f"Sure.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>", ("Sure.\n", "", [F, G])),
+    ("hermes", "", f"<tool_call>{ONE}", ("", "", [F])),
+    ("hermes", "", '<tool_call>{"name": "f", "arguments": {"a": "cu', ("", "", [("f", '{"a": "cu')])),
+    ("hermes", "", '<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', "", [])),
+    ("hermes", "", "<tool_call>f(1)</tool_call> x", ("<tool_call>f(1)</tool_call> x", "", [])),
+    ("hermes", "", "a < b <tool_c", ("a < b <tool_c", "", [])),
+    ("hermes", "", '<tool_call>{"name": 3, "arguments": {}}', ('<tool_call>{"name": 3, "arguments": {}}', "", [])),
+    ("hermes", "", '<tool_call>{"name": "f", "arguments": {"a": [1}}', ("}}", "", [("f", '{"a": [1')])),
+    ("hermes", "qwen3", f"<think>\nHm <tool_call>\n</think>\n\n<tool_call>{ONE}</tool_call>",
+     ("", "\nHm <tool_call>\n", [F])),
+    ("hermes", "deepseek_r1", "Hm</think>\n\nYes", ("Yes", "Hm", [])),
+    ("", "qwen3", " No <think>", (" No <think>", "", [])),
+    ("", "qwen3", "<think>cut </thi", ("", "cut </thi", [])),
+    ("llama3_json", "", LLAMA, ("", "", [F])),
+    ("llama3_json", "", f"<|python_tag|>{LLAMA}; {TWO}", ("", "", [F, G])),
+    ("llama3_json", "", f"Look: <|python_tag|>{LLAMA}", ("Look: ", "", [F])),
+    ("llama3_json", "", '{"name": "other", "parameters": {}}', ('{"name": "other", "parameters": {}}', "", [])),
+    ("llama3_json", "", '<|python_tag|>f.call(q="x")', ('<|python_tag|>f.call(q="x")', "", [])),
+    ("llama3_json", "", "Plain {text}.", ("Plain {text}.", "", [])),
+    ("mistral", "", f"[TOOL_CALLS][{ONE}, {TWO}]", ("", "", [F, G])),
+    ("mistral", "", f"Ok[TOOL_CALLS]f[ARGS]{F[1]}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{G[1]}", ("Ok", "", [F, G])),
+    ("mistral", "", "[TOOL_CALLS]f no", ("[TOOL_CALLS]f no", "", [])),
+    ("mistral", "", "[TOOL_CALLS][1, 2]", ("[TOOL_CALLS][1, 2]", "", [])),
+    ("deepseek_v3", "", f"{B}{FENCED}\n{C}g{S}{G[1]}{D}{E}", ("", "", [F, G])),
+    ("deepseek_v3", "", f"Hi{B}{C}function{S}f\n```json\nno\n```{D}{E}",
+     (f"Hi{B}{C}function{S}f\n```json\nno\n```{D}{E}", "", [])),
+    ("openai", "openai_gptoss", f"{HARMONY}<|channel|>final<|message|>Yes.", ("Yes.", "Hm.", [])),
+    ("openai", "openai_gptoss",
+     f"{HARMONY}<|channel|>commentary to=functions.g <|constrain|>json<|message|>{G[1]}<|call|>", ("", "Hm.", [G])),
+]  # fmt: skip
+
+
+def parsed(calls: str, reasoning: str, pieces: Iterable[str]) -> Expected:
+    parser = AnswerSyntax(calls, reasoning, names=frozenset("fg")).parser()
+    content, thought, found = "", "", list[list[str]]()
+    for delta in [*map(parser.feed, pieces), parser.finish()]:
+        content += delta.content
+        thought += delta.reasoning
+        for call in delta.calls:
+            assert bool(call.name) == bool(call.call_id) == (call.index == len(found))
+            found.extend([[call.name, ""]] if call.name else [])
+            found[call.index][1] += call.arguments
+    assert parser.called == bool(found)
+    return content, thought, [(name, arguments) for name, arguments in found]
+
+
+@pytest.mark.parametrize(("calls", "reasoning", "text", "expected"), CASES)
+def test_whole_texts_and_single_characters(calls: str, reasoning: str, text: str, expected: Expected) -> None:
+    assert parsed(calls, reasoning, [text]) == expected
+    assert parsed(calls, reasoning, text) == expected
+
+
+@given(st.sampled_from(CASES), st.lists(st.integers(0, 200)), st.integers(0, 200))
+def test_every_cut_gives_the_same(case: tuple[str, str, str, Expected], cuts: list[int], end: int) -> None:
+    calls, reasoning, text, _ = case
+    text = text[: end or None]
+    bounds = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
+    assert parsed(calls, reasoning, pieces) == parsed(calls, reasoning, [text])
+
+
+@given(st.sampled_from(CASES), st.integers(0, 200), st.integers(0, 200), st.text('{}"<>[],:ab'))
+def test_broken_texts_never_fail(case: tuple[str, str, str, Expected], at: int, to: int, noise: str) -> None:
+    calls, reasoning, text, _ = case
+    text = text[:at] + noise + text[to:]
+    assert parsed(calls, reasoning, text) == parsed(calls, reasoning, [text])
+
+
+def test_arguments_come_while_they_are_generated() -> None:
+    parser = AnswerSyntax("hermes").parser()
+    parser.feed('<tool_call>{"name": "f", "arguments": {')
+    assert parser.feed('"city": "Par').calls[0].arguments == '"city": "Par'
+
+
+def test_one_call_without_parallel() -> None:
+    parser = AnswerSyntax("hermes", parallel=False).parser()
+    (call,) = parser.feed(f"<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>").calls
+    assert (call.name, json.loads(call.arguments)["b"]) == ("f", [1, {"c": None}])
+
+
+def test_the_template_chooses() -> None:
+    assert choose_calls("auto", "<tool_call>") == "hermes"
+    assert choose_calls("auto", "<tool_call><function=") == choose_calls("auto", "x") == choose_calls("none", "") == ""
+    assert (choose_calls("mistral", ""), choose_calls("auto", "<|python_tag|>")) == ("mistral", "llama3_json")
+    assert (choose_reasoning("auto", "</think>"), choose_reasoning("none", "</think>")) == ("qwen3", "")
+    with pytest.raises(InvalidArgument, match="tool_call_parser"):
+        choose_calls("hermess", "")
