@@ -139,6 +139,10 @@ class ClusterConfig:
     """Maximum messages of a conversation."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages whose scripts may call the router's HTTP port (CORS), `*` = all; none = no other page."""
+    tool_call_parser: str = "auto"
+    """The parser of tool calls, by vLLM's names; `auto` = by the chat template, `none` = tools are refused."""
+    reasoning_parser: str = "auto"
+    """The parser of reasoning, by vLLM's names; `auto` = by the chat template, `none` = it is content."""
     strict_requests: bool = False
     """True if HTTP requests with unknown fields are rejected; otherwise such fields are ignored."""
     metrics_port: int = 0

@@ -156,6 +156,20 @@ class ListenerOptions:
             "all (CORS); repeatable; default: none.",
         ),
     ] = None
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="Form of the model's tool calls: hermes, llama3_json, mistral, deepseek_v3 or openai; auto: by its"
+            " chat template; none: requests with tools are rejected."
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            help="Form of the model's reasoning: qwen3, deepseek_r1 or openai_gptoss; auto: by its chat template; none:"
+            " it stays in the content."
+        ),
+    ] = "auto"
     strict_requests: Annotated[
         bool,
         typer.Option(
@@ -176,6 +190,8 @@ class ListenerOptions:
         return replace(
             config,
             allowed_origins=tuple(self.allowed_origins or ()),
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
             strict_requests=self.strict_requests,
             host=self.host,
             insecure=self.insecure,

@@ -116,6 +116,8 @@ class RouterProcess:
             token=self._token,
             api_keys=self._cluster.api_keys,
             allowed_origins=self._cluster.allowed_origins,
+            tool_call_parser=self._cluster.tool_call_parser,
+            reasoning_parser=self._cluster.reasoning_parser,
             strict_requests=self._cluster.strict_requests,
             listeners=self._cluster.listeners,
             max_messages=self._cluster.max_messages,

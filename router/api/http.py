@@ -134,6 +134,7 @@ class _HttpListener:
             created=received.unix_nanos // 10**9,
             stream_options=call.stream_options,
             prompt_tokens=len(admitted.prompt_token_ids),
+            syntax=admitted.syntax,
             logprobs=call.request.options.alternatives is not None,
         )
         if call.stream:

@@ -41,7 +41,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_TOOLS = "calls of tools are not served"
+_FUNCTIONS = "it is outdated; send tools, tool_choice and tool_calls"
+_COMPLETION_TOOLS = "tools are for chat completions"
 _GRAMMAR = "structural tags are not served; ask by response_format or structured_outputs"
 _PROMPT_LOGPROBS = "log probabilities of the prompt are not served"
 _TEMPLATE = "the model's own chat template is the only one, and it always asks for the assistant's next turn"
@@ -49,10 +50,8 @@ _CHOICE = "this sampling option is not supported"
 _DETOKENIZING = "special tokens are always left out of the text"
 
 UNSERVED: Mapping[str, Unserved] = {
-    "tools": Unserved(_TOOLS),
-    "tool_choice": Unserved(_TOOLS, ("none", "auto")),
-    "functions": Unserved(_TOOLS),
-    "function_call": Unserved(_TOOLS, ("none", "auto")),
+    "functions": Unserved(_FUNCTIONS),
+    "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
     "structural_tag": Unserved(_GRAMMAR),
     "logit_bias": Unserved(_CHOICE),
     "bad_words": Unserved(_CHOICE),
@@ -96,15 +95,17 @@ CHAT_UNSERVED: Mapping[str, Unserved] = {
 }
 COMPLETION_UNSERVED: Mapping[str, Unserved] = {
     **UNSERVED,
+    "tools": Unserved(_COMPLETION_TOOLS),
+    "tool_choice": Unserved(_COMPLETION_TOOLS, ("none", "auto")),
     "add_special_tokens": Unserved("prompts get the model's special tokens; send token ids instead", (True,), False),
 }
-MESSAGE_UNSERVED: Mapping[str, Unserved] = {"tool_calls": Unserved(_TOOLS), "function_call": Unserved(_TOOLS)}
+MESSAGE_UNSERVED: Mapping[str, Unserved] = {"function_call": Unserved(_FUNCTIONS)}
 """The rejected fields inside messages."""
 
 INERT = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prediction", "parallel_tool_calls", "verbosity", "include_reasoning", "spaces_between_special_tokens",
+        "prediction", "verbosity", "include_reasoning", "spaces_between_special_tokens",
     }
 )  # fmt: skip
 """Fields without effect here, such as hints and the client's own metadata; they are accepted silently."""

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.api.answer_parts import AnswerParsers, delta_fields, message_fields
 from router.api.openai_logprobs import chat_logprobs, completion_logprobs
 from router.api.openai_requests import StreamOptions
 from router.requests.answer import AnswerChunk, Ending
+from router.text.answer_syntax.formats import AnswerSyntax
+from router.text.answer_syntax.parser import AnswerDelta
 from router.text.token_scores import TokenScore
 from wire.errors import InvalidArgument, NotFound, TandemError, clipped
 from wire.messages import FinishReason
@@ -51,8 +54,10 @@ class ReplyShape:
         prompt_tokens: int,
         stream_options: StreamOptions,
         logprobs: bool,
+        syntax: AnswerSyntax | None = None,
     ) -> None:
-        """`created` is in Unix seconds."""
+        """`created` is in Unix seconds; with a `syntax` answers are split into reasoning, content and tool calls."""
+        self._parsers = AnswerParsers(syntax)
         self._chat = chat
         self._logprobs = logprobs
         self._include_usage = stream_options.include_usage
@@ -79,8 +84,11 @@ class ReplyShape:
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
         """Return the event with the next text and log probabilities; empty if there is neither."""
-        text = chunk.text
+        delta = self._parsers.feed(index, chunk.text)
+        text = delta.content
         self._completion_tokens += len(chunk.token_ids)
+        if delta.calls or delta.reasoning:
+            return self._parts(index, delta, chunk.scores)
         if self._logprobs and (text or chunk.scores):
             return self._event([{**self._choice(index, text, None), "logprobs": self._scores(chunk.scores)}])
         if not text:
@@ -92,7 +100,17 @@ class ReplyShape:
 
     def ending(self, index: int, ending: Ending) -> bytes:
         """Return the last event of a choice, which has its finish reason."""
-        return self._event([self._choice(index, None if self._chat else "", _FINISH[ending.finish_reason])])
+        rest = self._parsers.finish(index)
+        before = self._parts(index, rest, ()) if rest.calls or rest.reasoning or rest.content else b""
+        return before + self._event([self._choice(index, None if self._chat else "", self._finish(index, ending))])
+
+    def _parts(self, index: int, delta: AnswerDelta, scores: Sequence[TokenScore]) -> bytes:
+        logprobs = self._scores(scores) if self._logprobs else None
+        return self._event([{**self._choice(index, None, None), "delta": delta_fields(delta), "logprobs": logprobs}])
+
+    def _finish(self, index: int, ending: Ending) -> str:
+        called = ending.finish_reason is FinishReason.STOP and self._parsers.called(index)
+        return "tool_calls" if called else _FINISH[ending.finish_reason]
 
     def closing(self, endings: Mapping[int, Ending]) -> bytes:
         """Return the last events of a stream: usage if requested, then DONE."""
@@ -109,11 +127,12 @@ class ReplyShape:
         return _dumps({**self._head, "object": kind, "choices": made, "usage": usage}).encode()
 
     def _whole_choice(self, index: int, whole: CompleteAnswer) -> dict[str, Any]:
-        finish = _FINISH[whole.ending.finish_reason]
+        parts = self._parsers.feed(index, whole.text), self._parsers.finish(index)
+        finish = self._finish(index, whole.ending)
         logprobs = self._scores(whole.scores) if self._logprobs else None
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
         if self._chat:
-            choice["message"] = {"role": "assistant", "content": whole.text, "refusal": None}
+            choice["message"] = {"role": "assistant", **message_fields(parts), "refusal": None}
         else:
             choice["text"] = whole.text
         return choice

@@ -12,6 +12,7 @@ from typing import Any
 from router.api.json_fields import JsonFields, UnknownFields, is_integers
 from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, MESSAGE_INERT, MESSAGE_UNSERVED
 from router.api.structured_output import answer_format
+from router.api.tool_fields import tool_calls, tool_options
 from router.requests.request import ClientRequest, Conversation, Options, Prompt
 from router.text.chat_template import ChatTurn
 from wire.errors import InvalidArgument
@@ -176,7 +177,9 @@ def _conversation(fields: JsonFields) -> Conversation:
     turns = tuple(_turn(fields, item, f"messages[{number}]") for number, item in enumerate(value))
     variables = fields.object("chat_template_kwargs")
     effort = fields.text("reasoning_effort")
-    return Conversation(turns, variables if effort is None else {"reasoning_effort": effort, **variables})
+    if effort is not None:
+        variables = {"reasoning_effort": effort, **variables}
+    return Conversation(turns, variables, tool_options(fields), parsed=True)
 
 
 def _turn(call: JsonFields, value: Any, path: str) -> ChatTurn:
@@ -187,10 +190,24 @@ def _turn(call: JsonFields, value: Any, path: str) -> ChatTurn:
     if role is None:
         raise fields.wrong("role", "is missing")
     fields.refuse(MESSAGE_UNSERVED)
+    extras = _extras(fields, path, role)
     content = _content(fields, path, role)
     fields.drop(MESSAGE_INERT)
     fields.end()
-    return ChatTurn("system" if role == "developer" else role, content)
+    return ChatTurn("system" if role == "developer" else role, content, extras)
+
+
+def _extras(fields: JsonFields, path: str, role: str) -> dict[str, Any]:
+    """Take the fields that only some roles have."""
+    extras: dict[str, Any] = {}
+    if role == "assistant":
+        reasoning = fields.text("reasoning_content"), fields.text("reasoning")
+        extras = {"tool_calls": tool_calls(fields, path), "reasoning_content": reasoning[0] or reasoning[1]}
+    elif role == "tool":
+        extras = {"tool_call_id": fields.text("tool_call_id"), "name": fields.text("name")}
+        if not extras["tool_call_id"]:
+            raise fields.wrong("tool_call_id", "is missing; name the call that this message answers")
+    return {name: value for name, value in extras.items() if value}
 
 
 def _content(fields: JsonFields, path: str, role: str) -> str:

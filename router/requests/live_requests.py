@@ -101,6 +101,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
                 admitted.stop,
                 include_stop=admitted.include_stop,
                 min_tokens=admitted.sampling.min_tokens,
+                kept={} if admitted.syntax is None else admitted.syntax.kept,
             ),
             answer=Answer(admitted.request_id),
             waiting_since=now,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from router.requests.request import ClientRequest, Conversation
 from router.text.chat_template import ChatTurn
@@ -14,7 +16,7 @@ from router.workers.worker_pool import ServedModel
 from wire.errors import ContextLengthExceeded, InvalidArgument, shown
 from wire.page_digests import page_digests, root_digest
 
-_ROLES = ("system", "user", "assistant")
+_ROLES = ("system", "user", "assistant", "tool")
 _PAGES_INLINE = 64
 """Most pages hashed on the event loop, at a microsecond each; longer prompts use the tokenizer's threads."""
 
@@ -37,6 +39,7 @@ class PromptEncoder:
             check_message_count(len(prompt.turns), self._max_messages)
             for number, turn in enumerate(prompt.turns):
                 _check_turn(f"messages[{number}]", turn)
+            _check_json("tools", prompt.tools.tools)
             return
         if not prompt:
             raise InvalidArgument("prompt", "is empty; send at least one token")
@@ -65,7 +68,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             self._check_text_length("prompt", prompt, served)
             return self._tokenizer.encode(prompt)
-        text = self._tokenizer.render_chat(prompt.turns, prompt.variables)
+        text = self._tokenizer.render_chat(prompt.turns, prompt.variables, prompt.tools.shown)
         self._check_text_length("messages", text, served)
         return self._tokenizer.encode_rendered(text)
 
@@ -113,6 +116,17 @@ def _check_turn(field: str, turn: ChatTurn) -> None:
     if turn.role not in _ROLES:
         raise InvalidArgument(f"{field}.role", f"is {shown(turn.role)}, it must be one of {_ROLES}")
     check_text(f"{field}.content", turn.content)
+    for name, value in turn.extras.items():
+        _check_json(f"{field}.{name}", value)
+
+
+def _check_json(field: str, value: Any) -> None:
+    """Raise InvalidArgument if a string in a JSON value is no text that `check_text` accepts."""
+    if value:
+        try:
+            check_text(field, json.dumps(value, ensure_ascii=False).replace("\\u0000", "\0"))
+        except RecursionError:
+            raise InvalidArgument(field, "is nested too deeply") from None
 
 
 def check_text(field: str, text: str) -> None:
@@ -134,4 +148,10 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _prompt_chars(prompt: str | Conversation) -> int:
-    return len(prompt) if isinstance(prompt, str) else sum(len(turn.content) for turn in prompt.turns)
+    return (
+        len(prompt) if isinstance(prompt, str) else sum(map(_turn_chars, prompt.turns)) + len(str(prompt.tools.tools))
+    )
+
+
+def _turn_chars(turn: ChatTurn) -> int:
+    return len(turn.content) + (len(str(turn.extras)) if turn.extras else 0)

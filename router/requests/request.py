@@ -14,7 +14,9 @@ from router.placement.queue import QueuedRequest
 from router.requests.answer import Answer, Ending
 from router.requests.answer_format import AnswerFormat
 from router.requests.assembler import TokenAssembler
+from router.requests.tools import ToolOptions
 from router.slo import BEST_EFFORT, SloClass
+from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
 from router.text.chat_template import ChatTurn
 from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
@@ -85,6 +87,9 @@ class Conversation:
     turns: tuple[ChatTurn, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
     """The client's template variables (`chat_template_kwargs`), as parsed from JSON."""
+    tools: ToolOptions = field(default_factory=ToolOptions)
+    parsed: bool = False
+    """True if the answer is split into reasoning, content and tool calls."""
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -135,6 +140,8 @@ class Admitted:
     """The client's trace context, or a new one."""
     operation: str = "text_completion"
     """The same as in `ClientRequest`."""
+    syntax: AnswerSyntax | None = None
+    """The syntax in which the answers are parsed; None = they are text."""
 
     @property
     def waited_s(self) -> float:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from router.config import RouterConfig
 from router.requests.answer_format import FormatCompiler
+from router.requests.answer_syntaxes import AnswerSyntaxes
 from router.requests.prompts import PromptEncoder, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
 from router.requests.tenants import tenant_salt
@@ -71,6 +72,7 @@ class RequestValidator:
         self._refused = refused
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
+        self._syntaxes = AnswerSyntaxes(config, tokenizer)
         self._formats = FormatCompiler(config.model, self._pool)
         self.reader = RequestReader(config, self._pool, self._context)
         """The parser of requests, which uses the same threads."""
@@ -96,6 +98,7 @@ class RequestValidator:
             raise self._not_ready()
         request_id = _checked_id(request.request_id)
         self._prompts.check(request)
+        self._syntaxes.check(request)
         self._check_variables(request)
         self._check_options(request.options, served)
         ids = await self._prompts.token_ids(request, served)
@@ -119,6 +122,7 @@ class RequestValidator:
             n=_or(request.options.n, 1),
             context=TraceContext.of(request.traceparent),
             operation=request.operation,
+            syntax=self._syntaxes.of(request, ids),
         )
 
     def close(self) -> None:

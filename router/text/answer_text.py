@@ -1,7 +1,8 @@
 """Turns the tokens of one answer into text, up to a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from router.text.detokenizer import Detokenizer
@@ -38,12 +39,22 @@ class TextJob:
 class AnswerText:
     """The detokenizer and the stop strings of one answer. Used by the text thread only."""
 
-    __slots__ = ("_chars", "_count", "_detokenizer", "_min_tokens", "_stops", "_tokens")
+    __slots__ = ("_chars", "_count", "_detokenizer", "_kept", "_min_tokens", "_stops", "_tokens")
 
     def __init__(
-        self, tokens: TokenText, stop: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
+        self,
+        tokens: TokenText,
+        stop: Sequence[str],
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        kept: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """A stop string that is complete within the first `min_tokens` tokens does not end the answer."""
+        """A stop string that is complete within the first `min_tokens` tokens does not end the answer.
+
+        `kept` has the texts of special tokens that are not left out, by id.
+        """
+        self._kept = kept
         self._tokens = tokens
         self._detokenizer = Detokenizer(tokens.decode)
         self._stops = StopStrings(stop, include=include_stop)
@@ -60,7 +71,8 @@ class AnswerText:
         for count, token_id in enumerate(job.token_ids, 1):
             if job.logprobs:
                 job.scores.append(spell(token_id, job.logprobs[count - 1], self._chars, self._tokens.token_bytes))
-            piece = self._detokenizer.add(token_id)
+            kept = self._kept.get(token_id)
+            piece = self._detokenizer.add(token_id) if kept is None else self._detokenizer.flush() + kept
             self._chars += len(piece)
             self._count += 1
             out.append(self._stops.add(piece, may_match=self._count > self._min_tokens))

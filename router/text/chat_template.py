@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -22,10 +22,12 @@ _GIVEN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """One message of a conversation; `role` is system, user or assistant."""
+    """One message of a conversation; `role` is system, user, assistant or tool."""
 
     role: str
     content: str
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields for the template, as JSON: tool_calls, tool_call_id, name, reasoning_content."""
 
 
 class ChatTemplate:
@@ -45,8 +47,13 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._given = _GIVEN | self._special_tokens.keys() | environment.globals.keys()
 
-    def render(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
-        """Return the prompt for the assistant's next turn.
+    def render(
+        self,
+        turns: Sequence[ChatTurn],
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Return the prompt for the assistant's next turn, in which it may call `tools`.
 
         Raises InvalidArgument if the template rejects `turns`, or if `variables` has a variable that the server sets.
         """
@@ -55,8 +62,8 @@ class ChatTemplate:
                 f"chat_template_kwargs.{taken}", "is given to the template by the server; leave it out"
             )
         given = {
-            "messages": [{"role": turn.role, "content": turn.content} for turn in turns],
-            "tools": None,
+            "messages": [{"role": turn.role, "content": turn.content, **turn.extras} for turn in turns],
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": True,
             **self._special_tokens,

@@ -8,6 +8,8 @@ from vocabulary.model_folder import read_json
 
 DEFAULT = "default"
 """The template for conversations without tools."""
+FOR_TOOLS = "tool_use"
+"""The template for conversations with tools, where a folder has one."""
 
 
 def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

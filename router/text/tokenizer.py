@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from router.text.chat_template import NO_VARIABLES, ChatTemplate, ChatTurn
-from router.text.chat_template_files import DEFAULT, template_sources
+from router.text.chat_template_files import DEFAULT, FOR_TOOLS, template_sources
 from router.text.token_length import token_length
 from vocabulary.model_folder import read_json
 from vocabulary.tokenizer_formats import load_tokenizer
@@ -43,8 +43,14 @@ class Tokenizer:
         self._added = {number: each.content for number, each in added.items()}
         decoder = self._inner.decoder
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        source = template_sources(folder, config).get(DEFAULT, loaded.chat_template)
+        sources = template_sources(folder, config)
+        source = sources.get(DEFAULT, loaded.chat_template)
         self._template = None if source is None else ChatTemplate(source, special)
+        for_tools = sources.get(FOR_TOOLS)
+        self._tool_template = self._template if for_tools is None else ChatTemplate(for_tools, special)
+        self.template_source = for_tools or source or ""
+        """The text of the template for conversations with tools; "" if there is none."""
+        self._special = {each.content: number for number, each in added.items() if each.special}
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
         """Number of ids of this tokenizer; the model's embedding may have more."""
         self._break_up([each.content for each in added.values() if each.special])
@@ -61,19 +67,32 @@ class Tokenizer:
         """Return the token ids of a conversation: `encode_rendered` of `render_chat`."""
         return self.encode_rendered(self.render_chat(turns, variables))
 
-    def render_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
-        """Render a conversation through the chat template with the client's `variables`.
+    def render_chat(
+        self,
+        turns: Sequence[ChatTurn],
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Render a conversation through the chat template with the client's `variables` and `tools`.
 
-        The template adds special tokens; those in a turn's text or in a variable are broken up.
+        The template adds special tokens; those in a turn, a variable or a tool are broken up.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InvalidArgument("messages", "this model has no chat template; send a plain prompt instead")
-        spelled = [replace(turn, content=self._as_text(turn.content)) for turn in turns]
+        try:
+            spelled = [
+                replace(turn, content=self._as_text(turn.content), extras=self._all_as_text(dict(turn.extras)))
+                for turn in turns
+            ]
+            offered = [self._all_as_text(dict(each)) for each in tools]
+        except RecursionError:
+            raise InvalidArgument("messages", "or tools are nested too deeply for the template") from None
         try:
             given = {name: self._all_as_text(each) for name, each in variables.items()}
         except RecursionError:
             raise InvalidArgument("chat_template_kwargs", "is nested too deeply for the template") from None
-        return self._template.render(spelled, given)
+        return template.render(spelled, given, offered)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of a text from `render_chat`; the broken-up special tokens become ordinary text."""
@@ -83,6 +102,10 @@ class Tokenizer:
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text` without encoding it; 0 if none is known."""
         return self._length.fewest_tokens(text.replace(self._break, ""))
+
+    def special_ids(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return those of `texts` that are special tokens, by their ids."""
+        return {self._special[text]: text for text in texts if text in self._special}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens and unknown ids."""

@@ -6,7 +6,7 @@ import secrets
 import string
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.text.answer_syntax import reasoning, tool_calls
 from router.text.answer_syntax.parser import AnswerParser, AnswerParts
@@ -98,6 +98,10 @@ class AnswerSyntax:
         """The markers of both parsers."""
         harmony = reasoning.HARMONY if self.calls == _HARMONY_CALLS else ()
         return (*_MARKERS.get(self.calls, ()), *_MARKERS.get(self.reasoning, ()), *harmony)
+
+    def keeping(self, kept: Mapping[int, str]) -> AnswerSyntax:
+        """Return this syntax with the special tokens that are kept in the text."""
+        return replace(self, kept=kept)
 
     def parser(self) -> AnswerParser:
         """Return the parser of one answer."""

@@ -67,6 +67,8 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--max-messages 9": ("max_messages", 9),
     "--max-request-bytes 1 --max-connections 2 --max-calls 3 --header-timeout 4 --body-timeout 5 --idle-timeout 6 "
     "--unread-timeout 7 --keepalive 8": ("listeners", ListenerLimits(1, 2, 3, 4.0, 5.0, 6.0, 7.0, 8.0)),
+    "--tool-call-parser mistral": ("tool_call_parser", "mistral"),
+    "--reasoning-parser none": ("reasoning_parser", "none"),
     "--strict-requests": ("strict_requests", True),
     "--front-processes 2": ("front_processes", 2),
     "--slo-class gold:100:20": ("slo_classes", with_defaults([parse_class("gold:100:20")])),

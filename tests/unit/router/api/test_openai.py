@@ -167,7 +167,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs"),
-    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools[0].function.name"),
     ("chat/completions", {**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
     ("chat/completions", {**CHAT, "presence_penalty": 2.5}, "presence_penalty"),
     ("chat/completions", {**CHAT, "frequency_penalty": "much"}, "frequency_penalty"),
@@ -182,7 +182,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("chat/completions", {"model": "fake", "messages": ["hi"]}, "messages[0]"),
     ("chat/completions", {"model": "fake", "messages": [{"content": "x"}]}, "messages[0].role"),
     ("chat/completions", {"model": "fake", "messages": [{"role": "user"}]}, "messages[0].content"),
-    ("chat/completions", {"model": "fake", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ("chat/completions", {"model": "fake", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     (
         "chat/completions",
         {"model": "fake", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

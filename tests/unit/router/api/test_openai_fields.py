@@ -22,8 +22,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 REFUSED: dict[str, Any] = {
     "kv_transfer_params": {},
-    "tools": [TOOL],
-    "tool_choice": "required",
+    "function_call": "f",
     "structural_tag": {"format": {}},
     "logit_bias": {"5": -100},
     "use_beam_search": True,
@@ -74,7 +73,6 @@ NEUTRAL: dict[str, Any] = {
     "n": 1,
     "min_tokens": 0,
     "include_stop_str_in_output": False,
-    "parallel_tool_calls": True,
     "user": "me",
     "metadata": {"a": "b"},
 }
@@ -195,7 +193,7 @@ def test_an_assistant_may_have_said_nothing() -> None:
     ):
         call = parse_chat(chat(messages=[USER, message, USER]), NOW, strict=True)
         assert call.request.prompt.turns[1].content == ""  # type: ignore[union-attr]
-    with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_calls: is not supported"):
+    with pytest.raises(InvalidArgument, match=r"messages\[1\].tool_calls\[0\].id: is missing"):
         parse_chat(chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [TOOL]}]), NOW)
     with pytest.raises(InvalidArgument, match=r"messages\[0\].content"):
         parse_chat(chat(messages=[{"role": "user", "content": None}]), NOW)

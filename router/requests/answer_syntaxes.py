@@ -1,0 +1,50 @@
+"""Chooses the syntax in which the answers to a request are parsed."""
+
+from __future__ import annotations
+
+from router.config import RouterConfig
+from router.requests.request import ClientRequest, Conversation
+from router.requests.tools import ToolChoice, ToolOptions
+from router.text.answer_syntax.formats import AnswerSyntax, choose_calls, choose_reasoning
+from router.text.answer_syntax.reasoning import THINK
+from router.text.tokenizer import Tokenizer
+from wire.errors import InvalidArgument
+
+_TAIL_TOKENS = 8
+"""Tokens at the prompt's end that can contain `<think>` and a line break: one for each character but "think"."""
+
+
+class AnswerSyntaxes:
+    """Knows the model's syntaxes."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._calls = choose_calls(config.tool_call_parser, tokenizer.template_source)
+        self._reasoning = choose_reasoning(config.reasoning_parser, tokenizer.template_source)
+
+    def check(self, request: ClientRequest) -> None:
+        """Raise InvalidArgument if calls of tools are wanted that this server or the model cannot make."""
+        tools = _tools(request)
+        if tools.choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION):
+            raise InvalidArgument("tool_choice", "can be none or auto only; this server does not force calls yet")
+        if tools.choice is ToolChoice.AUTO and not self._calls:
+            raise InvalidArgument(
+                "tools", "are not served: the model's form of calls is unknown; set --tool-call-parser, or send none"
+            )
+
+    def of(self, request: ClientRequest, ids: tuple[int, ...]) -> AnswerSyntax | None:
+        """Return the syntax of the answers to the prompt `ids`; None if their text is not parsed."""
+        if not isinstance(request.prompt, Conversation) or not request.prompt.parsed:
+            return None
+        tools = _tools(request)
+        calls = self._calls if tools.choice is not ToolChoice.NONE else ""
+        if not calls and not self._reasoning:
+            return None
+        tail = b"".join(map(self._tokenizer.token_bytes, ids[-_TAIL_TOKENS:])).rstrip()
+        opened = tail.endswith(THINK.encode())
+        syntax = AnswerSyntax(calls, self._reasoning, opened, tools.names, tools.parallel)
+        return syntax.keeping(self._tokenizer.special_ids(syntax.markers))
+
+
+def _tools(request: ClientRequest) -> ToolOptions:
+    return request.prompt.tools if isinstance(request.prompt, Conversation) else ToolOptions()
