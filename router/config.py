@@ -5,7 +5,6 @@ from pathlib import Path
 
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from router.slo_options import classes_by_name
-from router.text.answer_syntax.formats import AUTO, check_parsers
 from wire.errors import InvalidArgument
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import TO_STDERR, LogConfig
@@ -99,9 +98,9 @@ class RouterConfig:
     """Largest `chat_template_kwargs` of a request, in bytes of JSON."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the HTTP listener (CORS), e.g. "https://chat.example.com"; "*" = all."""
-    tool_call_parser: str = AUTO
+    tool_call_parser: str = "auto"
     """The parser of tool calls (`router/text/answer_syntax/formats.py`); `auto` = by the chat template, or `none`."""
-    reasoning_parser: str = AUTO
+    reasoning_parser: str = "auto"
     """The parser of reasoning, with the same special names."""
     strict_requests: bool = False
     """True if HTTP requests with unknown fields are rejected; otherwise such fields are ignored."""
@@ -131,7 +130,6 @@ class RouterConfig:
     def __post_init__(self) -> None:
         """Raise InvalidArgument with the name of a wrong setting."""
         check_guarded("host", self.host, self.api_keys, insecure=self.insecure)
-        check_parsers(self.tool_call_parser, self.reasoning_parser)
         names = classes_by_name(self.slo_classes)
         if self.default_slo_class not in names:
             message = f"{self.default_slo_class!r} is none of the classes {', '.join(names)}"

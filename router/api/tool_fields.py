@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from router.api.json_fields import JsonFields
-from router.requests.tools import ToolChoice, ToolOptions
 from router.text.request_items import check_json_items
+from router.text.tools import ToolChoice, ToolOptions
 from wire.errors import InvalidArgument
 
 _ARGUMENT_ITEMS_MAX = 1 << 16

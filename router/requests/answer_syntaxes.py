@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from router.config import RouterConfig
 from router.requests.request import ClientRequest, Conversation
-from router.requests.tools import ToolChoice, ToolOptions
 from router.text.answer_syntax.formats import AnswerSyntax, choose_calls, choose_reasoning
 from router.text.answer_syntax.reasoning import THINK
 from router.text.tokenizer import Tokenizer
+from router.text.tools import ToolChoice, ToolOptions
 from wire.errors import InvalidArgument
 
 _TAIL_TOKENS = 8
@@ -18,6 +18,7 @@ class AnswerSyntaxes:
     """Knows the model's syntaxes."""
 
     def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
+        """Raises InvalidArgument if `config` names an unknown parser."""
         self._tokenizer = tokenizer
         self._calls = choose_calls(config.tool_call_parser, tokenizer.template_source)
         self._reasoning = choose_reasoning(config.reasoning_parser, tokenizer.template_source)

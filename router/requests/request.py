@@ -14,11 +14,11 @@ from router.placement.queue import QueuedRequest
 from router.requests.answer import Answer, Ending
 from router.requests.answer_format import AnswerFormat
 from router.requests.assembler import TokenAssembler
-from router.requests.tools import ToolOptions
 from router.slo import BEST_EFFORT, SloClass
 from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
 from router.text.chat_template import ChatTurn
+from router.text.tools import ToolOptions
 from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
 from wire.tracing.request_trace import RequestTrace, TraceContext
 from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats

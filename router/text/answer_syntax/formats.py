@@ -70,12 +70,6 @@ def choose_reasoning(option: str, template: str) -> str:
     return "qwen3" if reasoning.THINK in template or reasoning.THINK_END in template else ""
 
 
-def check_parsers(calls: str, reasoner: str) -> None:
-    """Raise InvalidArgument for an unknown name of a parser."""
-    choose_calls(calls, "")
-    choose_reasoning(reasoner, "")
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
     """The syntax of the answers to one request."""

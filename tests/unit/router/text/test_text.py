@@ -147,6 +147,14 @@ def test_stop_strings_end_nothing_before_the_least_length(tokenizer: Tokenizer) 
         assert (whole, ended) == (("a" * least, "a") if least < 6 else ("a" * 6, ""))
 
 
+def test_special_tokens_that_are_markers_stay_in_the_text(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("a 好"), 1, *tokenizer.encode("b"), 2]
+    kept = tokenizer.special_ids(["<|im_start|>", "<tool_call>"])
+    job = TextJob(ids, finish=FinishReason.STOP)
+    AnswerText(tokenizer, [], kept=kept).run(job)
+    assert (kept, job.text) == ({1: "<|im_start|>"}, "a 好<|im_start|>b")
+
+
 NOTHING: tuple[tuple[int, ...], tuple[TokenLogprobs, ...]] = ((), ())
 
 
