@@ -46,6 +46,25 @@ def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE})
 
 
+def of_tool_calls(tools: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the grammar of one call, as Llama 3 writes it: `{"name": "f", "parameters": {…}}`.
+
+    `tools` has the schema of each function's parameters; a schema's references stay within it. Raises ValueError for a
+    schema that is too deep.
+    """
+    rules = ["start: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, (name, schema) in enumerate(tools.items()):
+        if _depth(schema) > _DEPTH_MAX:
+            raise ValueError(f"has more than {_DEPTH_MAX} levels of objects and lists in the parameters of {name:.64}")
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
+        parameters = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+        rules += [
+            f'call_{number}: {head} parameters_{number} "}}"',
+            f"parameters_{number}: %json {json.dumps(parameters)}",
+        ]
+    return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
 def of_regex(pattern: str) -> str:
     """Return the grammar of the texts that match `pattern` as a whole, in the syntax of Rust's regex crate."""
     return LLMatcher.grammar_from_regex(pattern)

@@ -31,7 +31,7 @@ from vocabulary.grammars import Grammars, of_json_schema
 from wire.messages import SamplingParams
 from wire.speculation_method import SpeculationMethod
 
-KV_BYTES = 640 << 20
+KV_BYTES = 1280 << 20
 LEVELS = 10
 NAMES = ("name", "age", "city", "tags", "price", "active", "date", "items", "parent", "note", "kind", "count")
 

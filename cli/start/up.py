@@ -1,10 +1,14 @@
 """`tandem up`: starts a cluster, answers a first prompt and serves until Ctrl-C."""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from cli.option_groups import option_groups
 from cli.plain_errors import plain_errors
 from cli.start.limit_options import LimitOptions
+from cli.start.settings import read_settings
 from cli.start.up_options import (
     ClusterOptions,
     FirstPromptOptions,
@@ -28,6 +32,15 @@ from cli.start.worker_options import (
 @option_groups
 def up(
     *,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True,
+            callback=read_settings,
+            help="YAML file with options, `http-port: 8080` a line; the command line and variables TANDEM_HTTP_PORT, …"
+            " come first.",
+        ),
+    ] = None,
     model: ModelOptions,
     roles: RoleOptions,
     steps: StepOptions,
@@ -52,10 +65,10 @@ def up(
     roles.check()
     sampling = answer.sampling
     roles, engine = choose_hardware(roles, engine, joined=bool(places.address))
-    config = ClusterConfig(Path())
+    settings = ClusterConfig(Path())
     groups: tuple[ClusterOptions, ...]
     groups = (model, roles, steps, engine, transfer, hardware, places, planner, listeners, limits, outliving, service)
     for group in groups:
-        config = group.apply(config)
+        settings = group.apply(settings)
     first = answer.first(sampling)
-    serve(config, model.path(), first, once=answer.once)
+    serve(settings, model.path(), first, once=answer.once)

@@ -23,6 +23,7 @@ from vocabulary.grammars import (
     of_ebnf,
     of_json_schema,
     of_regex,
+    of_tool_calls,
 )
 from wire.errors import InvalidArgument, ModelError
 
@@ -98,6 +99,27 @@ def test_texts_match(grammars: Grammars, folder: Path, seed: int) -> None:
     assert text_of(folder, walk(grammars, of_choices(choices), seed)) in choices
     ebnf = walk(grammars, of_ebnf('root ::= item ("," item)*\nitem ::= [a-z] | "(" item ")"'), seed, 30)
     assert re.match(r"\(*[a-z]", text_of(folder, ebnf))
+
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "$defs": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    'say "it"': {"properties": {}, "additionalProperties": False},
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tool_call_has_the_parameters_of_its_function(grammars: Grammars, folder: Path, seed: int) -> None:
+    call = json.loads(text_of(folder, walk(grammars, of_tool_calls(TOOLS), seed)))
+    assert set(call) == {"name", "parameters"}
+    Draft202012Validator(TOOLS[call["name"]]).validate(call["parameters"])
+    with pytest.raises(ValueError, match="levels"):
+        of_tool_calls({"f": nested(100)})
 
 
 def test_no_token_without_text_is_allowed(grammars: Grammars) -> None:

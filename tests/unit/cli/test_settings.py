@@ -1,0 +1,147 @@
+"""Settings of `tandem up` from a file and the environment, vLLM's names, and `tandem serve MODEL`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import cli.main
+from cli.main import app
+from cli.start.settings import ALIASES, OFF_ALIASES
+from cluster.config import ClusterConfig
+from tests.unit.cli.test_up import OPTIONS, served
+
+__all__ = ["served"]
+
+
+def given() -> dict[str, list[str]]:
+    """Returns the options of `test_up` as lists of values by name; a switch has none."""
+    found: dict[str, list[str]] = {}
+    for word in (word for each in OPTIONS for word in each.split()):
+        if word.startswith("--"):
+            last = found.setdefault(word, [])
+        else:
+            last.append(word)
+    return found
+
+
+def as_file(path: Path, *, dash: str) -> Path:
+    """Writes these options as YAML, a switch as true or false."""
+    lines = []
+    for name, values in given().items():
+        key = name.removeprefix("--").removeprefix("no-").replace("-", dash)
+        value = not name.startswith("--no-") if not values else values[0] if len(values) == 1 else values
+        lines.append(f"{key}: {json.dumps(value)}")
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(*words: str, command: str = "up", **env: str) -> Any:
+    return CliRunner().invoke(app, [command, *words], env=env)
+
+
+def assert_all(served: list[Any]) -> None:
+    assert {name: getattr(served[0], name) for name, _ in OPTIONS.values()} == dict(OPTIONS.values())
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_each_option_can_be_in_the_file(served: list[Any], tmp_path: Path, dash: str) -> None:
+    assert run("--config", str(as_file(tmp_path / "tandem.yaml", dash=dash))).exit_code == 0
+    assert_all(served)
+
+
+def test_each_option_can_be_in_the_environment(served: list[Any]) -> None:
+    env = {}
+    for name, values in given().items():
+        key = "TANDEM_" + name.removeprefix("--").removeprefix("no-").replace("-", "_").upper()
+        env[key] = " ".join(values) if values else str(not name.startswith("--no-"))
+    renamed = {"TANDEM_ADDRESS": "TANDEM_RAY_ADDRESS", "TANDEM_TOKEN": "TANDEM_CLUSTER_TOKEN"}
+    assert run(**{renamed.get(name, name): value for name, value in env.items()}).exit_code == 0
+    assert_all(served)
+
+
+def test_a_clients_address_does_not_join_a_ray_cluster(served: list[Any]) -> None:
+    assert run(TANDEM_ADDRESS="1.2.3.4:50051").exit_code == 0
+    assert served[0].ray_address == ""
+
+
+def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
+    served: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a.yaml").write_text("http-port: 7\ngrpc-port: 8\nmetrics_port: 1\napi-key: [" + "f" * 32 + "]\n")
+    config = f"--config {tmp_path}/a.yaml"
+    env = {"TANDEM_HTTP_PORT": "2", "TANDEM_GRPC_PORT": "4"}
+    assert run(*shlex.split(f"{config} --http-port 3"), **env).exit_code == 0
+    assert (served[0].http_port, served[0].grpc_port, served[0].metrics_port) == (3, 4, 1)
+    assert served[0].api_keys == ("f" * 32,)
+    served.clear()
+    assert run(**env, TANDEM_CONFIG=str(tmp_path / "a.yaml")).exit_code == 0
+    assert (served[0].http_port, served[0].metrics_port) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("http-prot: 1", "http-prot"),
+        ("http-port: many", "--http-port"),
+        ("http-port: [1, 2]", "http-port"),
+        ("http-port: {a: 1}", "http-port"),
+        ("http-port: 1\nport: 2", "port"),
+        ("config: b.yaml", "config"),
+        ("- http-port", "no settings"),
+        ("a: [", "cannot be read"),
+        ("3: 4", "3"),
+    ],
+)
+def test_a_wrong_file_is_named(served: list[Any], tmp_path: Path, text: str, named: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    result = run("--config", str(tmp_path / "a.yaml"))
+    assert result.exit_code == 2
+    assert named in re.sub(r"[│\s]+", " ", result.output)
+    assert not served
+
+
+def test_a_missing_file_is_named_and_an_empty_one_says_nothing(served: list[Any], tmp_path: Path) -> None:
+    assert run("--config", str(tmp_path / "none.yaml")).exit_code == 2
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert run("--config", str(tmp_path / "empty.yaml")).exit_code == 0
+    assert served[0].http_port == ClusterConfig(Path()).http_port
+
+
+def test_vllms_names_are_understood(served: list[Any], tmp_path: Path) -> None:
+    words = "--port 81 --gpu-memory-utilization 0.5 --block-size 64 --max-num-batched-tokens 99 --max-num-seqs 7"
+    assert run(*words.split(), "--no-enable-prefix-caching").exit_code == 0
+    config = served[0]
+    assert (config.http_port, config.memory_fraction, config.page_tokens) == (81, 0.5, 64)
+    assert (config.max_step_tokens, config.max_batch_requests, config.prefix_cache) == (99, 7, False)
+    served.clear()
+    (tmp_path / "a.yaml").write_text("port: 82\nmax-num-seqs: 8\nenable_prefix_caching: false\n")
+    assert run("--config", str(tmp_path / "a.yaml"), "--enable-prefix-caching").exit_code == 0
+    assert (served[0].http_port, served[0].max_batch_requests, served[0].prefix_cache) == (82, 8, True)
+    assert set(OFF_ALIASES) <= set(ALIASES)
+
+
+def test_serve_takes_the_model_as_an_argument(served: list[Any], tmp_path: Path) -> None:
+    assert run("/m", "--port", "0", command="serve", TANDEM_MODEL="/other").exit_code == 0
+    assert served[:2] == [served[0], Path("/m")]
+    assert served[0].model == Path("/m")
+    served.clear()
+    (tmp_path / "a.yaml").write_text("model: /n\n")
+    assert run("--config", str(tmp_path / "a.yaml"), command="serve").exit_code == 0
+    assert served[1] == Path("/n")
+    served.clear()
+    twice = run("/m", "--model", "/n", command="serve")
+    assert (twice.exit_code, served) == (2, [])
+    assert "twice" in twice.output
+
+
+def test_the_version_is_printed() -> None:
+    result = CliRunner().invoke(cli.main.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("tandem ")
