@@ -24,6 +24,7 @@ from router.api.openai_replies import CompleteAnswer, ReplyShape, error_body, er
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
+from router.api.tokenizer_routes import add_tokenizer
 from router.config import RouterConfig
 from router.requests.answer import Ending
 from router.requests.choices import Choices
@@ -55,6 +56,7 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
     app.add_api_route("/v1/chat/completions", listener.chat, methods=["POST"])
     app.add_api_route("/v1/completions", listener.completions, methods=["POST"])
     add_models(app, config, dispatcher)
+    add_tokenizer(app, config, validator)
     add_probes(app, dispatcher)
     app.add_api_route(METRICS_PATH, listener.metrics, methods=["GET", "HEAD"])
     app.add_api_route(TRACES_PATH, listener.traces, methods=["GET", "HEAD"])
