@@ -16,7 +16,7 @@ from router.api.json_fields import UnknownFields
 from router.api.openai_fields import CHAT_UNSERVED, INERT
 from router.api.openai_requests import body_fields, conversation
 from router.config import RouterConfig
-from router.requests.request import ClientRequest, Options
+from router.requests.request import ClientRequest, Conversation, Options
 from router.requests.tenants import tenant_of
 from router.requests.validation import RequestValidator
 from wire.errors import InvalidArgument
@@ -77,6 +77,7 @@ def _tokenize_call(body: bytes, *, strict: bool) -> _TokenizeCall:
     spell = fields.boolean("return_token_strs")
     model = fields.text("model") or ""
     text = fields.text("prompt")
+    prompt: str | Conversation
     if text is None:
         # As in a chat completion, the template brings the special tokens.
         fields.refuse(CHAT_UNSERVED)

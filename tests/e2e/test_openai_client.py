@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -94,3 +95,45 @@ def test_errors_are_typed(client: openai.OpenAI, model: str) -> None:
         client.completions.create(model="gpt-17", prompt="x")
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         client.chat.completions.create(model=model, messages=QUESTION, logit_bias={"5": 3})  # type: ignore[arg-type]
+
+
+class Person(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: str = pydantic.Field(max_length=40)
+    age: int = pydantic.Field(ge=0, le=150)
+    tags: list[str] = pydantic.Field(max_length=2)
+
+
+def test_answers_are_parsed(client: openai.OpenAI, model: str) -> None:
+    """The schema that the client makes of a class: answers validate on one worker and on two, greedy and random."""
+    question: Any = [{"role": "user", "content": "Describe Ann, who is 31 years old, as JSON with a name and an age."}]
+    parsed = client.chat.completions.parse(
+        model=model, messages=question, response_format=Person, temperature=0, max_tokens=120
+    )
+    found = parsed.choices[0].message.parsed
+    assert found is not None
+    assert found.age == 31
+    assert parsed.choices[0].finish_reason == "stop"
+    many = client.chat.completions.parse(
+        model=model, messages=question, response_format=Person, temperature=1.0, seed=1, n=3, max_tokens=120
+    )
+    assert any(choice.message.parsed for choice in many.choices if choice.finish_reason == "stop")
+
+
+def test_a_choice_is_one_of_them(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model,
+        messages=QUESTION,  # type: ignore[arg-type]
+        extra_body={"structured_outputs": {"choice": ["It is Paris.", "It is Rome."]}},
+        max_tokens=20,
+        logprobs=True,
+    )
+    assert answer.choices[0].message.content == "It is Paris."
+    assert answer.choices[0].logprobs is not None
+
+
+def test_a_schema_that_is_not_served_is_the_clients_error(client: openai.OpenAI, model: str) -> None:
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError, match="not") as caught:
+        client.chat.completions.create(model=model, messages=QUESTION, response_format=schema)  # type: ignore[call-overload]
+    assert caught.value.param == "response_format.json_schema.schema"

@@ -21,7 +21,7 @@ from tests.ray_start import free_port, head_address, ray_environment, ray_start
 
 UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
-GONE_WITHIN_S = 60.0
+GONE_WITHIN_S = 120.0
 STAY_AWAY_S = 1.0
 
 
@@ -81,7 +81,7 @@ def head(folder: Path) -> Iterator[Head]:
         yield Head(process, env, head_address(folder / "ray"))
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=180)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(f"{words!r} never came: {seen}")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     first = up("--address", "auto", RAY_ADDRESS=head.address)
     read_until(first, "Ctrl-C stops it")
@@ -151,7 +151,7 @@ def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Pope
     assert {path.name for path in folder.iterdir()} <= {"ray", "state"}, "a Ray of its own was started"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     """A pod's preStop hook does this: it has the controller's port and token beforehand, and its own address."""
     port, token = str(free_port()), secrets.token_hex(16)
@@ -170,20 +170,20 @@ def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[...
     head.assert_empty_soon()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_who_waits_for_places_can_be_stopped(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2", "--places-timeout", "600")
     read_until(process, "has 1 slots for prefill workers, 2 are needed")
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=180)
     assert "nothing is left running" in out
     assert head.actors() == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_too_few_places_are_told(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=180)
     assert process.returncode != 0
     assert f"error: the Ray cluster at {head.address} has 1 slots for prefill workers, 2 are needed" in out
     assert head.actors() == []

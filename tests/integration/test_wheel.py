@@ -69,7 +69,7 @@ def test_it_holds_the_rooms_and_their_data_alone(wheel: Path) -> None:
     assert names >= SCHEMAS
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_it_serves_outside_of_the_repository(environment: Path, tmp_path: Path) -> None:
     model = find_default_model().resolve()
     clean = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
