@@ -17,9 +17,6 @@ from router.text.chat_template import ChatTurn
 from wire.errors import InvalidArgument
 from wire.tracing.timeline import EdgeStamp
 
-_COMPLETION_LOGPROBS_MAX = 5
-"""OpenAI's limit for the completions API."""
-
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
@@ -58,8 +55,6 @@ def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) 
     fields = body_fields(body, unknown)
     fields.refuse(COMPLETION_UNSERVED)
     logprobs = fields.integer("logprobs")
-    if logprobs is not None and logprobs > _COMPLETION_LOGPROBS_MAX:
-        raise fields.wrong("logprobs", f"is {str(logprobs)[:40]}, the limit is {_COMPLETION_LOGPROBS_MAX}")
     request, stream, stream_options = _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
     return OpenAICall(request, stream, stream_options, unknown.names)
 
