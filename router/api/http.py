@@ -23,6 +23,8 @@ from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
 from router.api.openai_replies import CompleteAnswer, ReplyShape, error_body, error_headers, json_error
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.api.probes import PROBE_PATHS, add_probes
+from router.api.request_id import REQUEST_ID_HEADER, RequestIds
+from router.api.tokenizer_routes import add_tokenizer
 from router.config import RouterConfig
 from router.requests.answer import Ending
 from router.requests.choices import Choices
@@ -54,6 +56,7 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
     app.add_api_route("/v1/chat/completions", listener.chat, methods=["POST"])
     app.add_api_route("/v1/completions", listener.completions, methods=["POST"])
     add_models(app, config, dispatcher)
+    add_tokenizer(app, config, validator)
     add_probes(app, dispatcher)
     app.add_api_route(METRICS_PATH, listener.metrics, methods=["GET", "HEAD"])
     app.add_api_route(TRACES_PATH, listener.traces, methods=["GET", "HEAD"])
@@ -63,7 +66,7 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
     metrics_keys = reading_keys(config.metrics_key, config.api_keys, config.token, loopback=is_loopback(config.host))
     counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | _OPERATORS_PATHS)
     checked: ASGIApp = _KeyCheck(counted, frozenset(config.api_keys), metrics_keys)
-    return _open_to_pages(checked, config.allowed_origins)
+    return _open_to_pages(RequestIds(checked), config.allowed_origins)
 
 
 def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -79,7 +82,7 @@ def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "HEAD", "POST"],
         allow_headers=["*"],
-        expose_headers=[IGNORED_HEADER, "retry-after"],
+        expose_headers=[IGNORED_HEADER, REQUEST_ID_HEADER, "retry-after"],
     )
 
 
@@ -126,7 +129,6 @@ class _HttpListener:
             raise
         gone.add_done_callback(lambda _: choices.close())
         self.ignored.note(call.ignored)
-        headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
         shape = ReplyShape(
             chat=chat,
             request_id=choices.request_id,
@@ -137,6 +139,9 @@ class _HttpListener:
             syntax=admitted.syntax,
             logprobs=call.request.options.alternatives is not None,
         )
+        headers = {REQUEST_ID_HEADER: shape.answer_id}
+        if call.ignored:
+            headers[IGNORED_HEADER] = ", ".join(call.ignored)
         if call.stream:
             return AnswerStream(choices, shape, gone, headers=headers, comment_s=self.config.sse_comment_s)
         try:

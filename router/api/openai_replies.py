@@ -65,7 +65,9 @@ class ReplyShape:
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
         """Number of tokens sent so far, over all choices."""
-        self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}", "created": created, "model": model}
+        self.answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
+        """The `id` of the reply."""
+        self._head = {"id": self.answer_id, "created": created, "model": model}
         # There is one event per token, so everything but the text is serialized once for each choice.
         self._around: list[tuple[str, str]] = []
 

@@ -18,9 +18,6 @@ from router.text.chat_template import ChatTurn
 from wire.errors import InvalidArgument
 from wire.tracing.timeline import EdgeStamp
 
-_COMPLETION_LOGPROBS_MAX = 5
-"""OpenAI's limit for the completions API."""
-
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
@@ -46,26 +43,25 @@ class OpenAICall:
 def parse_chat(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
     """Parse the body of /v1/chat/completions; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
     unknown = UnknownFields(strict=strict)
-    fields = _fields(body, unknown)
+    fields = body_fields(body, unknown)
     fields.refuse(CHAT_UNSERVED)
     top_logprobs = _top_logprobs(fields)
-    request, stream, stream_options = _call(fields, _conversation(fields), received, top_logprobs=top_logprobs)
+    request, stream, stream_options = _call(fields, conversation(fields), received, top_logprobs=top_logprobs)
     return OpenAICall(request, stream, stream_options, unknown.names)
 
 
 def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
     """Parse the body of /v1/completions, with the errors and arguments of `parse_chat`."""
     unknown = UnknownFields(strict=strict)
-    fields = _fields(body, unknown)
+    fields = body_fields(body, unknown)
     fields.refuse(COMPLETION_UNSERVED)
     logprobs = fields.integer("logprobs")
-    if logprobs is not None and logprobs > _COMPLETION_LOGPROBS_MAX:
-        raise fields.wrong("logprobs", f"is {str(logprobs)[:40]}, the limit is {_COMPLETION_LOGPROBS_MAX}")
     request, stream, stream_options = _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
     return OpenAICall(request, stream, stream_options, unknown.names)
 
 
-def _fields(body: bytes, unknown: UnknownFields) -> JsonFields:
+def body_fields(body: bytes, unknown: UnknownFields) -> JsonFields:
+    """Return the fields of a JSON body; raises InvalidArgument if it is no object."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -170,7 +166,8 @@ def _plain_prompt(fields: JsonFields) -> Prompt:
     raise InvalidArgument("prompt", "is missing; send a string or a list of token ids")
 
 
-def _conversation(fields: JsonFields) -> Conversation:
+def conversation(fields: JsonFields) -> Conversation:
+    """Take the messages and the variables of the chat template."""
     value = fields.take("messages")
     if not isinstance(value, list):
         raise InvalidArgument("messages", "must be a list of messages")

@@ -27,6 +27,7 @@ class FormatKind(StrEnum):
     REGEX = "regex"
     CHOICE = "choice"
     EBNF = "grammar"
+    TOOL_CALL = "tool_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class AnswerFormat:
     """The client's name of the field, for errors."""
     kind: FormatKind
     value: Mapping[str, Any] | bool | str | Sequence[str]
-    """A JSON schema, or its text; a pattern; a grammar; or the choices."""
+    """A JSON schema, or its text; a pattern; a grammar; the choices; or schemas of parameters by function."""
 
     @property
     def chars(self) -> int:
@@ -110,5 +111,6 @@ _MAKERS: Mapping[FormatKind, Callable[[Any], str]] = {
     FormatKind.JSON_SCHEMA: _of_json,
     FormatKind.REGEX: _of_text(grammars.of_regex),
     FormatKind.CHOICE: _of_choices,
+    FormatKind.TOOL_CALL: grammars.of_tool_calls,
     FormatKind.EBNF: _of_text(grammars.of_ebnf),
 }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from router.config import RouterConfig
+from router.requests.answer_format import AnswerFormat, FormatKind
 from router.requests.request import ClientRequest, Conversation
-from router.text.answer_syntax.formats import AnswerSyntax, choose_calls, choose_reasoning
+from router.text.answer_syntax.formats import FORCED_CALLS, AnswerSyntax, choose_calls, choose_reasoning
 from router.text.answer_syntax.reasoning import THINK
 from router.text.tokenizer import Tokenizer
 from router.text.tools import ToolChoice, ToolOptions
@@ -25,9 +26,9 @@ class AnswerSyntaxes:
 
     def check(self, request: ClientRequest) -> None:
         """Raise InvalidArgument if calls of tools are wanted that this server or the model cannot make."""
-        tools = _tools(request)
-        if tools.choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION):
-            raise InvalidArgument("tool_choice", "can be none or auto only; this server does not force calls yet")
+        tools, wanted = _tools(request), request.options.answer_format
+        if tools.forced and wanted is not None:
+            raise InvalidArgument("tool_choice", f"cannot force a call beside {wanted.field}; send one of them")
         if tools.choice is ToolChoice.AUTO and not self._calls:
             raise InvalidArgument(
                 "tools", "are not served: the model's form of calls is unknown; set --tool-call-parser, or send none"
@@ -38,6 +39,8 @@ class AnswerSyntaxes:
         if not isinstance(request.prompt, Conversation) or not request.prompt.parsed:
             return None
         tools = _tools(request)
+        if tools.forced:
+            return AnswerSyntax(FORCED_CALLS, names=tools.names)
         calls = self._calls if tools.choice is not ToolChoice.NONE else ""
         if not calls and not self._reasoning:
             return None
@@ -45,6 +48,17 @@ class AnswerSyntaxes:
         opened = tail.endswith(THINK.encode())
         syntax = AnswerSyntax(calls, self._reasoning, opened, tools.names, tools.parallel)
         return syntax.keeping(self._tokenizer.special_ids(syntax.markers))
+
+
+def wanted_format(request: ClientRequest) -> AnswerFormat | None:
+    """Return the format that the answers must follow: a call if `tool_choice` forces one; None = any text."""
+    tools = _tools(request)
+    if not tools.forced:
+        return request.options.answer_format
+    functions = [each["function"] for each in tools.tools]
+    schemas = {each["name"]: each.get("parameters", {}) for each in functions}
+    chosen = {tools.function: schemas[tools.function]} if tools.function else schemas
+    return AnswerFormat("tools", FormatKind.TOOL_CALL, chosen)
 
 
 def _tools(request: ClientRequest) -> ToolOptions:

@@ -63,11 +63,11 @@ class PromptEncoder:
             raise InvalidArgument(field_of(request), "gives no tokens; send at least one")
         return tuple(ids)
 
-    def _encode(self, prompt: str | Conversation, served: ServedModel) -> list[int]:
+    def _encode(self, prompt: str | Conversation, served: ServedModel, *, add_special_tokens: bool = True) -> list[int]:
         """Encode the prompt if it can fit the context at all; runs in a tokenizer thread."""
         if isinstance(prompt, str):
             self._check_text_length("prompt", prompt, served)
-            return self._tokenizer.encode(prompt)
+            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         text = self._tokenizer.render_chat(prompt.turns, prompt.variables, prompt.tools.shown)
         self._check_text_length("messages", text, served)
         return self._tokenizer.encode_rendered(text)
@@ -79,6 +79,29 @@ class PromptEncoder:
             raise too_long(
                 field, field=field, prompt=least, answer=1, limit=context, context=context, least="at least "
             )
+
+    async def tokenized(
+        self, request: ClientRequest, served: ServedModel, *, add_special_tokens: bool, spell: bool
+    ) -> tuple[list[int], list[str] | None]:
+        """Return the ids of a text or a conversation, and each token's spelling if `spell`; for /tokenize.
+
+        Raises InvalidArgument for a prompt that no context holds, ResourceExhausted if too many prompts wait.
+        """
+        prompt = request.prompt
+        assert not isinstance(prompt, tuple)
+
+        def encode() -> tuple[list[int], list[str] | None]:
+            ids = self._encode(prompt, served, add_special_tokens=add_special_tokens)
+            return ids, self._tokenizer.spellings(ids) if spell else None
+
+        return await self._pool.run(request.tenant, _prompt_chars(prompt), encode)
+
+    async def text(self, tenant: str, ids: tuple[int, ...], served: ServedModel) -> str:
+        """Return the text of token ids, special tokens included; the number of ids is limited by the context."""
+        if len(ids) > served.facts.max_context:
+            raise InvalidArgument("tokens", f"has {len(ids)} ids, the limit is {served.facts.max_context}, the context")
+        check_token_ids("tokens", ids, served.facts.vocab_size)
+        return await self._pool.run(tenant, len(ids), partial(self._tokenizer.decode_all, ids))
 
     async def page_digests(self, tenant: str, ids: tuple[int, ...], salt: str, page_tokens: int) -> tuple[bytes, ...]:
         """Return the digests of the prompt's full pages, the keys of the prefix caches; () if page sizes differ."""

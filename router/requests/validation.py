@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from router.config import RouterConfig
 from router.requests.answer_format import FormatCompiler
-from router.requests.answer_syntaxes import AnswerSyntaxes
+from router.requests.answer_syntaxes import AnswerSyntaxes, wanted_format
 from router.requests.prompts import PromptEncoder, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
 from router.requests.tenants import tenant_salt
@@ -70,6 +70,8 @@ class RequestValidator:
         self._defaults = defaults
         self._model = model
         self._refused = refused
+        self.tokenizer_facts = tokenizer.facts
+        """What `Tokenizer.facts` says."""
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
         self._syntaxes = AnswerSyntaxes(config, tokenizer)
@@ -85,6 +87,24 @@ class RequestValidator:
             self._refused(request.options.slo_class or self._config.default_slo_class, error)
             raise
 
+    async def tokenize(
+        self, request: ClientRequest, *, add_special_tokens: bool, spell: bool
+    ) -> tuple[list[int], list[str] | None, int]:
+        """Return a prompt's ids, their spellings if `spell`, and the model's context in tokens."""
+        self._check_model(request.model)
+        served = self._served()
+        self._prompts.check(request)
+        self._check_variables(request)
+        ids, spelled = await self._prompts.tokenized(
+            request, served, add_special_tokens=add_special_tokens, spell=spell
+        )
+        return ids, spelled, served.facts.max_context
+
+    async def detokenize(self, tenant: str, model: str, ids: tuple[int, ...]) -> str:
+        """Return the text of token ids, special tokens included."""
+        self._check_model(model)
+        return await self._prompts.text(tenant, ids, self._served())
+
     def check_token_count(self, count: int) -> None:
         """Raise InvalidArgument if a prompt of `count` tokens exceeds the model's context."""
         context = self._context()
@@ -93,9 +113,7 @@ class RequestValidator:
 
     async def _admit(self, request: ClientRequest) -> Admitted:
         self._check_model(request.model)
-        served = self._model()
-        if served is None:
-            raise self._not_ready()
+        served = self._served()
         request_id = _checked_id(request.request_id)
         self._prompts.check(request)
         self._syntaxes.check(request)
@@ -215,7 +233,7 @@ class RequestValidator:
         check_token_ids("stop_token_ids", options.stop_token_ids, served.facts.vocab_size)
 
     async def _grammar(self, request: ClientRequest, served: ServedModel) -> str:
-        wanted = request.options.answer_format
+        wanted = wanted_format(request)
         if wanted is None:
             return ""
         for name in ("min_tokens", "ignore_eos"):
@@ -244,9 +262,12 @@ class RequestValidator:
             grammar=grammar,
         )
 
-    def _not_ready(self) -> TandemError:
+    def _served(self) -> ServedModel:
+        """Return the served model; raises Unavailable while it is unknown."""
+        if (served := self._model()) is not None:
+            return served
         message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"
-        return Unavailable(message, retry_after_s=self._config.retry_after_s)
+        raise Unavailable(message, retry_after_s=self._config.retry_after_s)
 
 
 def _or(value: _T | None, fallback: _T) -> _T:

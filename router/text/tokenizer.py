@@ -51,17 +51,23 @@ class Tokenizer:
         self.template_source = for_tools or source or ""
         """The text of the template for conversations with tools; "" if there is none."""
         self._special = {each.content: number for number, each in added.items() if each.special}
+        self.facts: Mapping[str, Any] = {
+            "tokenizer_class": config.get("tokenizer_class"),
+            "chat_template": source,
+            **special,
+        }
+        """The class that tokenizer_config.json names, the chat template, and the special tokens by name."""
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
         """Number of ids of this tokenizer; the model's embedding may have more."""
         self._break_up([each.content for each in added.values() if each.special])
         self._length = token_length(self._inner, map(self.token_bytes, range(self.vocab_size)), _BYTE_OF)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a plain prompt, with the model's special tokens around it.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a plain prompt, with the model's special tokens around it unless told otherwise.
 
         Special tokens in the text are encoded as such, because clients with templates of their own send plain prompts.
         """
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
         """Return the token ids of a conversation: `encode_rendered` of `render_chat`."""
@@ -111,6 +117,16 @@ class Tokenizer:
         """Return the text of `ids`, without special tokens and unknown ids."""
         text: str = self._inner.decode(ids, skip_special_tokens=True)
         return text
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` with special tokens, without unknown ids; does not hold the GIL."""
+        known = [i for i in ids if i != self._break_id]
+        text: str = self._inner.decode_batch([known], skip_special_tokens=False)[0]
+        return text
+
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        """Return the tokenizer's own spelling of each id."""
+        return [self._inner.id_to_token(i) or "" for i in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token, special tokens included; b"" for an unknown id."""

@@ -30,6 +30,11 @@ class ToolOptions:
     """False if only the first call is returned."""
 
     @property
+    def forced(self) -> bool:
+        """True if the answer must be a call."""
+        return self.choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
+
+    @property
     def names(self) -> frozenset[str]:
         """The names of the functions."""
         return frozenset(each["function"]["name"] for each in self.tools)

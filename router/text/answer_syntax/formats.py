@@ -42,6 +42,8 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
     _HARMONY: reasoning.HARMONY,
 }
 """The markers that are special tokens in some tokenizers."""
+FORCED_CALLS = "llama3_json"
+"""The syntax of calls that a grammar forces (`vocabulary.grammars.of_tool_calls`), whatever the model's own is."""
 TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)
 REASONING_PARSERS = ("qwen3", _OPENED, _HARMONY)
 

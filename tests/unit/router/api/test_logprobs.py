@@ -145,6 +145,14 @@ async def test_completion(cluster: Cluster, client: openai.AsyncOpenAI, tokenize
         assert token in parts or TEXT[offset:].startswith(token)
 
 
+async def test_a_completion_may_ask_for_as_many_as_the_engine_reports(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    reply = await client.completions.create(model="fake", prompt="The", max_tokens=2, logprobs=20)
+    assert reply.choices[0].logprobs is not None
+    assert cluster.prefill.prefills[-1].sampling.logprobs == 20
+
+
 async def test_without_the_wish_there_are_none(client: openai.AsyncOpenAI) -> None:
     chat = await client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3)
     assert chat.choices[0].logprobs is None

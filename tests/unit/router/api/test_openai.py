@@ -197,7 +197,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("completions", {**TEXT, "prompt": [-1]}, "prompt"),
     ("completions", {**TEXT, "prompt": [1, True]}, "prompt"),
     ("completions", {**TEXT, "echo": True}, "echo"),
-    ("completions", {**TEXT, "logprobs": 6}, "logprobs"),
+    ("completions", {**TEXT, "logprobs": 21}, "logprobs"),
     ("completions", {**TEXT, "logprobs": -1}, "logprobs"),
     ("completions", {**TEXT, "logprobs": True}, "logprobs"),
     ("completions", {**TEXT, "best_of": 2}, "best_of"),

@@ -1,0 +1,40 @@
+"""The X-Request-Id header, by which clients and gateways find their request in both sides' logs."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+REQUEST_ID_HEADER = "x-request-id"
+_VALID = re.compile(rb"[ -~]{1,128}")
+
+
+class RequestIds:
+    """ASGI middleware that gives every response an X-Request-Id.
+
+    It is the request's own, if that is one header of 1 to 128 printable ASCII characters; else the id of the answer,
+    if the response has set it; else a fresh one. The client's id is only echoed: a gateway repeats it when it tries
+    again, so it never names the request inside the cluster.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = [value for name, value in scope["headers"] if name == REQUEST_ID_HEADER.encode()]
+        own = sent[0].decode() if len(sent) == 1 and _VALID.fullmatch(sent[0]) else ""
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = own or headers.get(REQUEST_ID_HEADER) or f"req-{uuid.uuid4().hex}"
+            await send(message)
+
+        await self._app(scope, receive, send_named)
