@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -137,3 +138,33 @@ def test_a_schema_that_is_not_served_is_the_clients_error(client: openai.OpenAI,
     with pytest.raises(openai.BadRequestError, match="not") as caught:
         client.chat.completions.create(model=model, messages=QUESTION, response_format=schema)  # type: ignore[call-overload]
     assert caught.value.param == "response_format.json_schema.schema"
+
+
+def test_a_required_tool_is_called(client: openai.OpenAI, model: str) -> None:
+    """The model was not trained for tools; its arguments validate nevertheless, whole and streamed."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    asked: Any = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is the weather in Paris, in celsius?"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "temperature": 0,
+        "max_tokens": 100,
+    }
+    whole = client.chat.completions.create(**asked).choices[0]
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    for choice in (whole, streamed):
+        (call,) = choice.message.tool_calls or ()
+        assert call.function.name == "weather"
+        arguments = json.loads(call.function.arguments)
+        assert set(arguments) == {"city", "unit"}
+        assert arguments["unit"] in ("celsius", "fahrenheit")
+        assert choice.finish_reason == "tool_calls"
+    assert whole.message.tool_calls[0].function == streamed.message.tool_calls[0].function  # type: ignore[index]

@@ -153,9 +153,9 @@ async def test_a_client_that_leaves_takes_its_prompt_out_of_the_queue(
     go, pool = threading.Event(), cluster.router._validator._pool
     encode = Tokenizer.encode
 
-    def held(self: Tokenizer, text: str) -> list[int]:
+    def held(self: Tokenizer, text: str, **options: bool) -> list[int]:
         go.wait(60)
-        return encode(self, text)
+        return encode(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", held)
     client = Client(channel)

@@ -9,6 +9,7 @@ import pytest
 
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
+from vocabulary.grammars import of_tool_calls
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
@@ -130,6 +131,32 @@ async def test_without_tools_calls_are_text(cluster: Cluster, client: openai.Asy
         assert reply.choices[0].finish_reason == "stop"
 
 
+FORCED = '{"name": "f", "parameters": {"city": "Köln"}}'
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_forced_call_follows_its_grammar(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer, choice: Any, stream: bool
+) -> None:
+    """Also for a model whose own form of calls is another: workers get the grammar, and its form is parsed."""
+    script(cluster, tokenizer, FORCED)
+    asked: Any = {"model": "fake", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+    if stream:
+        async with client.chat.completions.stream(**asked) as events:
+            reply = await events.get_final_completion()
+    else:
+        reply = await client.chat.completions.create(**asked)
+    (call,) = reply.choices[0].message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"city": "Köln"})
+    assert reply.choices[0].finish_reason == "tool_calls"
+    assert not reply.choices[0].message.content
+    offered = {"f": {"type": "object"}} if isinstance(choice, dict) else {name: {"type": "object"} for name in "fg"}
+    grammars = {each.sampling.grammar for worker in cluster.workers for each in worker.reservations}
+    assert grammars == {of_tool_calls(offered)}
+
+
+BAD_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"uniqueItems": True}}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),
     ({"tools": [3]}, "tools[0]"),
@@ -137,9 +164,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
     ({"tools": [{"type": "function", "function": {"name": "\0"}}]}, "tools"),
     ({"tools": TOOLS, "tool_choice": "x"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"ignore_eos": True}}, "ignore_eos"),
+    ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}},
         "tool_choice.function.name",
