@@ -13,6 +13,7 @@ from tests.worker_pair import Heard, WorkerPair, until
 from vocabulary.grammars import of_choices, of_json_schema, of_regex
 from wire.errors import InvalidArgument
 from wire.messages import FinishReason, SamplingParams
+from wire.speculation_method import SpeculationMethod
 
 SCHEMA = {
     "type": "object",
@@ -45,9 +46,10 @@ def assert_whole(heard: Heard, prompt: Sequence[int], sampling: SamplingParams) 
     assert len(heard.logprobs) == (len(wanted) if sampling.logprobs is not None else 0)
 
 
+@pytest.mark.parametrize("speculate", [SpeculationMethod.NGRAM, SpeculationMethod.OFF])
 @pytest.mark.parametrize("both", [False, True], ids=["", "one worker"])
-async def test_answers_follow_their_grammars(both: bool) -> None:
-    async with WorkerPair(pages=256, both=both) as pair:
+async def test_answers_follow_their_grammars(both: bool, speculate: SpeculationMethod) -> None:
+    async with WorkerPair(pages=256, both=both, speculate=speculate) as pair:
         heard = [pair.send(f"q{n}", prompt, sampling_of(n)) for n, prompt in enumerate(PROMPTS)]
         await until(lambda: all(each.finish for each in heard))
         for number, prompt in enumerate(PROMPTS):
