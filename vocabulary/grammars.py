@@ -26,8 +26,8 @@ _EBNF_CHARS_MAX = 1 << 14
 """Most characters of a grammar in EBNF: converting takes time with their square, 0.4 s for these."""
 _DEPTH_MAX = 64
 """Most levels of objects and lists in a JSON schema."""
-_CACHED = 64
-"""Compiled grammars that are kept."""
+_CACHED_CHARS = 1 << 20
+"""Characters of the compiled grammars that are kept, at least one."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between the parts of JSON. It is limited, because small models go on for ever with it."""
 
@@ -43,6 +43,7 @@ def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
         schema = {}
     if _depth(schema) > _DEPTH_MAX:
         raise ValueError(f"has more than {_DEPTH_MAX} levels of objects and lists")
+    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE})
 
 
@@ -57,7 +58,7 @@ def of_tool_calls(tools: Mapping[str, Mapping[str, Any]]) -> str:
         if _depth(schema) > _DEPTH_MAX:
             raise ValueError(f"has more than {_DEPTH_MAX} levels of objects and lists in the parameters of {name:.64}")
         head = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
-        parameters = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+        parameters = {**schema, "type": "object", "x-guidance": {"whitespace_pattern": _WHITESPACE}}
         rules += [
             f'call_{number}: {head} parameters_{number} "}}"',
             f"parameters_{number}: %json {json.dumps(parameters)}",
@@ -83,7 +84,7 @@ def of_ebnf(text: str) -> str:
     if len(text) > _EBNF_CHARS_MAX:
         raise ValueError(f"has {len(text)} characters, the limit is {_EBNF_CHARS_MAX}")
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(text))
+        return LLMatcher.grammar_from_lark(any_to_lark("\n".join(filter(str.strip, text.splitlines()))))
     except Exception as error:  # the converter raises the bare class, and any part may fail on a malformed text
         raise ValueError(f"is no grammar in EBNF ({' '.join(str(error).split())})") from error
 
@@ -96,7 +97,7 @@ class AnswerGrammar:
         self._consumed = 0
 
     def allowed(self, answer: Sequence[int]) -> NDArray[np.int32]:
-        """Return the tokens that may follow `answer`, which begins with that of the last call.
+        """Return the tokens that may follow `answer`, which only grows from call to call.
 
         They are bits in words [vocab / 32], the first token's is the lowest of the first word. Raises InvalidArgument
         if the grammar exceeds its limits here, or if `answer` does not follow it.
@@ -145,12 +146,12 @@ class Grammars:
                 return known.deep_copy()
         if len(grammar) > GRAMMAR_CHARS_MAX:
             raise InvalidArgument("grammar", f"has {len(grammar)} characters, the limit is {GRAMMAR_CHARS_MAX}")
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise InvalidArgument("grammar", _reason(matcher.get_error()))
         with self._lock:
             self._compiled[grammar] = matcher
-            while len(self._compiled) > _CACHED:
+            while len(self._compiled) > 1 and sum(map(len, self._compiled)) > _CACHED_CHARS:
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
 
@@ -175,7 +176,7 @@ class LazyGrammars:
             return self._made
 
 
-def _limits() -> LLParserLimits:
+def limits() -> LLParserLimits:
     """Return limits of a tenth or less of llguidance's defaults where those allow seconds or hundreds of megabytes."""
     return LLParserLimits(max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False)
 

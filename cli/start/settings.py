@@ -105,6 +105,8 @@ def _named(settings: Mapping[str, Any], options: Mapping[str, Any], file: Path) 
             raise typer.BadParameter(f"{file} has {given!s:.60} twice, by two names", param_hint="--config")
         option = options[name]
         many = isinstance(option, TyperOption) and option.multiple
+        if isinstance(value, bool) and not (isinstance(option, TyperOption) and option.is_flag):
+            raise typer.BadParameter(f"{file} has true or false for {given!s:.60}", param_hint="--config")
         if isinstance(value, list | dict) and not (many and isinstance(value, list)):
             raise typer.BadParameter(f"{file} has several values for {given!s:.60}", param_hint="--config")
         if value is not None:

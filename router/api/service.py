@@ -18,7 +18,7 @@ from router.api.client_gone import unless_gone
 from router.api.model_routes import installed_version
 from router.config import RouterConfig
 from router.requests.answer import AnswerChunk, Ending
-from router.requests.answer_format import AnswerFormat, FormatKind
+from router.requests.answer_format import AnswerFormat
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted, ClientRequest, Conversation, Options, Prompt
 from router.requests.tenants import tenant_of
@@ -27,6 +27,7 @@ from router.text.chat_template import ChatTurn
 from router.text.request_items import check_template_kwargs_size
 from router.text.request_reader import check_message_count
 from router.text.token_scores import ScoredToken, TokenScore
+from vocabulary.grammar_process import GrammarKind
 from wire import convert
 from wire.errors import InvalidArgument, TandemError, Unavailable
 from wire.generated.tandem.v1 import inference_pb2
@@ -276,5 +277,5 @@ def _answer_format(message: inference_pb2.ResponseFormat) -> AnswerFormat:
     kind = message.WhichOneof("format")
     if kind is None:
         raise InvalidArgument("response_format", "has no format; leave it out for any text")
-    value = tuple(message.choice.texts) if kind == FormatKind.CHOICE else getattr(message, kind)
-    return AnswerFormat(f"response_format.{kind}", FormatKind(kind), value)
+    value = tuple(message.choice.texts) if kind == GrammarKind.CHOICE else getattr(message, kind)
+    return AnswerFormat(f"response_format.{kind}", GrammarKind(kind), value)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from router.api.json_fields import JsonFields
-from router.requests.answer_format import AnswerFormat, FormatKind
+from router.requests.answer_format import AnswerFormat
+from vocabulary.grammar_process import GrammarKind
 from wire.errors import InvalidArgument
 
 _JSON_OBJECT = {"type": "object"}
@@ -37,14 +38,14 @@ def _response_format(fields: JsonFields) -> AnswerFormat | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return AnswerFormat("response_format", FormatKind.JSON_SCHEMA, _JSON_OBJECT)
+        return AnswerFormat("response_format", GrammarKind.JSON_SCHEMA, _JSON_OBJECT)
     if kind != "json_schema":
         raise inner.wrong("type", "must be text, json_object or json_schema")
     named = inner.within(inner.object("json_schema"), "response_format.json_schema.")
     schema = named.take("schema")
     if schema is None:
         raise named.wrong("schema", "is missing; send a JSON schema")
-    return _read(FormatKind.JSON_SCHEMA)("response_format.json_schema.schema", schema)
+    return _read(GrammarKind.JSON_SCHEMA)("response_format.json_schema.schema", schema)
 
 
 def _structured_outputs(fields: JsonFields) -> AnswerFormat | None:
@@ -53,22 +54,24 @@ def _structured_outputs(fields: JsonFields) -> AnswerFormat | None:
     found = [_single(inner, name, f"structured_outputs.{name}", read) for name, read in _STRUCTURED.items()]
     given = [each for each in found if each is not None]
     if inner.boolean("json_object"):
-        given.append(AnswerFormat("structured_outputs.json_object", FormatKind.JSON_SCHEMA, _JSON_OBJECT))
-    inner.drop(frozenset({"whitespace_pattern", "disable_any_whitespace", "disable_fallback"}))
-    inner.drop(frozenset({"disable_additional_properties"}))
+        given.append(AnswerFormat("structured_outputs.json_object", GrammarKind.JSON_SCHEMA, _JSON_OBJECT))
+    inner.drop(frozenset({"disable_fallback"}))
+    for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
+        if inner.take(name):
+            raise inner.wrong(name, "is not supported; leave it out")
     inner.end()
     if value and len(given) != 1:
         names = ", ".join([*_STRUCTURED, "json_object"])
-        raise InvalidArgument("structured_outputs", f"must have one of {names}")
+        raise InvalidArgument("structured_outputs", f"must have exactly one of {names}")
     return given[0] if given else None
 
 
 def _single(fields: JsonFields, name: str, field: str, read: Callable[[str, Any], AnswerFormat]) -> AnswerFormat | None:
     value = fields.take(name)
-    return None if value in (None, "", [], False) else read(field, value)
+    return None if value is None or value is False or value in ("", []) else read(field, value)
 
 
-def _read(kind: FormatKind) -> Callable[[str, Any], AnswerFormat]:
+def _read(kind: GrammarKind) -> Callable[[str, Any], AnswerFormat]:
     def read(field: str, value: Any) -> AnswerFormat:
         if not _TYPES[kind](value):
             raise InvalidArgument(field, _WANTED[kind])
@@ -77,28 +80,28 @@ def _read(kind: FormatKind) -> Callable[[str, Any], AnswerFormat]:
     return read
 
 
-_TYPES: dict[FormatKind, Callable[[Any], bool]] = {
-    FormatKind.JSON_SCHEMA: lambda value: isinstance(value, dict | bool | str),
-    FormatKind.REGEX: lambda value: isinstance(value, str),
-    FormatKind.CHOICE: lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-    FormatKind.EBNF: lambda value: isinstance(value, str),
+_TYPES: dict[GrammarKind, Callable[[Any], bool]] = {
+    GrammarKind.JSON_SCHEMA: lambda value: isinstance(value, dict | bool | str),
+    GrammarKind.REGEX: lambda value: isinstance(value, str),
+    GrammarKind.CHOICE: lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    GrammarKind.EBNF: lambda value: isinstance(value, str),
 }
 _WANTED = {
-    FormatKind.JSON_SCHEMA: "must be a JSON schema, an object",
-    FormatKind.REGEX: "must be a string",
-    FormatKind.CHOICE: "must be a list of strings",
-    FormatKind.EBNF: "must be a string",
+    GrammarKind.JSON_SCHEMA: "must be a JSON schema, an object",
+    GrammarKind.REGEX: "must be a string",
+    GrammarKind.CHOICE: "must be a list of strings",
+    GrammarKind.EBNF: "must be a string",
 }
 _STRUCTURED: dict[str, Callable[[str, Any], AnswerFormat]] = {
-    "json": _read(FormatKind.JSON_SCHEMA),
-    "regex": _read(FormatKind.REGEX),
-    "choice": _read(FormatKind.CHOICE),
-    "grammar": _read(FormatKind.EBNF),
+    "json": _read(GrammarKind.JSON_SCHEMA),
+    "regex": _read(GrammarKind.REGEX),
+    "choice": _read(GrammarKind.CHOICE),
+    "grammar": _read(GrammarKind.EBNF),
 }
 _SINGLE: dict[str, Callable[[str, Any], AnswerFormat]] = {
     **{f"guided_{name}": read for name, read in _STRUCTURED.items()},
-    "json_schema": _read(FormatKind.JSON_SCHEMA),
-    "regex": _read(FormatKind.REGEX),
-    "ebnf": _read(FormatKind.EBNF),
+    "json_schema": _read(GrammarKind.JSON_SCHEMA),
+    "regex": _read(GrammarKind.REGEX),
+    "ebnf": _read(GrammarKind.EBNF),
 }
 """Fields of older versions of vLLM (`guided_…`) and of SGLang."""

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from router.text.tokenizing import TokenizerPool
-from vocabulary import grammars
-from vocabulary.grammars import Grammars, LazyGrammars
+from vocabulary.grammar_process import GrammarKind, GrammarProcess
+from vocabulary.grammars import GRAMMAR_CHARS_MAX, Grammars, LazyGrammars
 from wire.errors import InvalidArgument, ModelError
 from wire.messages import ModelFacts
-
-_REASON_CHARS = 300
-"""Most characters of a library's reason in an error."""
-
-
-class FormatKind(StrEnum):
-    """The notation of a format."""
-
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    CHOICE = "choice"
-    EBNF = "grammar"
-    TOOL_CALL = "tool_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +22,7 @@ class AnswerFormat:
 
     field: str
     """The client's name of the field, for errors."""
-    kind: FormatKind
+    kind: GrammarKind
     value: Mapping[str, Any] | bool | str | Sequence[str]
     """A JSON schema, or its text; a pattern; a grammar; the choices; or schemas of parameters by function."""
 
@@ -53,6 +39,7 @@ class FormatCompiler:
         """`folder` has the model's tokenizer."""
         self._folder = folder
         self._pool = pool
+        self._process = GrammarProcess()
         self._of: tuple[ModelFacts, LazyGrammars] | None = None
 
     async def grammar(self, tenant: str, wanted: AnswerFormat, facts: ModelFacts) -> str:
@@ -63,25 +50,36 @@ class FormatCompiler:
         if self._of is None or self._of[0] != facts:
             make = partial(Grammars, self._folder, facts.vocab_size, facts.eos_token_ids)
             self._of = facts, LazyGrammars(make)
-        return await self._pool.run(tenant, wanted.chars, partial(_compile, wanted, self._of[1]))
+        return await self._pool.run(tenant, wanted.chars, partial(self._compile, wanted, self._of[1]))
+
+    def close(self) -> None:
+        """End the process that makes grammars."""
+        self._process.close()
+
+    def _compile(self, wanted: AnswerFormat, known: LazyGrammars) -> str:
+        try:
+            grammar = self._process.make(wanted.kind, _value(wanted))
+            known.check(grammar)
+        except InvalidArgument as error:
+            raise InvalidArgument(wanted.field, f"cannot be followed: {error.problem}") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(wanted.field, str(error)) from error
+        except ModelError as error:
+            raise InvalidArgument(wanted.field, f"needs the model's tokenizer: {error.message}") from error
+        return grammar
 
 
-def _compile(wanted: AnswerFormat, known: LazyGrammars) -> str:
-    try:
-        grammar = _MAKERS[wanted.kind](wanted.value)
-        known.check(grammar)
-    except InvalidArgument as error:
-        raise InvalidArgument(
-            wanted.field, f"cannot be followed: {error.message.removeprefix(f'{error.field}: ')}"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(wanted.field, str(error)[:_REASON_CHARS]) from error
-    except ModelError as error:
-        raise InvalidArgument(wanted.field, f"needs the model's tokenizer: {error.message}") from error
-    return grammar
-
-
-def _of_json(value: Any) -> str:
+def _value(wanted: AnswerFormat) -> Any:
+    """Return the value of which the grammar is made; raises ValueError for an empty or malformed one."""
+    value = wanted.value
+    if isinstance(value, str) and not value:
+        raise ValueError("is empty")
+    if isinstance(value, str) and len(value) > GRAMMAR_CHARS_MAX:
+        raise ValueError(f"has {len(value)} characters, the limit is {GRAMMAR_CHARS_MAX}")
+    if wanted.kind is GrammarKind.CHOICE and not (value and isinstance(value, tuple) and all(value)):
+        raise ValueError("must be a list of texts that are not empty")
+    if wanted.kind is not GrammarKind.JSON_SCHEMA:
+        return value
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -89,28 +87,4 @@ def _of_json(value: Any) -> str:
             raise ValueError(f"is not valid JSON ({error})") from error
     if not isinstance(value, dict | bool):
         raise ValueError("must be a JSON schema, an object")
-    return grammars.of_json_schema(value)
-
-
-def _of_text(make: Callable[[str], str]) -> Callable[[str], str]:
-    def checked(value: str) -> str:
-        if not value:
-            raise ValueError("is empty")
-        return make(value)
-
-    return checked
-
-
-def _of_choices(value: Sequence[str]) -> str:
-    if not value or not all(value):
-        raise ValueError("must be a list of texts that are not empty")
-    return grammars.of_choices(value)
-
-
-_MAKERS: Mapping[FormatKind, Callable[[Any], str]] = {
-    FormatKind.JSON_SCHEMA: _of_json,
-    FormatKind.REGEX: _of_text(grammars.of_regex),
-    FormatKind.CHOICE: _of_choices,
-    FormatKind.TOOL_CALL: grammars.of_tool_calls,
-    FormatKind.EBNF: _of_text(grammars.of_ebnf),
-}
+    return value

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from router.config import RouterConfig
-from router.requests.answer_format import AnswerFormat, FormatKind
+from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation
 from router.text.answer_syntax.formats import FORCED_CALLS, AnswerSyntax, choose_calls, choose_reasoning
 from router.text.answer_syntax.reasoning import THINK
 from router.text.tokenizer import Tokenizer
 from router.text.tools import ToolChoice, ToolOptions
+from vocabulary.grammar_process import GrammarKind
 from wire.errors import InvalidArgument
 
 _TAIL_TOKENS = 8
@@ -42,11 +43,13 @@ class AnswerSyntaxes:
         if tools.forced:
             return AnswerSyntax(FORCED_CALLS, names=tools.names)
         calls = self._calls if tools.choice is not ToolChoice.NONE else ""
-        if not calls and not self._reasoning:
+        # A format begins with the first token, so that nothing before it is reasoning.
+        reasoning = self._reasoning if request.options.answer_format is None else ""
+        if not calls and not reasoning:
             return None
         tail = b"".join(map(self._tokenizer.token_bytes, ids[-_TAIL_TOKENS:])).rstrip()
         opened = tail.endswith(THINK.encode())
-        syntax = AnswerSyntax(calls, self._reasoning, opened, tools.names, tools.parallel)
+        syntax = AnswerSyntax(calls, reasoning, opened, tools.names, tools.parallel)
         return syntax.keeping(self._tokenizer.special_ids(syntax.markers))
 
 
@@ -58,7 +61,7 @@ def wanted_format(request: ClientRequest) -> AnswerFormat | None:
     functions = [each["function"] for each in tools.tools]
     schemas = {each["name"]: each.get("parameters", {}) for each in functions}
     chosen = {tools.function: schemas[tools.function]} if tools.function else schemas
-    return AnswerFormat("tools", FormatKind.TOOL_CALL, chosen)
+    return AnswerFormat("tools", GrammarKind.TOOL_CALL, chosen)
 
 
 def _tools(request: ClientRequest) -> ToolOptions:

@@ -146,6 +146,7 @@ class RequestValidator:
     def close(self) -> None:
         """Stop the tokenizer threads."""
         self._pool.close()
+        self._formats.close()
 
     # ---- the prompt ----
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from router.text.answer_syntax.reader import AnswerReader, Steps
 
+_PIECE_CHARS = 4096
+
 
 @dataclass(slots=True)
 class CallDelta:
@@ -97,15 +99,18 @@ class AnswerParser:
 
     def feed(self, text: str) -> AnswerDelta:
         """Parse the next text of the answer; return the parts that became certain."""
-        self._reader.add(text)
-        return self._run()
+        # In pieces: a parser looks at all text that it holds.
+        for start in range(0, len(text), _PIECE_CHARS):
+            self._reader.add(text[start : start + _PIECE_CHARS])
+            self._read()
+        return self._parts.take()
 
     def finish(self) -> AnswerDelta:
         """Return the rest at the end of the answer."""
         self._reader.end()
-        return self._run()
+        self._read()
+        return self._parts.take()
 
-    def _run(self) -> AnswerDelta:
+    def _read(self) -> None:
         if next(self._steps, self) is self:
             self._parts.content(self._reader.rest())
-        return self._parts.take()
