@@ -62,7 +62,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guided_grammar": "root := ("}, "guided_grammar"),
     ({"guided_grammar": "root ::= " + '"a" ' * 10_000}, "guided_grammar"),
     ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
-    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"disable_fallback": True}}, "structured_outputs"),
     ({"structural_tag": {"format": {}}}, "structural_tag"),
 ]
 

@@ -197,6 +197,23 @@ class TestUnknownForm:
             await client.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
 
 
+class TestReasoningModel:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"reasoning_parser": "deepseek_r1"}
+
+    async def test_an_answer_with_a_format_is_content(
+        self, cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+    ) -> None:
+        """The grammar begins with the first token, so that the answer has no reasoning."""
+        script(cluster, tokenizer, '{"a": 1}')
+        asked: Any = {"model": "fake", "messages": MESSAGES, "max_tokens": 100}
+        plain = await client.chat.completions.create(**asked)
+        assert not plain.choices[0].message.content
+        reply = await client.chat.completions.create(**asked, response_format={"type": "json_object"})
+        assert reply.choices[0].message.content == '{"a": 1}'
+
+
 def test_the_template_gets_tools_and_calls(tokenizer: Tokenizer) -> None:
     from router.api.openai_requests import parse_chat
     from router.text.chat_template import ChatTemplate
