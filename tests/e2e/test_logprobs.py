@@ -108,7 +108,7 @@ def test_penalties_give_the_tokens_of_a_plain_loop(
 
 def test_bad_values_name_the_field(client: openai.OpenAI) -> None:
     for field, options in {
-        "logprobs": {"logprobs": 6},
+        "logprobs": {"logprobs": 21},
         "frequency_penalty": {"frequency_penalty": 3.0},
         "presence_penalty": {"presence_penalty": -2.5},
         "repetition_penalty": {"repetition_penalty": 0.0},

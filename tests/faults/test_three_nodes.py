@@ -150,6 +150,6 @@ async def play(model: Path, tell: Callable[[str], None]) -> None:
             tell(f"{step.__name__} {time.monotonic() - began:.1f} s")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_nodes_and_workers_come_and_go(small_model: Path, tell: Callable[[str], None]) -> None:
     asyncio.run(play(small_model, tell))

@@ -68,4 +68,4 @@ def test_a_gpu_without_room_for_the_tiles_is_told_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda_start, "_one_row", too_large)
     nothing = cast(Any, None)
     with pytest.raises(InvalidArgument, match=r"cpu is too small .* 147968 of shared memory, it has 101376; use"):
-        cuda_start.start_on_gpu(EngineConfig(Path()), nothing, PAGE, torch.float32, CPU, progress=None)
+        cuda_start.start_on_gpu(EngineConfig(Path()), nothing, PAGE, torch.float32, CPU, masks=nothing, progress=None)
