@@ -17,7 +17,7 @@ NOTICED_WITHIN_S = 60.0
 """Half of the time that a router waits for a worker that is merely silent."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("role", "fault"), [("prefill", "raise"), ("decode", "raise"), ("decode", "hang")])
 def test_a_lost_engine(role: str, fault: str, pair: Callable[..., Any], engine_faults: EngineFaults) -> None:
     cluster = pair()

@@ -16,7 +16,7 @@ QUESTIONS = [Question(tuple(range(100, 100 + length)), 60) for length in (20, 33
 LONG_ENOUGH, SHORT = ("--workers-outlive", "600"), ("--workers-outlive", "1")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_workers_serve_on_when_their_start_is_gone(small_model: Path) -> None:
     async with ups(small_model) as cluster:
         first = await cluster.start(*LONG_ENOUGH)
