@@ -108,7 +108,7 @@ def penalize(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _penalize_row(logits: Tensor, sampling: SamplingParams, history: History) -> None:
-    """In place, logits [vocab] float32."""
+    """Change the logits [vocab] float32 of one row in place."""
     times = torch.bincount(_ids(history.answer, logits), minlength=len(logits))
     if sampling.repetition_penalty != 1:
         seen = times > 0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from router.api.openai_fields import Unserved, unserved
+from router.api.openai_fields import Unserved
 from wire.errors import InvalidArgument
 
 _NAMES_MAX = 16
@@ -109,7 +109,7 @@ class JsonFields:
     def refuse(self, table: Mapping[str, Unserved]) -> None:
         """Reject fields that are not supported, unless their value has no effect."""
         for name in list(self._values):
-            if (rule := unserved(table, name)) is not None and not rule.asks_nothing(self.take(name)):
+            if (rule := table.get(name)) is not None and not rule.asks_nothing(self.take(name)):
                 raise self.wrong(name[:_NAME_CHARS], f"is not supported by this server ({rule.reason}); leave it out")
 
     def end(self) -> None:

@@ -113,11 +113,6 @@ MESSAGE_INERT = frozenset({"name", "refusal", "annotations", "audio"})
 """The fields without effect inside messages."""
 
 
-def unserved(table: Mapping[str, Unserved], name: str) -> Unserved | None:
-    """Return the rule that rejects a field of this `name`; None if there is none."""
-    return table.get(name)
-
-
 class IgnoredLog:
     """Logs each ignored field name once. Belongs to the event loop."""
 

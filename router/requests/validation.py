@@ -71,7 +71,7 @@ class RequestValidator:
         self._model = model
         self._refused = refused
         self.tokenizer_facts = tokenizer.facts
-        """What `Tokenizer.facts` says."""
+        """The same as `Tokenizer.facts`."""
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
         self._syntaxes = AnswerSyntaxes(config, tokenizer)

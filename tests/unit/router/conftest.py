@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from router.api.listeners import RouterEndpoints
 from router.config import RouterConfig
 from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
+from tests.small_tokenizer import save_tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, channel_to, until
 from wire.generated.tandem.v1 import inference_pb2_grpc
 from wire.messages import PeerRef, Role, WorkerInfo
@@ -29,17 +28,8 @@ TEXT = "The quick brown fox jumps over the lazy dog; 你好世界, naïve café 
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a byte-level tokenizer of VOCAB_SIZE ids, the first three special, and a chat template."""
     folder = tmp_path_factory.mktemp("model")
-    inner: Any = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator([f"{TEXT} {chr(97 + i)}{chr(98 + i)}{chr(99 + i)}" * 4 for i in range(20)], trainer)
-    inner.save(str(folder / "tokenizer.json"))
+    texts = [f"{TEXT} {chr(97 + i)}{chr(98 + i)}{chr(99 + i)}" * 4 for i in range(20)]
+    save_tokenizer(folder, VOCAB_SIZE, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), texts)
     config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
