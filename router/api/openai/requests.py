@@ -133,6 +133,7 @@ class TokenizeTextRequest(Encoding):
 class TokenizeChatRequest(ChatEncoding):
     """The body of /tokenize for a conversation."""
 
+    prompt: None = None
     return_token_strs: bool | None = Field(None, description="The reply has the tokens' spellings, too.")
 
 
