@@ -138,6 +138,7 @@ class _HttpListener:
             prompt_tokens=len(admitted.prompt_token_ids),
             syntax=admitted.syntax,
             logprobs=call.request.options.alternatives is not None,
+            prompt_token_ids=admitted.prompt_token_ids if call.return_token_ids else None,
         )
         headers = {REQUEST_ID_HEADER: shape.answer_id}
         if call.ignored:
@@ -172,6 +173,7 @@ class _HttpListener:
 
 async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
     texts: dict[int, list[str]] = defaultdict(list)
+    ids: dict[int, list[int]] = defaultdict(list)
     scores: dict[int, list[TokenScore]] = defaultdict(list)
     endings: dict[int, Ending] = {}
     while not choices.over:
@@ -180,9 +182,10 @@ async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
             endings[index] = event
         else:
             texts[index].append(event.text)
+            ids[index].extend(event.token_ids)
             scores[index].extend(event.scores)
     return shape.whole(
-        [CompleteAnswer("".join(texts[index]), scores[index], endings[index]) for index in sorted(endings)]
+        [CompleteAnswer("".join(texts[index]), ids[index], scores[index], endings[index]) for index in sorted(endings)]
     )
 
 

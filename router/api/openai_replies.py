@@ -37,6 +37,7 @@ class CompleteAnswer:
     """One complete answer of a request that is not streamed."""
 
     text: str
+    token_ids: Sequence[int]
     scores: Sequence[TokenScore]
     ending: Ending
 
@@ -55,8 +56,15 @@ class ReplyShape:
         stream_options: StreamOptions,
         logprobs: bool,
         syntax: AnswerSyntax | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
     ) -> None:
-        """`created` is in Unix seconds; with a `syntax` answers are split into reasoning, content and tool calls."""
+        """`created` is in Unix seconds; with a `syntax` answers are split into reasoning, content and tool calls.
+
+        With `prompt_token_ids` the reply has them and the ids of the answers, in the places of vLLM.
+        """
+        self._prompt_ids: dict[str, Any] = {}
+        if prompt_token_ids is not None:
+            self._prompt_ids = {"prompt_token_ids": prompt_token_ids}
         self._parsers = AnswerParsers(syntax)
         self._chat = chat
         self._logprobs = logprobs
@@ -79,10 +87,14 @@ class ReplyShape:
             )
             before, after = whole.split('"\\u0000"')
             self._around.append((f"data: {before}", f"{after}\n\n"))
-        if not self._chat:
-            return b""
         begun: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return b"".join(self._event([{"index": index, **begun}]) for index in range(choices))
+        if self._chat:
+            events = [self._event([{"index": index, **begun}], **self._prompt_ids) for index in range(choices)]
+        elif self._prompt_ids:
+            events = [self._event([{**self._choice(index, "", None), **self._prompt_ids}]) for index in range(choices)]
+        else:
+            events = []
+        return b"".join(events)
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
         """Return the event with the next text and log probabilities; empty if there is neither."""
@@ -90,9 +102,9 @@ class ReplyShape:
         text = delta.content
         self._completion_tokens += len(chunk.token_ids)
         if delta.calls or delta.reasoning:
-            return self._parts(index, delta, chunk.scores)
-        if self._logprobs and (text or chunk.scores):
-            return self._event([{**self._choice(index, text, None), "logprobs": self._scores(chunk.scores)}])
+            return self._parts(index, delta, chunk)
+        if (self._logprobs and (text or chunk.scores)) or self._prompt_ids:
+            return self._event([{**self._choice(index, text, None), **self._tokens(chunk)}])
         if not text:
             return b""
         if self._continuous_usage:
@@ -103,12 +115,19 @@ class ReplyShape:
     def ending(self, index: int, ending: Ending) -> bytes:
         """Return the last event of a choice, which has its finish reason."""
         rest = self._parsers.finish(index)
-        before = self._parts(index, rest, ()) if rest.calls or rest.reasoning or rest.content else b""
+        before = b""
+        if rest.calls or rest.reasoning or rest.content:
+            before = self._parts(index, rest, AnswerChunk("", [], []))
         return before + self._event([self._choice(index, None if self._chat else "", self._finish(index, ending))])
 
-    def _parts(self, index: int, delta: AnswerDelta, scores: Sequence[TokenScore]) -> bytes:
-        logprobs = self._scores(scores) if self._logprobs else None
-        return self._event([{**self._choice(index, None, None), "delta": delta_fields(delta), "logprobs": logprobs}])
+    def _parts(self, index: int, delta: AnswerDelta, chunk: AnswerChunk) -> bytes:
+        choice = {**self._choice(index, None, None), "delta": delta_fields(delta)}
+        return self._event([{**choice, **self._tokens(chunk)}])
+
+    def _tokens(self, some: AnswerChunk | CompleteAnswer) -> dict[str, Any]:
+        """Return the fields of a choice about its tokens."""
+        fields: dict[str, Any] = {"logprobs": self._scores(some.scores) if self._logprobs else None}
+        return {**fields, "token_ids": some.token_ids} if self._prompt_ids else fields
 
     def _finish(self, index: int, ending: Ending) -> str:
         called = ending.finish_reason is FinishReason.STOP and self._parsers.called(index)
@@ -126,24 +145,24 @@ class ReplyShape:
         kind = "chat.completion" if self._chat else "text_completion"
         made = [self._whole_choice(index, each) for index, each in enumerate(choices)]
         usage = _usage([each.ending for each in choices])
-        return _dumps({**self._head, "object": kind, "choices": made, "usage": usage}).encode()
+        ids = self._prompt_ids if self._chat else {}
+        return _dumps({**self._head, "object": kind, "choices": made, "usage": usage, **ids}).encode()
 
     def _whole_choice(self, index: int, whole: CompleteAnswer) -> dict[str, Any]:
         parts = self._parsers.feed(index, whole.text), self._parsers.finish(index)
         finish = self._finish(index, whole.ending)
-        logprobs = self._scores(whole.scores) if self._logprobs else None
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+        choice: dict[str, Any] = {"index": index, **self._tokens(whole), "finish_reason": finish}
         if self._chat:
             choice["message"] = {"role": "assistant", **message_fields(parts), "refusal": None}
         else:
-            choice["text"] = whole.text
+            choice |= {"text": whole.text, **self._prompt_ids}
         return choice
 
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
         return chat_logprobs(scores) if self._chat else completion_logprobs(scores)
 
-    def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        return _sse({**self._stream_head(), "choices": choices, **self._usage_so_far()})
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _sse({**self._stream_head(), "choices": choices, **self._usage_so_far(), **more})
 
     def _usage_so_far(self) -> dict[str, Any]:
         """Return the `usage` field of a chunk: the counts so far, null if only the end has them, or nothing."""

@@ -1,7 +1,8 @@
 """Parses the JSON bodies of the OpenAI-compatible API into a `ClientRequest`.
 
 Field meanings follow OpenAI's API reference, and vLLM's for its extensions: top_k, min_p, repetition_penalty,
-ignore_eos, stop_token_ids, min_tokens, include_stop_str_in_output, chat_template_kwargs, priority, cache_salt.
+ignore_eos, stop_token_ids, min_tokens, include_stop_str_in_output, chat_template_kwargs, priority, cache_salt,
+add_special_tokens, add_generation_prompt, continue_final_message, truncate_prompt_tokens, return_token_ids.
 `slo_class` and `speculate` are Tandem's own. `router/api/openai_fields.py` has the other fields.
 """
 
@@ -14,7 +15,7 @@ from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, 
 from router.api.structured_output import answer_format
 from router.api.tool_fields import tool_calls, tool_options
 from router.requests.request import ClientRequest, Conversation, Options, Prompt
-from router.text.chat_template import ChatTurn
+from router.text.chat_template import ChatTurn, PromptEnd
 from wire.errors import InvalidArgument
 from wire.tracing.timeline import EdgeStamp
 
@@ -36,28 +37,26 @@ class OpenAICall:
     request: ClientRequest
     stream: bool
     stream_options: StreamOptions
+    return_token_ids: bool = False
+    """True if the reply has the token ids of the prompt and of the answers."""
     ignored: tuple[str, ...] = ()
     """Names of the ignored fields, fit for a header (`UnknownFields`)."""
 
 
 def parse_chat(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
     """Parse the body of /v1/chat/completions; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
-    unknown = UnknownFields(strict=strict)
-    fields = body_fields(body, unknown)
+    fields = body_fields(body, UnknownFields(strict=strict))
     fields.refuse(CHAT_UNSERVED)
     top_logprobs = _top_logprobs(fields)
-    request, stream, stream_options = _call(fields, conversation(fields), received, top_logprobs=top_logprobs)
-    return OpenAICall(request, stream, stream_options, unknown.names)
+    return _call(fields, conversation(fields), received, top_logprobs=top_logprobs)
 
 
 def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
     """Parse the body of /v1/completions, with the errors and arguments of `parse_chat`."""
-    unknown = UnknownFields(strict=strict)
-    fields = body_fields(body, unknown)
+    fields = body_fields(body, UnknownFields(strict=strict))
     fields.refuse(COMPLETION_UNSERVED)
     logprobs = fields.integer("logprobs")
-    request, stream, stream_options = _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
-    return OpenAICall(request, stream, stream_options, unknown.names)
+    return _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
 
 
 def body_fields(body: bytes, unknown: UnknownFields) -> JsonFields:
@@ -86,8 +85,8 @@ def _call(
     *,
     logprobs: int | None = None,
     top_logprobs: int | None = None,
-) -> tuple[ClientRequest, bool, StreamOptions]:
-    """Return the request, True if it is streamed, and the stream's options."""
+) -> OpenAICall:
+    """Take the fields that both calls have."""
     fields.drop(INERT)
     model = fields.text("model") or ""
     options = Options(
@@ -114,11 +113,20 @@ def _call(
         slo_class=fields.text("slo_class") or "",
         cache_salt=fields.text("cache_salt") or "",
         answer_format=answer_format(fields),
+        **encoding(fields),
     )
     stream = fields.boolean("stream")
     stream_options = _stream_options(fields, stream)
+    return_token_ids = fields.boolean("return_token_ids")
     fields.end()
-    return ClientRequest("", model, prompt, options, received), stream, stream_options
+    request = ClientRequest("", model, prompt, options, received)
+    return OpenAICall(request, stream, stream_options, return_token_ids, fields.ignored)
+
+
+def encoding(fields: JsonFields) -> dict[str, Any]:
+    """Take the `Options` of how the prompt becomes token ids."""
+    special = fields.boolean_or_none("add_special_tokens")
+    return {"add_special_tokens": special, "truncate_prompt_tokens": fields.integer("truncate_prompt_tokens")}
 
 
 def _unless_minus_one(value: int | None, off: int | None) -> int | None:
@@ -176,7 +184,17 @@ def conversation(fields: JsonFields) -> Conversation:
     effort = fields.text("reasoning_effort")
     if effort is not None:
         variables = {"reasoning_effort": effort, **variables}
-    return Conversation(turns, variables, tool_options(fields), parsed=True)
+    return Conversation(turns, variables, tool_options(fields), _prompt_end(fields), parsed=True)
+
+
+def _prompt_end(fields: JsonFields) -> PromptEnd:
+    """Take `add_generation_prompt` and `continue_final_message`; the first is false where only the second is given."""
+    continued = fields.boolean("continue_final_message")
+    if fields.boolean("add_generation_prompt", absent=not continued):
+        if continued:
+            raise fields.wrong("continue_final_message", "cannot be combined with add_generation_prompt; send one")
+        return PromptEnd.NEXT_TURN
+    return PromptEnd.WITHIN_LAST_TURN if continued else PromptEnd.LAST_TURN
 
 
 def _turn(call: JsonFields, value: Any, path: str) -> ChatTurn:

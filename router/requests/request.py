@@ -17,7 +17,7 @@ from router.requests.assembler import TokenAssembler
 from router.slo import BEST_EFFORT, SloClass
 from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
-from router.text.chat_template import ChatTurn
+from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.tools import ToolOptions
 from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
 from wire.tracing.request_trace import RequestTrace, TraceContext
@@ -66,6 +66,10 @@ class Options:
     """Cached KV is reused only between requests of the same salt."""
     answer_format: AnswerFormat | None = None
     """The format that every answer follows; None = any text."""
+    add_special_tokens: bool | None = None
+    """True if a prompt of text gets the model's special tokens; None = yes, but not beside those of a chat template."""
+    truncate_prompt_tokens: int | None = None
+    """The number of the prompt's last tokens to keep; -1 = as many as the context leaves beside the answer."""
 
     @property
     def alternatives(self) -> int | None:
@@ -88,6 +92,7 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """The client's template variables (`chat_template_kwargs`), as parsed from JSON."""
     tools: ToolOptions = field(default_factory=ToolOptions)
+    end: PromptEnd = PromptEnd.NEXT_TURN
     parsed: bool = False
     """True if the answer is split into reasoning, content and tool calls."""
 

@@ -87,17 +87,14 @@ class RequestValidator:
             self._refused(request.options.slo_class or self._config.default_slo_class, error)
             raise
 
-    async def tokenize(
-        self, request: ClientRequest, *, add_special_tokens: bool, spell: bool
-    ) -> tuple[list[int], list[str] | None, int]:
+    async def tokenize(self, request: ClientRequest, *, spell: bool) -> tuple[list[int], list[str] | None, int]:
         """Return a prompt's ids, their spellings if `spell`, and the model's context in tokens."""
         self._check_model(request.model)
         served = self._served()
         self._prompts.check(request)
         self._check_variables(request)
-        ids, spelled = await self._prompts.tokenized(
-            request, served, add_special_tokens=add_special_tokens, spell=spell
-        )
+        last = self._last(request.options, served)
+        ids, spelled = await self._prompts.tokenized(request, served, last, spell=spell)
         return ids, spelled, served.facts.max_context
 
     async def detokenize(self, tenant: str, model: str, ids: tuple[int, ...]) -> str:
@@ -119,7 +116,7 @@ class RequestValidator:
         self._syntaxes.check(request)
         self._check_variables(request)
         self._check_options(request.options, served)
-        ids = await self._prompts.token_ids(request, served)
+        ids = await self._prompts.token_ids(request, served, self._last(request.options, served))
         max_tokens = self._checked_length(field_of(request), len(ids), request.options, served)
         _check_range("min_tokens", request.options.min_tokens, 0, max_tokens)
         grammar = await self._grammar(request, served)
@@ -158,9 +155,7 @@ class RequestValidator:
         """Return the answer's limit in tokens; raises if the context or every worker's page pool is too small."""
         context = served.facts.max_context
         limited_by, max_tokens = options.answer_limit
-        # The last token's KV is never stored, and if it is the first, none is decoded.
-        limit = context if max_tokens == 1 else min(context, served.decode_tokens_max + 1)
-        prompt_limit = min(limit, served.prefill_tokens_max + 1)
+        limit, prompt_limit = _limits(max_tokens, served)
         if prompt >= prompt_limit:
             raise too_long(
                 field, field=field, prompt=prompt, answer=max_tokens or 1, limit=prompt_limit, context=context
@@ -170,6 +165,18 @@ class RequestValidator:
         if prompt + max_tokens > limit:
             raise too_long(limited_by, field=field, prompt=prompt, answer=max_tokens, limit=limit, context=context)
         return max_tokens
+
+    def _last(self, options: Options, served: ServedModel) -> int | None:
+        """Return the number of the prompt's last tokens that are kept; None = all."""
+        count = options.truncate_prompt_tokens
+        _check_range("truncate_prompt_tokens", count, -1, _INT32_MAX)
+        if count == 0:
+            raise InvalidArgument("truncate_prompt_tokens", "is 0, it must be at least 1, or -1 for what fits")
+        if count != -1:
+            return count
+        _, max_tokens = options.answer_limit
+        limit, prompt_limit = _limits(max_tokens, served)
+        return max(1, min(prompt_limit - 1, limit - (max_tokens or 1)))
 
     def _unnamed_length(self, prompt: int, limit: int, served: ServedModel) -> int:
         """Return the answer's limit in tokens for a client that gives none.
@@ -269,6 +276,13 @@ class RequestValidator:
             return served
         message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"
         raise Unavailable(message, retry_after_s=self._config.retry_after_s)
+
+
+def _limits(max_tokens: int | None, served: ServedModel) -> tuple[int, int]:
+    """Return the most tokens of prompt and answer together, and the number that a prompt stays below."""
+    # The last token's KV is never stored, and if it is the first, none is decoded.
+    limit = served.facts.max_context if max_tokens == 1 else min(served.facts.max_context, served.decode_tokens_max + 1)
+    return limit, min(limit, served.prefill_tokens_max + 1)
 
 
 def _or(value: _T | None, fallback: _T) -> _T:
