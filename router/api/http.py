@@ -21,9 +21,12 @@ from router.api.completions.answers import CompleteAnswer, best_of
 from router.api.completions.prompt_replies import PromptReplies
 from router.api.http_body import disconnected, read_body
 from router.api.model_routes import add_models
+from router.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
 from router.api.openai_replies import ReplyShape, error_body, error_headers, json_error
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
+from router.api.openapi.json_body import json_body
+from router.api.openapi.routes import OPEN_PATHS, add_pages
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
 from router.api.tokenizer_routes import add_tokenizer
@@ -46,6 +49,7 @@ from wire.tracing.timeline import Edge, EdgeStamp
 
 _JSON = "application/json"
 _OPERATORS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
+_OPEN_PATHS = PROBE_PATHS | OPEN_PATHS
 
 Parser = Callable[..., OpenAICall]
 
@@ -55,11 +59,15 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     exposition = Exposition(dispatcher.metrics.registry)
     listener = _HttpListener(config, validator, dispatcher, metrics_page(exposition), IgnoredLog())
-    app.add_api_route("/v1/chat/completions", listener.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", listener.completions, methods=["POST"])
+    for path, answer, body in (
+        ("/v1/chat/completions", listener.chat, ChatCompletionRequest),
+        ("/v1/completions", listener.completions, CompletionRequest),
+    ):
+        app.add_api_route(path, answer, methods=["POST"], openapi_extra=json_body(body))
     add_models(app, config, dispatcher)
     add_tokenizer(app, config, validator)
     add_probes(app, dispatcher)
+    add_pages(app)
     app.add_api_route(METRICS_PATH, listener.metrics, methods=["GET", "HEAD"])
     app.add_api_route(TRACES_PATH, listener.traces, methods=["GET", "HEAD"])
     app.add_exception_handler(TandemError, _on_tandem_error)
@@ -209,7 +217,9 @@ async def _collect(choices: Choices, shape: ReplyShape, prompts: PromptReplies) 
 
 
 class _KeyCheck:
-    """ASGI middleware that requires a key on every route but the probes; metrics have keys of their own.
+    """ASGI middleware that requires a key on every route but probes and the description of the routes.
+
+    Metrics have keys of their own.
 
     An empty set of keys means that no key is required.
     """
@@ -220,7 +230,7 @@ class _KeyCheck:
         self._metrics_keys = metrics_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PROBE_PATHS:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             refusal = self._refusal(scope)
             if refusal is not None:
                 await _respond(refusal)(scope, receive, send)

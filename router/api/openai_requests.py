@@ -66,7 +66,8 @@ def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) 
     fields = body_fields(body, UnknownFields(strict=strict))
     fields.refuse(COMPLETION_UNSERVED)
     logprobs = fields.integer("logprobs")
-    return _call(fields, take_prompts(fields), received, logprobs=logprobs, echo=fields.boolean("echo"))
+    echo, best_of = fields.boolean("echo"), fields.integer("best_of")
+    return _call(fields, take_prompts(fields), received, logprobs=logprobs, echo=echo, best_of=best_of)
 
 
 def body_fields(body: bytes, unknown: UnknownFields) -> JsonFields:
@@ -96,12 +97,12 @@ def _call(
     logprobs: int | None = None,
     top_logprobs: int | None = None,
     echo: bool = False,
+    best_of: int | None = None,
 ) -> OpenAICall:
     """Take the fields that both calls have."""
     fields.drop(INERT)
     model = fields.text("model") or ""
-    n, best_of = fields.integer("n"), fields.integer("best_of")
-    max_tokens, listed = fields.integer("max_tokens"), fields.integer("prompt_logprobs")
+    n, max_tokens, listed = (fields.integer(name) for name in ("n", "max_tokens", "prompt_logprobs"))
     form = PromptForm(echo, logprobs if echo else None, listed, only=echo and max_tokens == 0)
     options = Options(
         max_tokens=1 if form.only else max_tokens,

@@ -13,8 +13,10 @@ from starlette.responses import JSONResponse
 from router.api.client_gone import unless_gone
 from router.api.http_body import disconnected, read_body
 from router.api.json_fields import UnknownFields
+from router.api.openai.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from router.api.openai_fields import CHAT_UNSERVED, INERT
 from router.api.openai_requests import body_fields, conversation, encoding
+from router.api.openapi.json_body import json_body
 from router.config import RouterConfig
 from router.requests.request import ClientRequest, Conversation, Options
 from router.requests.tenants import tenant_of
@@ -56,8 +58,9 @@ def add_tokenizer(app: FastAPI, config: RouterConfig, validator: RequestValidato
     async def tokenizer_info() -> JSONResponse:
         return JSONResponse(dict(validator.tokenizer_facts))
 
-    app.add_api_route("/tokenize", tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", detokenize, methods=["POST"])
+    bodies = json_body(TokenizeTextRequest, TokenizeChatRequest)
+    app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=bodies)
+    app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=json_body(DetokenizeRequest))
     app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET", "HEAD"])
 
 

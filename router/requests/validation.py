@@ -41,9 +41,10 @@ from wire.tracing.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_INT32_MAX = 2**31 - 1
-_SALT_MAX = 256
-_TEMPERATURE_MAX = 100.0
+INT32_MAX = 2**31 - 1
+SEED_MAX = 2**64 - 1
+SALT_MAX = 256
+TEMPERATURE_MAX = 100.0
 _GREEDY_BELOW = 1e-5
 """Temperatures below this would overflow float32; the most likely token has all the probability there anyway."""
 
@@ -180,7 +181,7 @@ class RequestValidator:
     def _last(self, options: Options, served: ServedModel) -> int | None:
         """Return the number of the prompt's last tokens that are kept; None = all."""
         count = options.truncate_prompt_tokens
-        _check_range("truncate_prompt_tokens", count, -1, _INT32_MAX)
+        _check_range("truncate_prompt_tokens", count, -1, INT32_MAX)
         if count == 0:
             raise InvalidArgument("truncate_prompt_tokens", "is 0, it must be at least 1, or -1 for what fits")
         if count != -1:
@@ -207,29 +208,29 @@ class RequestValidator:
             check_model(name, self._config.model_name)
 
     def _check_options(self, options: Options, served: ServedModel) -> None:
-        _check_range("max_tokens", options.max_tokens, 1, _INT32_MAX)
-        _check_range("max_completion_tokens", options.max_completion_tokens, 1, _INT32_MAX)
-        _check_range("temperature", options.temperature, 0.0, _TEMPERATURE_MAX)
-        _check_range("top_k", options.top_k, 0, _INT32_MAX)
+        _check_range("max_tokens", options.max_tokens, 1, INT32_MAX)
+        _check_range("max_completion_tokens", options.max_completion_tokens, 1, INT32_MAX)
+        _check_range("temperature", options.temperature, 0.0, TEMPERATURE_MAX)
+        _check_range("top_k", options.top_k, 0, INT32_MAX)
         _check_range("min_p", options.min_p, 0.0, 1.0)
         _check_range("frequency_penalty", options.frequency_penalty, -FREQUENCY_MAX, FREQUENCY_MAX)
         _check_range("presence_penalty", options.presence_penalty, -PRESENCE_MAX, PRESENCE_MAX)
         _check_range("repetition_penalty", options.repetition_penalty, REPETITION_MIN, REPETITION_MAX)
         _check_range("logprobs", options.logprobs, 0, LOGPROBS_MAX)
         _check_range("top_logprobs", options.top_logprobs, 0, LOGPROBS_MAX)
-        _check_range("seed", options.seed, 0, 2**64 - 1)
+        _check_range("seed", options.seed, 0, SEED_MAX)
         _check_range("prompt_logprobs", options.prompt_logprobs, 0, LOGPROBS_MAX)
         _check_range("n", options.n, 1, self._config.max_choices)
         _check_range("best_of", options.best_of, options.n or 1, self._config.max_choices)
         _check_bias(options.logit_bias, served.facts.vocab_size)
-        _check_range("priority", options.priority, -_INT32_MAX - 1, _INT32_MAX)
+        _check_range("priority", options.priority, -INT32_MAX - 1, INT32_MAX)
         if options.top_p is not None and not 0.0 < options.top_p <= 1.0:
             raise InvalidArgument("top_p", f"is {options.top_p:g}, it must be greater than 0 and at most 1")
         if options.slo_class and options.slo_class not in self._classes:
             names = ", ".join(self._classes)
             raise InvalidArgument("slo_class", f"{shown(options.slo_class)} is none of {names}; or leave it empty")
-        if len(options.cache_salt) > _SALT_MAX:
-            raise InvalidArgument("cache_salt", f"has {len(options.cache_salt)} characters, the limit is {_SALT_MAX}")
+        if len(options.cache_salt) > SALT_MAX:
+            raise InvalidArgument("cache_salt", f"has {len(options.cache_salt)} characters, the limit is {SALT_MAX}")
         check_text("cache_salt", options.cache_salt)
         self._check_stop(options, served)
 

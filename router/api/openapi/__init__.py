@@ -1,0 +1,1 @@
+"""The description of all HTTP routes: `/openapi.json`, and `/docs` for browsers."""
