@@ -192,3 +192,13 @@ def test_offsets_count_characters_over_parts_of_characters() -> None:
     scores = spell_prompt((1, 2, 3, 4), PromptLogprobs((-1.0, -2.0, -3.0)), parts.__getitem__)
     assert [each.offset for each in scores] == [0, 1, 1, 2]
     assert [each.chosen.logprob for each in scores[1:]] == [-1.0, -2.0, -3.0]
+
+
+async def test_workers_that_send_no_scores_are_named(
+    cluster: Cluster, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.unit.router.fake_cluster.prompt_logprobs", lambda _: None)
+    reply = await http.post(
+        "/completions", json={"model": "fake", "prompt": "x", "max_tokens": 1, "prompt_logprobs": 1}
+    )
+    assert (reply.status_code, "of the router's release" in reply.text) == (500, True)
