@@ -23,7 +23,12 @@ class ModelOptions:
     """Options of the served model."""
 
     model: Annotated[
-        str | None, typer.Option("--model", help="Hugging Face folder or GGUF file; default: SmolLM2-135M-Instruct.")
+        str | None,
+        typer.Option(
+            "--model",
+            help="Hugging Face folder, GGUF file, or a repository of the Hugging Face Hub, ORG/NAME[@REVISION]"
+            "[:FILE.gguf]; default: SmolLM2-135M-Instruct.",
+        ),
     ] = None
     random_weights: Annotated[
         str | None,
@@ -37,7 +42,7 @@ class ModelOptions:
         if self.model is not None and self.random_weights is not None:
             raise InvalidArgument("--random-weights", "takes the place of --model; give one of them")
         if self.model == "":
-            raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
+            raise InvalidArgument("--model", "is empty; give a Hugging Face folder, a GGUF file or a Hub id")
 
     def path(self) -> Path | None:
         """Returns a folder or file, created for random weights; None = the small model."""
