@@ -30,6 +30,7 @@ from cli.start.preflight import (
 from cli.start.start_view import StartView
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster, Endpoints
+from router.text.chat_template_files import read_template
 from router.text.tokenizer import Tokenizer
 from wire.errors import TandemError
 
@@ -153,9 +154,11 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         check_page(config)
         check_weights(config)
         warn_of_slow_pages(config)
-        if path.is_dir():
-            Tokenizer(path)  # raises if it is missing; a converted GGUF file always has one
-    return replace(config, model_name=name)
+        tokenizer = config.tokenizer or folder
+        template = read_template(config.chat_template, tokenizer) if config.chat_template else ""
+        if path.is_dir() or config.tokenizer or template:
+            Tokenizer(tokenizer, template)  # raises if it is missing; a converted GGUF file always has one
+    return replace(config, model_name=config.model_name or name, chat_template=template)
 
 
 @contextmanager
