@@ -14,6 +14,7 @@ from tandem.client import (
     Answer,
     AsyncClient,
     Client,
+    ContextLengthExceeded,
     DeadlineExceeded,
     FinishReason,
     InvalidArgument,
@@ -198,6 +199,8 @@ async def test_a_wrong_argument_is_named(talker: Talker, options: dict[str, Any]
 
 
 async def test_errors_are_typed(cluster: Cluster, talker: Talker, kind: Any) -> None:
+    with pytest.raises(ContextLengthExceeded, match=r"^This model's maximum context length is"):
+        await talker.call("generate", [5] * 100_000)
     with pytest.raises(NotFound, match="is not served here"):
         await talker.call("chat", "Hello", model="other")
     for worker in cluster.workers:
