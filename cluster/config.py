@@ -124,7 +124,7 @@ class ClusterConfig:
     token: str = field(default="", repr=False)
     """The cluster's secret, required at all listeners but the router's; empty = a fresh one."""
     host: str = "127.0.0.1"
-    """Address that the router listens on; beyond loopback it requires `api_keys` or `insecure`."""
+    """Address that the router listens on; beyond loopback it requires API keys or `insecure`."""
     insecure: bool = False
     """True if every client that reaches `host` may use the cluster without an API key."""
     grpc_port: int = 50051
@@ -164,7 +164,11 @@ class ClusterConfig:
     default_max_tokens: int | None = None
     """Maximum output tokens of requests that set no limit, at least 1; None = what the context leaves."""
     api_keys: tuple[str, ...] = ()
-    """API keys that clients may present; none = no key is required."""
+    """API keys of tenants without quotas."""
+    api_key_file: Path | None = None
+    """A file with more API keys, their roles and quotas; without keys and without a file, no key is required."""
+    audit_log: Path | None = None
+    """The file to which the router writes one line for each call of a client; None = no audit log."""
     log_folder: Path | None = None
     """Folder with one log file per process, created on each host that lacks it; None = Ray's own files.
 
@@ -323,6 +327,11 @@ class ClusterConfig:
                 "--workers-outlive",
                 "the controller that takes the workers over needs their secret; give both the same --token",
             )
+
+    @property
+    def guarded(self) -> bool:
+        """True if clients need an API key."""
+        return bool(self.api_keys) or self.api_key_file is not None
 
     def log_file(self, name: str) -> Path | None:
         """The log file of the process called `name`; None without a log folder."""

@@ -7,6 +7,9 @@ import logging
 import signal
 from functools import partial
 
+from router.access.audit_log import AuditLog
+from router.access.callers import Callers
+from router.access.grpc_access import GrpcAccess
 from router.api.http import make_app
 from router.api.listeners import InProcessListeners, Listeners, RouterEndpoints
 from router.api.service import InferenceServicer, add_inference
@@ -33,6 +36,7 @@ class RouterServer:
         self._policy = policy or PlacementPolicy(config.mode)
         self._ready: bool | None = None
         self._exporter: TraceExporter | None = None
+        self._audit: AuditLog | None = None
         self._opened: Listeners | None = None
 
     async def start(self) -> RouterEndpoints:
@@ -51,17 +55,18 @@ class RouterServer:
         self._validator = RequestValidator(
             config, tokenizer, defaults, lambda: dispatcher.pool.model, dispatcher.metrics.refused
         )
-        listeners = self._listeners()
         try:
+            self._callers = Callers(config.key_source, dispatcher.metrics.refused)
+            if config.audit_log is not None:
+                self._audit = AuditLog(config.audit_log, dispatcher.metrics.registry)
+            listeners = self._listeners()
             endpoints = await listeners.open()
         except TandemError:
-            self._validator.close()
-            await self._dispatcher.close()
-            await self._close_exporter()
+            await self._close()
             raise
         self._opened = listeners
         self._follow_readiness()
-        if not config.api_keys and not is_loopback(config.host):
+        if not config.guarded and not is_loopback(config.host):
             log.warning("gRPC and HTTP on %s require no API key: any client that reaches them has access", config.host)
         log.info("router %s serves gRPC on %s, HTTP on %s", config.router_id, *_pair(endpoints))
         return endpoints
@@ -72,31 +77,32 @@ class RouterServer:
         await self._opened.leave(grace_s)
         await self._dispatcher.drain(grace_s)
         await self._opened.gone()
-        await self._dispatcher.close()
-        self._validator.close()
-        await self._close_exporter()
+        await self._close()
 
     @property
     def ready(self) -> bool:
         """True if a request would be served now."""
         return self._dispatcher.refusal is None
 
-    async def _close_exporter(self) -> None:
-        if self._exporter is not None:
-            await asyncio.to_thread(self._exporter.close)
+    async def _close(self) -> None:
+        await self._dispatcher.close()
+        self._validator.close()
+        for each in (self._exporter, self._audit):
+            if each is not None:
+                await asyncio.to_thread(each.close)
 
     def _listeners(self) -> Listeners:
         config = self._config
         ports = config.grpc_port, config.http_port
-        servicer = InferenceServicer(config, self._validator, self._dispatcher)
-        app = make_app(config, self._validator, self._dispatcher)
+        inference = GrpcAccess(InferenceServicer(config, self._validator, self._dispatcher), self._callers, self._audit)
+        app = make_app(config, self._validator, self._dispatcher, self._callers, self._audit)
         if config.front_processes:
             return FrontListeners(
                 config.host,
                 ports,
                 count=config.front_processes,
-                api_keys=config.api_keys,
-                inference=servicer,
+                keys=config.key_source,
+                inference=inference,
                 app=app,
                 log_config=config.log,
                 limits=config.listeners,
@@ -105,8 +111,8 @@ class RouterServer:
         return InProcessListeners(
             config.host,
             ports,
-            api_keys=config.api_keys,
-            add_inference=partial(add_inference, servicer),
+            check=self._callers.check,
+            add_inference=partial(add_inference, inference),
             app=app,
             limits=config.listeners,
         )

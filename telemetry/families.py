@@ -78,6 +78,10 @@ CACHED_PROMPT_TOKENS = counter(
 )
 GENERATION_TOKENS = counter("generation_tokens_total", "Generated tokens that left the router.")
 ADMISSION_REJECTIONS = counter("admission_rejections_total", "Requests rejected before admission, by reason.", "reason")
+AUDIT_RECORDS = counter("audit_records_total", "Calls of clients written to the audit log.")
+AUDIT_RECORDS_LOST = counter(
+    "audit_records_lost_total", "Calls that are missing in the audit log, because its disk was full or too slow."
+)
 OFFERED_REQUESTS = counter(
     "offered_requests_total",
     "Valid requests that arrived, including those rejected for lack of capacity.",

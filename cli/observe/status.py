@@ -26,9 +26,12 @@ def status(address: Address = "", api_key: ApiKey = "", api_key_file: ApiKeyFile
     from rich.console import Console
 
     from cli.connection.client import RouterClient
+    from cli.connection.state import newest
 
     where = address_or_newest(address)
-    view = asyncio.run(RouterClient(where, shown_key(api_key, api_key_file)).view())
+    # Tenants may not see the load of others; the metrics key of a cluster on this host may.
+    key = shown_key(api_key, api_key_file) or ("" if address else newest().metrics_key)
+    view = asyncio.run(RouterClient(where, key).view())
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     console.print(summary(where, view), markup=False)
     console.print(worker_table(view))

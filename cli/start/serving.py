@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from cli.connection import state
 from cli.connection.client import RouterClient, Sampling
+from cli.connection.secret_files import first_key
 from cli.models.default_model import NAME, find_default_model
 from cli.observe.log_folder import new_log_folder
 from cli.requests.answering import answer_one
@@ -118,7 +119,8 @@ def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
 def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: FirstPrompt) -> None:
     """Streams the first answer and shows its timeline."""
     console.print(f"\n{first.text}\n", style="bold", markup=False)
-    client = RouterClient(ends.grpc, config.api_keys[0] if config.api_keys else "")
+    key_file = "" if config.api_key_file is None else str(config.api_key_file)
+    client = RouterClient(ends.grpc, first_key("--api-key-file", next(iter(config.api_keys), ""), key_file))
     answer = answer_one(client, first.text, first.sampling)
     console.print()
     console.print(timeline_table(answer))

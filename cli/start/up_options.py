@@ -250,22 +250,32 @@ class ServiceOptions:
     api_key_file: Annotated[
         str,
         typer.Option(
-            envvar="TANDEM_API_KEY_FILE", help="File with more of them, one a line; from # on a line is a comment."
+            envvar="TANDEM_API_KEY_FILE",
+            help="File with more of them, read again when it changes. A line has KEY or sha256:HEX, then name=NAME, "
+            "role=tenant, operator or reader, requests_per_minute=N and tokens_per_minute=N where wanted; from # on it "
+            "is a comment.",
         ),
+    ] = ""
+    audit_log: Annotated[
+        str,
+        typer.Option(help="File for a line of JSON about each call of a client: who, what, when, and how many tokens."),
     ] = ""
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """Returns the config with these settings. InvalidArgument names an option."""
-        from cli.connection.secret_files import keys_in
+        from pathlib import Path
+
+        from cli.connection.secret_files import checked_key_file
         from router.slo_options import parse_class, with_defaults
 
-        in_file = keys_in("--api-key-file", self.api_key_file) if self.api_key_file else ()
         return replace(
             config,
             slo_classes=with_defaults(parse_class(each) for each in self.slo_class or ()),
             default_slo_class=self.default_slo_class,
             default_max_tokens=self.default_max_tokens,
-            api_keys=tuple(dict.fromkeys((*(self.api_key or ()), *in_file))),
+            api_keys=tuple(dict.fromkeys(self.api_key or ())),
+            api_key_file=checked_key_file("--api-key-file", self.api_key_file),
+            audit_log=Path(self.audit_log).absolute() if self.audit_log else None,
         )
 
 

@@ -115,6 +115,8 @@ class RouterProcess:
             controller_address=self.controller_address,
             token=self._token,
             api_keys=self._cluster.api_keys,
+            api_key_file=self._cluster.api_key_file,
+            audit_log=self._cluster.audit_log,
             allowed_origins=self._cluster.allowed_origins,
             tool_call_parser=self._cluster.tool_call_parser,
             reasoning_parser=self._cluster.reasoning_parser,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from wire.errors import FailedPrecondition
 from wire.generated.tandem.v1 import inference_pb2
 from wire.http.server import HttpServer, Listener
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
-from wire.rpc import open_server
+from wire.rpc import Check, open_server
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0
@@ -58,7 +58,7 @@ class InProcessListeners:
         host: str,
         ports: tuple[int, int],
         *,
-        api_keys: Collection[str],
+        check: Check,
         add_inference: Callable[[grpc.aio.Server], None],
         app: ASGIApp,
         limits: ListenerLimits = DEFAULT_LIMITS,
@@ -66,11 +66,12 @@ class InProcessListeners:
     ) -> None:
         """`ports` are those of gRPC and HTTP, 0 = any free one.
 
-        `add_inference` adds `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
+        `check` is applied to the metadata of gRPC calls; `app` checks HTTP requests itself. `add_inference` adds
+        `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
         the same ports.
         """
         self._host, (self._grpc_port, self._http_port) = host, ports
-        self._api_keys = frozenset(api_keys)
+        self._check = check
         self._add_inference = add_inference
         self._app = app
         self._limits = limits
@@ -83,7 +84,7 @@ class InProcessListeners:
         """See `Listeners`."""
         listener = Listener(self._host, self._http_port, "http_port", shared=self._shared)
         self._grpc = open_server(
-            tokens=self._api_keys, open_methods=(_HEALTH_METHODS,), shared_port=self._shared, limits=self._limits
+            check=self._check, open_methods=(_HEALTH_METHODS,), shared_port=self._shared, limits=self._limits
         )
         try:
             grpc_port = await self._open_grpc()

@@ -8,12 +8,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Collection
 
 from starlette.types import ASGIApp
 
+from router.access.grpc_access import GrpcAccess
 from router.api.listeners import GOODBYE_S, RouterEndpoints
-from router.api.service import InferenceServicer
 from router.front.calls import FrontCalls, RouterStream
 from router.front.figures import FrontFigures, show
 from router.front.process import STREAM_LIMIT_BYTES, FrontConfig
@@ -25,6 +24,7 @@ from wire.generated.tandem.v1 import front_pb2
 from wire.http.server import Listener
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import LogConfig
+from wire.security.api_keys import KeySource
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class FrontListeners:
         ports: tuple[int, int],
         *,
         count: int,
-        api_keys: Collection[str],
-        inference: InferenceServicer,
+        keys: KeySource,
+        inference: GrpcAccess,
         app: ASGIApp,
         log_config: LogConfig,
         registry: Registry,
@@ -64,7 +64,7 @@ class FrontListeners:
         self._host, self._ports = host, ports
         self._figures = [FrontFigures(number) for number in range(count)]
         show(self._figures, registry)
-        self._api_keys = tuple(api_keys)
+        self._keys = keys
         self._inference, self._app = inference, app
         self._log = log_config
         self._limits = limits
@@ -94,7 +94,7 @@ class FrontListeners:
                         self._host,
                         grpc_port,
                         http_port,
-                        self._api_keys,
+                        self._keys,
                         self._log,
                         self._limits,
                     ),

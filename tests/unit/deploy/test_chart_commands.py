@@ -241,7 +241,7 @@ def test_without_keys_the_router_is_told_that_it_is_meant(chart: Chart) -> None:
     _, options = parsed(driver(chart.render("--set", settings))["command"])
     assert options["insecure"] is True
     with pytest.raises(InvalidArgument, match="--host"):
-        check_guarded("--host", options["host"], (), insecure=False)
+        check_guarded("--host", options["host"], guarded=False, insecure=False)
 
 
 @pytest.mark.parametrize("trusted", [True, False])
