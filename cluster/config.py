@@ -20,6 +20,7 @@ from wire.messages import Role
 from wire.mode import Mode
 from wire.policy_name import PolicyName
 from wire.security.credentials import check_key
+from wire.security.server_tls import TlsFiles
 from wire.speculation_method import SpeculationMethod
 
 GIB = 1 << 30
@@ -131,6 +132,10 @@ class ClusterConfig:
     """Port of the router's gRPC server; 0 = any free one."""
     http_port: int = 8000
     """Port of the router's HTTP server; 0 = any free one."""
+    tls: TlsFiles | None = None
+    """The certificate of the router's ports for clients; None = their connections are not encrypted."""
+    operations_port: int = 0
+    """Port of probes, metrics and traces of the router over plain HTTP, with `tls` only; 0 = any free one."""
     front_processes: int = 0
     """Number of front processes that hold client connections for the router, 0 to 64; 0 = the router holds them."""
     listeners: ListenerLimits = DEFAULT_LIMITS
@@ -238,7 +243,7 @@ class ClusterConfig:
                 raise InvalidArgument(option, f"{number} is less than 1")
         if self.default_slo_class not in (names := classes_by_name(self.slo_classes)):
             raise InvalidArgument("--default-slo-class", f"{self.default_slo_class!r} is none of {', '.join(names)}")
-        check_ports(self.grpc_port, self.http_port, self.metrics_port, self.controller_port)
+        check_ports(self.grpc_port, self.http_port, self.metrics_port, self.controller_port, self.operations_port)
         if not 0 <= self.front_processes <= _MOST_FRONTS:
             raise InvalidArgument("--front-processes", f"{self.front_processes} is not 0 to {_MOST_FRONTS}")
         self._check_quantization()

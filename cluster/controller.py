@@ -121,6 +121,7 @@ class Controller:
             self._metrics_address,
             filled,
             self._supervisor.taken_over,
+            self._router.operations_address,
             self._election.kept_at,
         )
 

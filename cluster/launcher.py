@@ -65,6 +65,8 @@ class Endpoints:
     controller: str
     token: str
     metrics: str
+    operations: str = ""
+    """The router's metrics and traces if `http` has TLS, else empty."""
 
     @property
     def metrics_key(self) -> str:
@@ -205,7 +207,8 @@ class Cluster:
             return
         _ask(self._controller.serves.remote())
         listeners = health.grpc_address, health.http_address
-        self._ready.set_result(Endpoints(*listeners, address, self._token, health.metrics_address))
+        metrics = health.metrics_address, health.operations_address
+        self._ready.set_result(Endpoints(*listeners, address, self._token, *metrics))
         self._watch(life, health)
 
     def _watch(self, life: Any, health: ClusterHealth) -> None:

@@ -12,6 +12,7 @@ from wire.logging.logs import TO_STDERR, LogConfig
 from wire.mode import Mode
 from wire.security.api_keys import KeySource, read_keys
 from wire.security.credentials import check_guarded, reading_keys
+from wire.security.server_tls import TlsFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class RouterConfig:
     """Port of the gRPC listener; 0 = any free one."""
     http_port: int = 8000
     """Port of the HTTP listener; 0 = any free one."""
+    tls: TlsFiles | None = None
+    """The certificate of both listeners; None = connections of clients are not encrypted."""
+    operations_port: int = 0
+    """Port of a third listener, which exists with `tls` only: probes, metrics and traces over plain HTTP."""
     front_processes: int = 0
     """Number of processes that hold clients' connections, so that writing to them takes none of the router's time.
 

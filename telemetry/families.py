@@ -82,6 +82,9 @@ AUDIT_RECORDS = counter("audit_records_total", "Calls of clients written to the 
 AUDIT_RECORDS_LOST = counter(
     "audit_records_lost_total", "Calls that are missing in the audit log, because its disk was full or too slow."
 )
+TLS_CERTIFICATE_EXPIRES = gauge(
+    "tls_certificate_expires_timestamp_seconds", "End of the certificate of the ports for clients, in Unix time."
+)
 OFFERED_REQUESTS = counter(
     "offered_requests_total",
     "Valid requests that arrived, including those rejected for lack of capacity.",

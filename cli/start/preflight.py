@@ -32,6 +32,7 @@ def check_listeners(config: ClusterConfig) -> None:
     for option, host, port in (
         ("--grpc-port", config.host, config.grpc_port),
         ("--http-port", config.host, config.http_port),
+        ("--operations-port", config.host, config.operations_port),
         # On a joined Ray the controller's address is not known yet.
         ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
         ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),

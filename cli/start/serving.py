@@ -96,6 +96,7 @@ def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: Fir
         ends.controller,
         ends.token,
         metrics=ends.metrics,
+        operations=ends.operations,
         stop_grace_s=config.stop_grace_s,
     )
     try:
@@ -130,7 +131,7 @@ def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
     return (
         f"\n{config.model_name} is served at\n"
         f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
-        f"  OpenAI  http://{ends.http.removeprefix('http://')}/v1\n"
+        f"  OpenAI  {'http' if config.tls is None else 'https'}://{ends.http.removeprefix('http://')}/v1\n"
         f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
         f"  logs    {config.log_folder}"
     )

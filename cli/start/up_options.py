@@ -114,6 +114,20 @@ class ListenerOptions:
     ] = False
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000
+    tls_certificate: Annotated[
+        str,
+        typer.Option(help="PEM file with the certificate of both ports for clients; read again when it changes."),
+    ] = ""
+    tls_key: Annotated[str, typer.Option(help="PEM file with its key.")] = ""
+    tls_client_ca: Annotated[
+        str, typer.Option(help="PEM file with authorities; clients then need a certificate of one of them (mTLS).")
+    ] = ""
+    operations_port: Annotated[
+        int,
+        typer.Option(
+            help="With TLS: port of the router's probes, metrics and traces over plain HTTP; 0 = any free one."
+        ),
+    ] = 0
     front_processes: Annotated[
         int, typer.Option(help="Processes that hold clients' connections for the router; 0 = it does so itself.")
     ] = 0
@@ -186,6 +200,7 @@ class ListenerOptions:
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """Returns the config with these settings. InvalidArgument names an option."""
         from cli.connection.secret_files import one_key
+        from wire.security.server_tls import tls_files
 
         return replace(
             config,
@@ -197,6 +212,8 @@ class ListenerOptions:
             insecure=self.insecure,
             grpc_port=self.grpc_port,
             http_port=self.http_port,
+            tls=tls_files(self.tls_certificate, self.tls_key, self.tls_client_ca),
+            operations_port=self.operations_port,
             front_processes=self.front_processes,
             metrics_port=self.metrics_port,
             controller_port=self.controller_port,

@@ -14,7 +14,7 @@ from router.api.openai_replies import error_body, error_headers
 from router.api.probes import PROBE_PATHS
 from router.api.request_id import REQUEST_ID_HEADER
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH
-from wire.errors import TandemError, clipped
+from wire.errors import NotFound, TandemError, clipped
 
 READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
 """The paths that show the load of all tenants: for operators and readers, but not for tenants."""
@@ -89,6 +89,19 @@ class HttpAccess:
         if scope["path"] in OPERATORS_PATHS:
             return self._callers.operator(scope["headers"])
         return self._callers.tenant(scope["headers"])
+
+
+def only_operations(app: ASGIApp) -> ASGIApp:
+    """Return the part of the application that operators need without TLS: probes, metrics and traces."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBE_PATHS | READERS_PATHS:
+            error = NotFound("this port has probes, metrics and traces only; send requests to the HTTPS port")
+            await Response(error_body(error), error.http_status, media_type="application/json")(scope, receive, send)
+            return
+        await app(scope, receive, send)
+
+    return serve
 
 
 def _with_quota(send: Send, quota: Quota) -> Send:

@@ -19,6 +19,7 @@ from wire.generated.tandem.v1 import inference_pb2
 from wire.http.server import HttpServer, Listener
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.rpc import Check, open_server
+from wire.security.server_tls import ServerTls, TlsFiles
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0
@@ -32,6 +33,8 @@ class RouterEndpoints:
 
     grpc_address: str
     http_address: str
+    operations_address: str = ""
+    """The address of the router's metrics over plain HTTP if those of `http_address` are over TLS, else empty."""
 
 
 class Listeners(Protocol):
@@ -62,19 +65,21 @@ class InProcessListeners:
         add_inference: Callable[[grpc.aio.Server], None],
         app: ASGIApp,
         limits: ListenerLimits = DEFAULT_LIMITS,
+        tls: TlsFiles | None = None,
         shared: bool = False,
     ) -> None:
         """`ports` are those of gRPC and HTTP, 0 = any free one.
 
         `check` is applied to the metadata of gRPC calls; `app` checks HTTP requests itself. `add_inference` adds
         `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
-        the same ports.
+        the same ports. Raises InvalidArgument for `tls` that cannot be used.
         """
         self._host, (self._grpc_port, self._http_port) = host, ports
         self._check = check
         self._add_inference = add_inference
         self._app = app
         self._limits = limits
+        self._tls = None if tls is None else ServerTls(tls)
         self._shared = shared
         self._health = health.aio.HealthServicer()
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -88,7 +93,8 @@ class InProcessListeners:
         )
         try:
             grpc_port = await self._open_grpc()
-            self._http = HttpServer(self._app, listener, self._limits)
+            https = None if self._tls is None else self._tls.http_context()
+            self._http = HttpServer(self._app, listener, self._limits, https)
             await self._http.begin()
         except FailedPrecondition:
             listener.close()
@@ -125,7 +131,9 @@ class InProcessListeners:
     def _bind_grpc(self) -> int:
         address = address_of(self._host, self._grpc_port)
         try:
-            return self._grpc.add_insecure_port(address)
+            if self._tls is None:
+                return self._grpc.add_insecure_port(address)
+            return self._grpc.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError as error:
             message = f"grpc_port: {address} cannot be used ({error}); choose another port"
             raise FailedPrecondition(message) from error

@@ -28,6 +28,7 @@ from wire.heap import settle_heap
 from wire.limits.listener_limits import ListenerLimits
 from wire.logging.logs import LogConfig, LogFormat, begin_log
 from wire.security.api_keys import ApiKeys, KeySource
+from wire.security.server_tls import TlsFiles
 from wire.turns import take_short_turns
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class FrontConfig:
     log: LogConfig
     limits: ListenerLimits
     """The limits of each of its listeners."""
+    tls: TlsFiles | None = None
 
     def to_json(self) -> str:
         """Return the settings as one line of JSON."""
@@ -64,7 +66,8 @@ class FrontConfig:
         keys = KeySource(tuple(keys["given"]), key_file, frozenset(keys["readers"]))
         file = None if log["file"] is None else Path(log["file"])
         log = LogConfig(file, LogFormat(log["format"]), log["max_bytes"])
-        return cls(**{**fields, "keys": keys, "limits": limits, "log": log})
+        tls = fields["tls"] and TlsFiles(**{name: path and Path(path) for name, path in fields["tls"].items()})
+        return cls(**{**fields, "keys": keys, "limits": limits, "log": log, "tls": tls})
 
 
 async def serve(router: socket.socket) -> None:
@@ -89,6 +92,7 @@ async def serve(router: socket.socket) -> None:
         add_inference=add_inference,
         app=HttpRelay(link),
         limits=config.limits,
+        tls=config.tls,
         shared=True,
     )
 

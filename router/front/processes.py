@@ -25,6 +25,7 @@ from wire.http.server import Listener
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import LogConfig
 from wire.security.api_keys import KeySource
+from wire.security.server_tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class FrontListeners:
         log_config: LogConfig,
         registry: Registry,
         limits: ListenerLimits = DEFAULT_LIMITS,
+        tls: TlsFiles | None = None,
     ) -> None:
         """`count` is the number of processes, `ports` are those of gRPC and HTTP, 0 = any free one.
 
@@ -68,6 +70,7 @@ class FrontListeners:
         self._inference, self._app = inference, app
         self._log = log_config
         self._limits = limits
+        self._tls = tls
         self._serving = False
         self._leaving = False
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -97,6 +100,7 @@ class FrontListeners:
                         self._keys,
                         self._log,
                         self._limits,
+                        self._tls,
                     ),
                     figures,
                 )

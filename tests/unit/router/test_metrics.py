@@ -391,5 +391,5 @@ class TestKeys:
             assert (await scrape(cluster, key)).status_code == status
         assert "metrics key" in (await scrape(cluster, "")).text
         assert "has the role tenant" in (await scrape(cluster, "tenant")).text
-        assert (await scrape(cluster, "operator", "/v1/models")).status_code == 401
+        assert (await scrape(cluster, "operator", "/v1/models")).status_code == 403
         assert (await scrape(cluster, "tenant", "/v1/models")).status_code == 200
