@@ -77,9 +77,16 @@ def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, credentials_of(token).client, options=options)
 
 
-def open_client_channel(address: str, api_key: str = "") -> grpc.aio.Channel:
-    """Open an unencrypted channel to a router's client port that sends `api_key` as a bearer token with every call."""
+def open_client_channel(
+    address: str, api_key: str = "", credentials: grpc.ChannelCredentials | None = None
+) -> grpc.aio.Channel:
+    """Open a channel to a router's client port that sends `api_key` as a bearer token with every call.
+
+    It is encrypted if there are `credentials`.
+    """
     interceptors = [_SendKeyUnary(api_key), _SendKeyStream(api_key)] if api_key else []
+    if credentials is not None:
+        return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS, interceptors=interceptors)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=interceptors)
 
 

@@ -31,7 +31,7 @@ from cli.start.start_view import StartView
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster, Endpoints
 from router.text.tokenizer import Tokenizer
-from wire.errors import TandemError
+from wire.errors import InvalidArgument, TandemError
 
 STOPPED = "[dim]stopped; nothing is left running[/]"
 NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers that served before live on[/]"
@@ -52,6 +52,10 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
     case, nothing of the cluster is left behind but workers that are to outlive it.
     """
     console = Console(highlight=False, soft_wrap=True)
+    if first is not None and config.tls is not None:
+        raise InvalidArgument(
+            "--prompt", "cannot be combined with --tls-certificate; use `tandem generate --tls-ca`"
+        )
     with _one_interrupt():
         check_listeners(config)
         check_network(config)

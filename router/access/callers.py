@@ -58,6 +58,10 @@ class Callers:
         """Return the caller of a request for an answer; Unauthenticated or PermissionDenied if it may not ask."""
         return self._caller(headers, KeyRole.TENANT, KeyRole.OPERATOR)
 
+    def any_role(self, headers: Headers) -> Caller:
+        """Return the caller of what every valid key gives access to."""
+        return self._caller(headers, *KeyRole)
+
     def reader(self, headers: Headers, *, metrics: bool = False) -> Caller:
         """Return the caller that reads the router's state, or its `metrics`, which a metrics key alone closes, too."""
         closed, kind = (self._metrics_closed, "metrics key") if metrics else (self._keys.required, "API key")

@@ -16,10 +16,14 @@ import httpx
 import openai
 import pytest
 
+from cli.connection.client import RouterClient, Sampling
 from tests.certificates import DAY, Authority, files_of
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.test_generate import Client, ask
+from wire.errors import InvalidArgument, PermissionDenied, Unavailable
 from wire.limits.listener_limits import ListenerLimits
+from wire.security.client_tls import ClientTls
+from wire.security.credentials import metrics_key_of
 
 BODY: dict[str, Any] = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 4}
 OURS, FOREIGN = Authority("ours"), Authority("foreign")
@@ -169,3 +173,41 @@ class TestHandshakes:
     async def test_a_handshake_that_does_not_come_ends_at_its_deadline(self, silent: socket.socket) -> None:
         async with asyncio.timeout(30):
             assert await asyncio.get_running_loop().sock_recv(silent, 1) == b""
+
+
+class TestCommands:
+    """The commands of `tandem` at such a router."""
+
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> dict[str, Any]:
+        return {"tls": files_of(tmp_path, OURS.issue("server"), CLIENTS), "api_keys": ("tenant",)}
+
+    async def test_status_and_answers(self, cluster: Cluster, tmp_path: Path) -> None:
+        ca = tmp_path / "ca.crt"
+        ca.write_bytes(OURS.pem)
+        shown = [str(path) for path in CLIENTS.issue("me").save(tmp_path, "me")]
+        tls, address = ClientTls(str(ca), *shown), cluster.endpoints.grpc_address
+        pieces: list[str] = []
+        answer = await RouterClient(address, "tenant", tls).complete("The fox", Sampling(4), pieces.append)
+        assert answer.text == "".join(pieces)
+        view = await RouterClient(address, metrics_key_of("secret"), tls).view()
+        assert len(view.info.workers) == 2
+        with pytest.raises(PermissionDenied, match="has the role tenant"):
+            await RouterClient(address, "tenant", tls).view()
+        for wrong in (ClientTls(), ClientTls(str(ca))):
+            with pytest.raises(Unavailable, match="cannot reach the router"):
+                await RouterClient(address, "tenant", wrong).view()
+
+
+@pytest.mark.parametrize(
+    ("tls", "message"),
+    [
+        (ClientTls("", "c", "k"), "--tls-ca: is missing"),
+        (ClientTls("ca", "c", ""), "--tls-client-key: is missing; it belongs to --tls-client-certificate"),
+        (ClientTls("ca", "", "k"), "--tls-client-certificate: is missing"),
+        (ClientTls("/missing/ca"), r"--tls-ca: cannot read /missing/ca \(No such file or directory\)"),
+    ],
+)
+def test_files_of_a_client_are_named_by_their_option(tls: ClientTls, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{message}"):
+        RouterClient("127.0.0.1:1", "", tls)
