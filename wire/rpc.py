@@ -78,15 +78,17 @@ def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
 
 
 def open_client_channel(
-    address: str, api_key: str = "", credentials: grpc.ChannelCredentials | None = None
+    address: str, api_key: str = "", credentials: grpc.ChannelCredentials | None = None, target_name: str = ""
 ) -> grpc.aio.Channel:
     """Open a channel to a router's client port that sends `api_key` as a bearer token with every call.
 
-    It is encrypted if there are `credentials`.
+    It is encrypted if there are `credentials`; the router's certificate is then for `target_name`, by default for
+    `address`.
     """
     interceptors = [_SendKeyUnary(api_key), _SendKeyStream(api_key)] if api_key else []
     if credentials is not None:
-        return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS, interceptors=interceptors)
+        name = [("grpc.ssl_target_name_override", target_name)] if target_name else []
+        return grpc.aio.secure_channel(address, credentials, [*CHANNEL_OPTIONS, *name], interceptors=interceptors)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=interceptors)
 
 

@@ -73,7 +73,7 @@ class RouterClient:
             check_key("--api-key", api_key)
         self.address = address
         self._api_key = api_key
-        self._credentials = tls.credentials()
+        self._tls = tls.credentials(), tls.target_name
 
     async def complete(self, text: str, sampling: Sampling, on_text: Callable[[str], None]) -> Answer:
         """Continues `text`; `on_text` is called with each piece as it comes."""
@@ -90,7 +90,7 @@ class RouterClient:
 
     async def view(self, timeout_s: float = 5.0) -> ServerView:
         """Returns the router's report. Unavailable if it does not respond in time."""
-        async with open_client_channel(self.address, self._api_key, self._credentials) as channel:
+        async with open_client_channel(self.address, self._api_key, *self._tls) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             try:
                 return ServerView(
@@ -103,7 +103,7 @@ class RouterClient:
 
     async def _stream(self, method: str, request: Any, on_text: Callable[[str], None]) -> Answer:
         pieces: list[str] = []
-        async with open_client_channel(self.address, self._api_key, self._credentials) as channel:
+        async with open_client_channel(self.address, self._api_key, *self._tls) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             call: AsyncIterator[inference_pb2.GenerateResponse] = getattr(stub, method)(request)
             complete = inference_pb2.Complete()

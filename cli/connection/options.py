@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,7 +90,9 @@ class RouterOptions:
     tls_ca: Annotated[
         str,
         typer.Option(
-            "--tls-ca", envvar="TANDEM_TLS_CA", help="PEM file with the authority of a router's certificate, for TLS."
+            "--tls-ca",
+            envvar="TANDEM_TLS_CA",
+            help="PEM file with the authority of a router's certificate, for TLS; the running cluster needs none.",
         ),
     ] = ""
     tls_client_certificate: Annotated[
@@ -109,22 +111,20 @@ class RouterOptions:
     def client(self, *, reads: bool = False) -> RouterClient:
         """Returns a client of the given router or of the newest running cluster's. Unavailable if none runs.
 
-        A client that only `reads` the state of a cluster on this host has its metrics key if none is given, since
-        tenants may not see the load of others.
+        A client that only `reads` the state of a cluster on this host uses its metrics key, since tenants may not see
+        the load of others.
         """
         from cli.connection.client import RouterClient
         from cli.connection.state import newest
-        from wire.errors import InvalidArgument
-        from wire.security.client_tls import CA, ClientTls
+        from wire.security.client_tls import ClientTls
 
         key = shown_key(self.api_key, self.api_key_file)
         tls = ClientTls(self.tls_ca, self.tls_client_certificate, self.tls_client_key)
         if self.address:
             return RouterClient(self.address, key, tls)
         running = newest()
-        if running.operations and not self.tls_ca:
-            raise InvalidArgument(CA, "is missing: the running cluster has TLS; give its certificate's authority")
-        return RouterClient(running.grpc, key or (running.metrics_key if reads else ""), tls)
+        key = running.metrics_key if reads and running.token else key
+        return RouterClient(running.grpc, key, replace(tls, pinned=running.certificate))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from cluster.config import ClusterConfig
 from cluster.launcher import Cluster, Endpoints
 from router.text.tokenizer import Tokenizer
 from wire.errors import InvalidArgument, TandemError
+from wire.security.client_tls import NO_TLS, ClientTls
 
 STOPPED = "[dim]stopped; nothing is left running[/]"
 NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers that served before live on[/]"
@@ -52,10 +53,8 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
     case, nothing of the cluster is left behind but workers that are to outlive it.
     """
     console = Console(highlight=False, soft_wrap=True)
-    if first is not None and config.tls is not None:
-        raise InvalidArgument(
-            "--prompt", "cannot be combined with --tls-certificate; use `tandem generate --tls-ca`"
-        )
+    if first is not None and config.tls is not None and config.tls.client_ca is not None:
+        raise InvalidArgument("--prompt", "cannot be combined with --tls-client-ca; use `tandem generate`")
     with _one_interrupt():
         check_listeners(config)
         check_network(config)
@@ -101,6 +100,7 @@ def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: Fir
         ends.token,
         metrics=ends.metrics,
         operations=ends.operations,
+        certificate="" if config.tls is None else str(config.tls.certificate),
         stop_grace_s=config.stop_grace_s,
     )
     try:
@@ -125,7 +125,9 @@ def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: Fir
     """Streams the first answer and shows its timeline."""
     console.print(f"\n{first.text}\n", style="bold", markup=False)
     key_file = "" if config.api_key_file is None else str(config.api_key_file)
-    client = RouterClient(ends.grpc, first_key("--api-key-file", next(iter(config.api_keys), ""), key_file))
+    key = first_key("--api-key-file", next(iter(config.api_keys), ""), key_file)
+    tls = NO_TLS if config.tls is None else ClientTls(pinned=str(config.tls.certificate))
+    client = RouterClient(ends.grpc, key, tls)
     answer = answer_one(client, first.text, first.sampling)
     console.print()
     console.print(timeline_table(answer))

@@ -194,7 +194,10 @@ class TestCommands:
         assert len(view.info.workers) == 2
         with pytest.raises(PermissionDenied, match="has the role tenant"):
             await RouterClient(address, "tenant", tls).view()
-        for wrong in (ClientTls(), ClientTls(str(ca))):
+        pinned = ClientTls("", *shown, pinned=str(tmp_path / "server.crt"))
+        assert (await RouterClient(address, "tenant", pinned).complete("The fox", Sampling(4), len)).text == answer.text
+        another = ClientTls("", *shown, pinned=shown[0])
+        for wrong in (ClientTls(), ClientTls(str(ca)), another):
             with pytest.raises(Unavailable, match="cannot reach the router"):
                 await RouterClient(address, "tenant", wrong).view()
 
