@@ -84,7 +84,7 @@ class ApiKeys:
         self._file = source.file
         self._watch = WatchedFiles(*([source.file] if source.file else ()), clock=clock)
         self._fixed = tuple(ApiKey(digest_of(key)) for key in source.given if key)
-        self._fixed += tuple(ApiKey(digest_of(key), role=KeyRole.READER) for key in source.readers if key)
+        self._fixed += tuple(ApiKey(digest_of(key), "metrics", KeyRole.READER) for key in source.readers if key)
         self._in_file = read_keys("api_key_file", source.file) if source.file else ()
 
     def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey | None:

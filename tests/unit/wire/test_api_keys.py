@@ -65,7 +65,7 @@ def test_a_key_is_found_by_its_hash_and_its_settings_come_from_the_file(tmp_path
     file = tmp_path / "keys"
     file.write_text(f"sha256:{digest_of('hashed').hex()} name=h\nboth name=b requests_per_minute=1\n")
     keys = ApiKeys(KeySource(("given", "both"), file, frozenset({"metrics", ""})))
-    for key, name, role in (("hashed", "h", "tenant"), ("given", "", "tenant"), ("metrics", "", "reader")):
+    for key, name, role in (("hashed", "h", "tenant"), ("given", "", "tenant"), ("metrics", "metrics", "reader")):
         found = keys.find(shown(key))
         assert found is not None
         assert (found.name, found.role) == (name, role)
