@@ -45,6 +45,7 @@ class _Step:
     work: StepWork
     began: float
     """The begin of the step by the meter's clock."""
+    scored: bool
 
 
 class StepMeter:
@@ -84,10 +85,11 @@ class StepMeter:
         """Return the time, for `end`."""
         return self._clock()
 
-    def end(self, work: StepWork, began: float) -> None:
-        """Note a step whose results are here."""
+    def end(self, work: StepWork, began: float, *, scored: bool = False) -> None:
+        """Note a step whose results are here; one that scores prompts takes longer, and nothing is learned from it."""
         now = self._clock()
-        self._ended.append((work, now - max(began, self._last_end)))
+        if not scored:
+            self._ended.append((work, now - max(began, self._last_end)))
         self._last_end = now
 
     def learn(self) -> None:
@@ -226,11 +228,11 @@ class StepLoop:
         planned = self._scheduler.plan()
         if planned is None:
             return None
-        return _Step(self._runner.launch(planned.batch), planned.work, began)
+        return _Step(self._runner.launch(planned.batch), planned.work, began, planned.batch.scored)
 
     def _postprocess(self, step: _Step) -> None:
         result = step.result()
-        self._meter.end(step.work, step.began)
+        self._meter.end(step.work, step.began, scored=step.scored)
         with self._publish_lock:
             if self._given_up:
                 return

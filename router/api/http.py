@@ -12,19 +12,26 @@ from http import HTTPStatus
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from router.access.audit_log import AuditLog
+from router.access.callers import Callers
+from router.access.client_call import served_call
+from router.access.http_access import READERS_PATHS, AuditedHttp, HttpAccess
+from router.access.quota import QUOTA_HEADERS
 from router.api.answer_stream import AnswerStream
 from router.api.call_limit import CallLimit
 from router.api.client_gone import unless_gone
+from router.api.completions.answers import CompleteAnswer, best_of
+from router.api.completions.prompt_replies import PromptReplies
 from router.api.http_body import disconnected, read_body
 from router.api.model_routes import add_models
 from router.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
-from router.api.openai_replies import CompleteAnswer, ReplyShape, error_body, error_headers, json_error
+from router.api.openai_replies import ReplyShape, error_body, error_headers, json_error
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.api.openapi.json_body import json_body
-from router.api.openapi.routes import OPEN_PATHS, add_pages
+from router.api.openapi.routes import add_pages
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
 from router.api.tokenizer_routes import add_tokenizer
@@ -33,27 +40,28 @@ from router.requests.answer import Ending
 from router.requests.choices import Choices
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
-from router.requests.tenants import tenant_of
 from router.requests.validation import RequestValidator
 from router.text.token_scores import TokenScore
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
-from wire.address import is_loopback
 from wire.convert import traces_to_json
-from wire.errors import InvalidArgument, TandemError, Unauthenticated, clipped
-from wire.security.credentials import matching_key, reading_keys
+from wire.errors import InvalidArgument, TandemError, clipped
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
 
 _JSON = "application/json"
-_OPERATORS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
-_OPEN_PATHS = PROBE_PATHS | OPEN_PATHS
 
 Parser = Callable[..., OpenAICall]
 
 
-def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> ASGIApp:
-    """Return the whole application, with the check of API keys."""
+def make_app(
+    config: RouterConfig,
+    validator: RequestValidator,
+    dispatcher: Dispatcher,
+    callers: Callers,
+    audit: AuditLog | None = None,
+) -> ASGIApp:
+    """Return the whole application, with the checks of `callers` and an audit log."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     exposition = Exposition(dispatcher.metrics.registry)
     listener = _HttpListener(config, validator, dispatcher, metrics_page(exposition), IgnoredLog())
@@ -71,10 +79,9 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
-    metrics_keys = reading_keys(config.metrics_key, config.api_keys, config.token, loopback=is_loopback(config.host))
-    counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | _OPERATORS_PATHS)
-    checked: ASGIApp = _KeyCheck(counted, frozenset(config.api_keys), metrics_keys)
-    return _open_to_pages(RequestIds(checked), config.allowed_origins)
+    counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | READERS_PATHS)
+    audited = AuditedHttp(RequestIds(HttpAccess(counted, callers)), audit)
+    return _open_to_pages(audited, config.allowed_origins)
 
 
 def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -90,7 +97,7 @@ def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "HEAD", "POST"],
         allow_headers=["*"],
-        expose_headers=[IGNORED_HEADER, REQUEST_ID_HEADER, "retry-after"],
+        expose_headers=[IGNORED_HEADER, REQUEST_ID_HEADER, "retry-after", *QUOTA_HEADERS],
     )
 
 
@@ -131,7 +138,7 @@ class _HttpListener:
                 self._admitted(request, body, reading),
                 gone,
             )
-            choices = self.dispatcher.submit(admitted)
+            choices = self.dispatcher.submit(*admitted)
         except BaseException:
             gone.cancel()
             raise
@@ -143,18 +150,28 @@ class _HttpListener:
             model=self.config.model_name,
             created=received.unix_nanos // 10**9,
             stream_options=call.stream_options,
-            prompt_tokens=len(admitted.prompt_token_ids),
-            syntax=admitted.syntax,
+            prompts=[each.prompt_token_ids for each in admitted],
+            choices=call.request.options.n or 1,
+            syntax=admitted[0].syntax,
             logprobs=call.request.options.alternatives is not None,
-            prompt_token_ids=admitted.prompt_token_ids if call.return_token_ids else None,
+            return_token_ids=call.return_token_ids,
+            prompts_only=call.prompts.only,
         )
+        prompts = PromptReplies(call.prompts, self.validator, call.requests, admitted, choices)
         headers = {REQUEST_ID_HEADER: shape.answer_id}
         if call.ignored:
             headers[IGNORED_HEADER] = ", ".join(call.ignored)
         if call.stream:
-            return AnswerStream(choices, shape, gone, headers=headers, comment_s=self.config.sse_comment_s)
+            comment_s = self.config.sse_comment_s
+            return AnswerStream(choices, shape, gone, headers=headers, comment_s=comment_s, prompts=prompts)
         try:
-            return Response(await _collect(choices, shape), headers=headers, media_type=_JSON)
+            answers = await _collect(choices, shape, prompts)
+            ends = [each.ending for each in answers]
+            answers = best_of(answers, call.request.options.n or 1, admitted[0].n)
+            # The scores of a prompt may be megabytes of text, which would hold up the event loop.
+            whole = partial(shape.whole, answers, ends)
+            body = await asyncio.to_thread(whole) if call.prompts.needed else whole()
+            return Response(body, headers=headers, media_type=_JSON)
         finally:
             gone.cancel()
             choices.close()
@@ -168,67 +185,40 @@ class _HttpListener:
 
     async def _admitted(
         self, request: Request, body: bytes, parse: Callable[[bytes], OpenAICall]
-    ) -> tuple[OpenAICall, Admitted]:
-        tenant = tenant_of(matching_key(request.headers.getlist("authorization"), self.config.api_keys))
+    ) -> tuple[OpenAICall, list[Admitted]]:
+        tenant = served_call().caller.tenant
         try:
             call = await self.validator.reader.json(tenant, body, parse)
         except TandemError as error:
             self.dispatcher.metrics.refused("", error)
             raise
-        client_request = replace(call.request, tenant=tenant, traceparent=only(request.headers.getlist(TRACEPARENT)))
-        return call, await self.validator.admit(client_request)
+        traceparent, request_id = only(request.headers.getlist(TRACEPARENT)), call.request.request_id
+        admitted: list[Admitted] = []
+        for each in call.requests:
+            prompt = replace(each, request_id=request_id, tenant=tenant, traceparent=traceparent)
+            admitted.append(await self.validator.admit(prompt))
+            request_id = admitted[0].request_id
+        return call, admitted
 
 
-async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
+async def _collect(choices: Choices, shape: ReplyShape, prompts: PromptReplies) -> list[CompleteAnswer]:
     texts: dict[int, list[str]] = defaultdict(list)
     ids: dict[int, list[int]] = defaultdict(list)
     scores: dict[int, list[TokenScore]] = defaultdict(list)
     endings: dict[int, Ending] = {}
     while not choices.over:
         index, event = await choices.next()
+        event = shape.event(event)
         if isinstance(event, Ending):
             endings[index] = event
         else:
             texts[index].append(event.text)
             ids[index].extend(event.token_ids)
             scores[index].extend(event.scores)
-    return shape.whole(
-        [CompleteAnswer("".join(texts[index]), ids[index], scores[index], endings[index]) for index in sorted(endings)]
-    )
-
-
-class _KeyCheck:
-    """ASGI middleware that requires a key on every route but probes and the description of the routes.
-
-    Metrics have keys of their own.
-
-    An empty set of keys means that no key is required.
-    """
-
-    def __init__(self, app: ASGIApp, keys: frozenset[str], metrics_keys: frozenset[str]) -> None:
-        self._app = app
-        self._keys = keys
-        self._metrics_keys = metrics_keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            refusal = self._refusal(scope)
-            if refusal is not None:
-                await _respond(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> TandemError | None:
-        operators = scope["path"] in _OPERATORS_PATHS
-        keys = self._metrics_keys if operators else self._keys
-        try:
-            shown_keys = [value for name, value in scope["headers"] if name == b"authorization"]
-            if not keys or matching_key(shown_keys, keys) is not None:
-                return None
-        except InvalidArgument as error:
-            return error
-        key = "metrics key" if operators else "API key"
-        return Unauthenticated(f"the request carries no valid {key}; send 'Authorization: Bearer <key>'")
+    return [
+        CompleteAnswer("".join(texts[index]), ids[index], scores[index], endings[index], await prompts.of(index))
+        for index in sorted(endings)
+    ]
 
 
 def _respond(error: TandemError) -> Response:
@@ -237,6 +227,7 @@ def _respond(error: TandemError) -> Response:
 
 async def _on_tandem_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
+    served_call().failed(error)
     return _respond(error)
 
 

@@ -7,10 +7,13 @@ add_special_tokens, add_generation_prompt, continue_final_message, truncate_prom
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.api.json_fields import JsonFields, UnknownFields, is_integers
+from router.api.completions.fields import check_answers, take_bias, take_prompts
+from router.api.completions.prompt_replies import PromptForm
+from router.api.json_fields import JsonFields, UnknownFields
 from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, MESSAGE_INERT, MESSAGE_UNSERVED
 from router.api.structured_output import answer_format
 from router.api.tool_fields import tool_calls, tool_options
@@ -34,13 +37,20 @@ class StreamOptions:
 class OpenAICall:
     """A parsed body: the request, and the requested form of the reply."""
 
-    request: ClientRequest
+    requests: tuple[ClientRequest, ...]
+    """One for each prompt, at least one; they differ in their prompts alone."""
     stream: bool
     stream_options: StreamOptions
+    prompts: PromptForm
     return_token_ids: bool = False
     """True if the reply has the token ids of the prompt and of the answers."""
     ignored: tuple[str, ...] = ()
     """Names of the ignored fields, fit for a header (`UnknownFields`)."""
+
+    @property
+    def request(self) -> ClientRequest:
+        """The first prompt's request."""
+        return self.requests[0]
 
 
 def parse_chat(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
@@ -48,7 +58,7 @@ def parse_chat(body: bytes, received: EdgeStamp, *, strict: bool = False) -> Ope
     fields = body_fields(body, UnknownFields(strict=strict))
     fields.refuse(CHAT_UNSERVED)
     top_logprobs = _top_logprobs(fields)
-    return _call(fields, conversation(fields), received, top_logprobs=top_logprobs)
+    return _call(fields, (conversation(fields),), received, top_logprobs=top_logprobs)
 
 
 def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
@@ -56,7 +66,8 @@ def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) 
     fields = body_fields(body, UnknownFields(strict=strict))
     fields.refuse(COMPLETION_UNSERVED)
     logprobs = fields.integer("logprobs")
-    return _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
+    echo, best_of = fields.boolean("echo"), fields.integer("best_of")
+    return _call(fields, take_prompts(fields), received, logprobs=logprobs, echo=echo, best_of=best_of)
 
 
 def body_fields(body: bytes, unknown: UnknownFields) -> JsonFields:
@@ -80,17 +91,21 @@ def _top_logprobs(fields: JsonFields) -> int | None:
 
 def _call(
     fields: JsonFields,
-    prompt: Prompt,
+    prompts: Sequence[Prompt],
     received: EdgeStamp,
     *,
     logprobs: int | None = None,
     top_logprobs: int | None = None,
+    echo: bool = False,
+    best_of: int | None = None,
 ) -> OpenAICall:
     """Take the fields that both calls have."""
     fields.drop(INERT)
     model = fields.text("model") or ""
+    n, max_tokens, listed = (fields.integer(name) for name in ("n", "max_tokens", "prompt_logprobs"))
+    form = PromptForm(echo, logprobs if echo else None, listed, only=echo and max_tokens == 0)
     options = Options(
-        max_tokens=fields.integer("max_tokens"),
+        max_tokens=1 if form.only else max_tokens,
         max_completion_tokens=fields.integer("max_completion_tokens"),
         temperature=fields.number("temperature"),
         top_k=_unless_minus_one(fields.integer("top_k"), 0),
@@ -101,8 +116,11 @@ def _call(
         repetition_penalty=fields.number("repetition_penalty"),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        prompt_logprobs=form.top,
+        logit_bias=take_bias(fields),
         seed=_unless_minus_one(fields.integer("seed"), None),
-        n=fields.integer("n"),
+        n=n,
+        best_of=None if best_of == (n or 1) else best_of,
         stop=_stop(fields),
         stop_token_ids=fields.integers("stop_token_ids"),
         min_tokens=fields.integer("min_tokens") or 0,
@@ -119,8 +137,12 @@ def _call(
     stream_options = _stream_options(fields, stream)
     return_token_ids = fields.boolean("return_token_ids")
     fields.end()
-    request = ClientRequest("", model, prompt, options, received)
-    return OpenAICall(request, stream, stream_options, return_token_ids, fields.ignored)
+    for name, value in (("best_of", options.best_of), ("prompt_logprobs", listed)):
+        if stream and value is not None:
+            raise fields.wrong(name, "cannot be combined with stream")
+    check_answers(len(prompts), options.answers)
+    requests = tuple(ClientRequest("", model, prompt, options, received) for prompt in prompts)
+    return OpenAICall(requests, stream, stream_options, form, return_token_ids, fields.ignored)
 
 
 def encoding(fields: JsonFields) -> dict[str, Any]:
@@ -159,19 +181,6 @@ def _stream_options(fields: JsonFields, stream: bool) -> StreamOptions:
     include, continuous = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
     options.end()
     return StreamOptions(include, include and continuous)
-
-
-def _plain_prompt(fields: JsonFields) -> Prompt:
-    value = fields.take("prompt")
-    if isinstance(value, list) and len(value) == 1 and (isinstance(value[0], str) or is_integers(value[0])):
-        value = value[0]
-    if isinstance(value, str):
-        return value
-    if is_integers(value):
-        return tuple(value)
-    if isinstance(value, list) and value:
-        raise InvalidArgument("prompt", "must be one prompt, a string or a list of token ids; send others separately")
-    raise InvalidArgument("prompt", "is missing; send a string or a list of token ids")
 
 
 def conversation(fields: JsonFields) -> Conversation:

@@ -10,10 +10,12 @@ from typing import Any
 from router.requests.request import ClientRequest, Conversation
 from router.text.chat_template import ChatTurn
 from router.text.request_reader import check_message_count
+from router.text.token_scores import TokenScore, spell_prompt
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
 from wire.errors import ContextLengthExceeded, InvalidArgument, shown
+from wire.messages import PromptLogprobs
 from wire.page_digests import page_digests, root_digest
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -111,6 +113,11 @@ class PromptEncoder:
             raise InvalidArgument("tokens", f"has {len(ids)} ids, the limit is {served.facts.max_context}, the context")
         check_token_ids("tokens", ids, served.facts.vocab_size)
         return await self._pool.run(tenant, len(ids), partial(self._tokenizer.decode_all, ids))
+
+    async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
+        """Return the scores of a prompt's tokens with their texts, see `spell_prompt`."""
+        values = len(ids) * (1 + logprobs.top_count)
+        return await self._pool.run(tenant, values, partial(spell_prompt, ids, logprobs, self._tokenizer.token_bytes))
 
     async def page_digests(self, tenant: str, ids: tuple[int, ...], salt: str, page_tokens: int) -> tuple[bytes, ...]:
         """Return the digests of the prompt's full pages, the keys of the prefix caches; () if page sizes differ."""

@@ -48,9 +48,15 @@ class Options:
     """Number of most likely tokens to report with each chosen one; None = no log probabilities."""
     top_logprobs: int | None = None
     """The name of `logprobs` in OpenAI's chat API; wins if both are given."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens to report with each token of the prompt; None = the prompt is not scored."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
     seed: int | None = None
     n: int | None = None
     """Number of answers."""
+    best_of: int | None = None
+    """Number of answers to generate, of which the `n` most likely ones are returned; None = `n`."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -75,6 +81,11 @@ class Options:
     def alternatives(self) -> int | None:
         """Number of most likely tokens to report with each chosen one, from either field; None = none."""
         return self.logprobs if self.top_logprobs is None else self.top_logprobs
+
+    @property
+    def answers(self) -> int:
+        """Number of answers to generate."""
+        return self.best_of or self.n or 1
 
     @property
     def answer_limit(self) -> tuple[str, int | None]:
@@ -162,7 +173,7 @@ class Admitted:
             prompt_tokens=len(self.prompt_token_ids),
             max_tokens=self.sampling.max_tokens,
             to_the_limit=self.sampling.runs_to_limit and not self.stop,
-            digests=self.digests,
+            digests=() if self.sampling.prompt_logprobs is not None else self.digests,
             tenant=self.tenant,
             priority=self.priority,
             slo=self.slo,

@@ -6,7 +6,7 @@ Every error names the field and its limit. Cheap checks come before the prompt i
 import random
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from router.config import RouterConfig
@@ -18,6 +18,7 @@ from router.requests.tenants import tenant_salt
 from router.slo_options import classes_by_name
 from router.text.request_items import check_template_kwargs
 from router.text.request_reader import RequestReader
+from router.text.token_scores import TokenScore
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
@@ -25,10 +26,14 @@ from vocabulary.model_folder import GenerationDefaults
 from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable, shown
 from wire.messages import (
     FREQUENCY_MAX,
+    LOGIT_BIAS_MAX,
+    LOGIT_BIASES_MAX,
     LOGPROBS_MAX,
     PRESENCE_MAX,
+    PROMPT_SCORES_MAX,
     REPETITION_MAX,
     REPETITION_MIN,
+    PromptLogprobs,
     SamplingParams,
 )
 from wire.tracing.request_trace import TraceContext
@@ -44,10 +49,11 @@ _GREEDY_BELOW = 1e-5
 """Temperatures below this would overflow float32; the most likely token has all the probability there anyway."""
 
 
-def check_model(name: str, served: str) -> None:
-    """Raise NotFound if `name` is not the model that is `served`."""
-    if name != served:
-        raise NotFound(f"model: {shown(name)} is not served here; this router serves {served!r}")
+def check_model(name: str, config: RouterConfig) -> None:
+    """Raise NotFound if `name` is none of the served model's names."""
+    if name not in config.model_names:
+        served = " or ".join(map(repr, config.model_names))
+        raise NotFound(f"model: {shown(name)} is not served here; this router serves {served}")
 
 
 class RequestValidator:
@@ -76,7 +82,7 @@ class RequestValidator:
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
         self._syntaxes = AnswerSyntaxes(config, tokenizer)
-        self._formats = FormatCompiler(config.model, self._pool)
+        self._formats = FormatCompiler(config.tokenizer_folder, self._pool)
         self.reader = RequestReader(config, self._pool, self._context)
         """The parser of requests, which uses the same threads."""
 
@@ -97,6 +103,10 @@ class RequestValidator:
         last = self._last(request.options, served)
         ids, spelled = await self._prompts.tokenized(request, served, last, spell=spell)
         return ids, spelled, served.facts.max_context
+
+    async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
+        """Return the scores of a prompt's tokens with their texts, see `spell_prompt`."""
+        return await self._prompts.spelled(tenant, ids, logprobs)
 
     async def detokenize(self, tenant: str, model: str, ids: tuple[int, ...]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -123,10 +133,12 @@ class RequestValidator:
         grammar = await self._grammar(request, served)
         salt = tenant_salt(request.tenant, request.options.cache_salt)
         digests = await self._prompts.page_digests(request.tenant, ids, salt, served.page_tokens)
+        sampling = self._sampling(request.options, max_tokens, grammar)
+        _check_scores(sampling.prompt_scores(len(ids)))
         return Admitted(
             request_id=request_id,
             prompt_token_ids=ids,
-            sampling=self._sampling(request.options, max_tokens, grammar),
+            sampling=sampling,
             stop=request.options.stop,
             include_stop=request.options.include_stop,
             priority=request.options.priority,
@@ -135,7 +147,7 @@ class RequestValidator:
             tenant=request.tenant,
             slo=self._classes[request.options.slo_class or self._config.default_slo_class],
             digests=digests,
-            n=_or(request.options.n, 1),
+            n=request.options.answers,
             context=TraceContext.of(request.traceparent),
             operation=request.operation,
             syntax=self._syntaxes.of(request, ids),
@@ -194,7 +206,7 @@ class RequestValidator:
 
     def _check_model(self, name: str) -> None:
         if name:
-            check_model(name, self._config.model_name)
+            check_model(name, self._config)
 
     def _check_options(self, options: Options, served: ServedModel) -> None:
         _check_range("max_tokens", options.max_tokens, 1, INT32_MAX)
@@ -208,7 +220,10 @@ class RequestValidator:
         _check_range("logprobs", options.logprobs, 0, LOGPROBS_MAX)
         _check_range("top_logprobs", options.top_logprobs, 0, LOGPROBS_MAX)
         _check_range("seed", options.seed, 0, SEED_MAX)
+        _check_range("prompt_logprobs", options.prompt_logprobs, 0, LOGPROBS_MAX)
         _check_range("n", options.n, 1, self._config.max_choices)
+        _check_range("best_of", options.best_of, options.n or 1, self._config.max_choices)
+        _check_bias(options.logit_bias, served.facts.vocab_size)
         _check_range("priority", options.priority, -INT32_MAX - 1, INT32_MAX)
         if options.top_p is not None and not 0.0 < options.top_p <= 1.0:
             raise InvalidArgument("top_p", f"is {options.top_p:g}, it must be greater than 0 and at most 1")
@@ -266,9 +281,11 @@ class RequestValidator:
             frequency_penalty=_or(options.frequency_penalty, 0.0),
             presence_penalty=_or(options.presence_penalty, 0.0),
             repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
-            logprobs=options.alternatives,
+            logprobs=0 if options.alternatives is None and options.best_of is not None else options.alternatives,
             speculate=options.speculate,
             grammar=grammar,
+            prompt_logprobs=options.prompt_logprobs,
+            logit_bias=options.logit_bias,
         )
 
     def _served(self) -> ServedModel:
@@ -302,3 +319,20 @@ def _check_range(field: str, value: float | None, low: float, high: float) -> No
     if value is not None and not low <= value <= high:  # NaN compares false
         limits = " to ".join(f"{limit}" if isinstance(limit, int) else f"{limit:g}" for limit in (low, high))
         raise InvalidArgument(field, f"is {str(value)[:40]}, it must be {limits}")
+
+
+def _check_bias(biases: Sequence[tuple[int, float]], vocab_size: int) -> None:
+    if len(biases) > LOGIT_BIASES_MAX:
+        raise InvalidArgument("logit_bias", f"has {len(biases)} tokens, the limit is {LOGIT_BIASES_MAX}")
+    check_token_ids("logit_bias", [token_id for token_id, _ in biases], vocab_size)
+    for token_id, bias in biases:
+        _check_range(f"logit_bias.{token_id}", bias, -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)
+
+
+def _check_scores(count: int) -> None:
+    if count > PROMPT_SCORES_MAX:
+        raise InvalidArgument(
+            "prompt_logprobs",
+            f"(or echo with logprobs) asks for {count} log probabilities of the prompt, the limit is"
+            f" {PROMPT_SCORES_MAX}; send a shorter prompt or ask for fewer alternatives",
+        )

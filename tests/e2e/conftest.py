@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,12 @@ PROMPT_LENGTHS = (
 )
 """Prompt lengths in tokens around every page and chunk boundary, 24 of them."""
 
+_ROOT = Path(__file__).parents[2]
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+_FOLDER = Path(os.environ.get("TANDEM_CLIENT_ENVIRONMENTS") or _CACHE / "tandem" / "clients")
+_INSTALL_S = 1200.0
+_RUN_S = 240.0
+
 
 @pytest.fixture(scope="session")
 def prompts(model_folder: Path) -> list[tuple[int, ...]]:
@@ -54,3 +64,38 @@ def prompts(model_folder: Path) -> list[tuple[int, ...]]:
 def reference(model_folder: Path) -> Reference:
     """The reference: transformers on the served model."""
     return Reference(model_folder)
+
+
+@pytest.fixture(scope="session")
+def environments() -> Path:
+    """The folder of the clients' virtual environments."""
+    if os.environ.get("TANDEM_EXTERNAL_CLIENTS") == "1":
+        script = [_ROOT / ".ci" / "client_environments", _FOLDER]
+        environment = {**os.environ, "PYTHON": sys.executable}
+        subprocess.run(script, env=environment, timeout=_INSTALL_S, check=False)
+    return _FOLDER
+
+
+@pytest.fixture
+def run(environments: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs a command of a client's environment, without access to a model hub, and returns its output."""
+
+    def run(client: str, *command: str, **variables: str) -> str:
+        program = environments / client / "bin" / command[0]
+        if not program.exists():
+            pytest.skip(f"{client} is not installed in {environments}: .ci/client_environments installs it")
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+        done = subprocess.run(
+            [program, *command[1:]],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_RUN_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    return run

@@ -1,19 +1,12 @@
 """Messages between components: frozen dataclasses, one for each message of `proto/` that is used outside a servicer.
 
 The schemas in `proto/tandem/v1/` document every field. The modules in the order of a request: references, sampling,
-leases, work, transfer, events, load; and about workers: assignment, membership. Import from this package only.
+leases, work, transfer, finish, events, load; and about workers: assignment, membership. Import from this package only.
 """
 
 from wire.messages.assignment import Assignment, Role
-from wire.messages.events import (
-    ErrorDetail,
-    FinishReason,
-    RequestEvent,
-    RoutedEvent,
-    RoutedTokens,
-    StepEvents,
-    StepTokens,
-)
+from wire.messages.events import RequestEvent, RoutedEvent, RoutedTokens, StepEvents, StepTokens
+from wire.messages.finish import ErrorDetail, FinishReason
 from wire.messages.leases import GrantedLease, Lease
 from wire.messages.load import WorkerInspection, WorkerLoad
 from wire.messages.membership import Absence, Membership, ModelFacts, WorkerInfo
@@ -21,10 +14,14 @@ from wire.messages.references import PeerRef, RequestRef
 from wire.messages.sampling import (
     CACHE_SALT_MAX,
     FREQUENCY_MAX,
+    LOGIT_BIAS_MAX,
+    LOGIT_BIASES_MAX,
     LOGPROBS_MAX,
     PRESENCE_MAX,
+    PROMPT_SCORES_MAX,
     REPETITION_MAX,
     REPETITION_MIN,
+    PromptLogprobs,
     SamplingParams,
     TokenLogprobs,
 )
@@ -34,8 +31,11 @@ from wire.messages.work import Destination, PrefillTask, Reservation
 __all__ = [
     "CACHE_SALT_MAX",
     "FREQUENCY_MAX",
+    "LOGIT_BIASES_MAX",
+    "LOGIT_BIAS_MAX",
     "LOGPROBS_MAX",
     "PRESENCE_MAX",
+    "PROMPT_SCORES_MAX",
     "REPETITION_MAX",
     "REPETITION_MIN",
     "Absence",
@@ -52,6 +52,7 @@ __all__ = [
     "PeerDescription",
     "PeerRef",
     "PrefillTask",
+    "PromptLogprobs",
     "RequestEvent",
     "RequestRef",
     "Reservation",

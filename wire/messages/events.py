@@ -2,32 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import chain, islice, repeat
 
+from wire.messages.finish import ErrorDetail, FinishReason
 from wire.messages.load import WorkerLoad
 from wire.messages.references import RequestRef
-from wire.messages.sampling import TokenLogprobs
+from wire.messages.sampling import PromptLogprobs, TokenLogprobs
 from wire.prefixes import PrefixChanges
 from wire.tracing.timeline import EdgeStamp, TransferStats
-
-
-class FinishReason(IntEnum):
-    """The finish reason of a generation, numbered as in `tandem.v1.FinishReason`."""
-
-    STOP = 1
-    LENGTH = 2
-    ABORT = 3
-    ERROR = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorDetail:
-    """A failure in a message: the code of a `TandemError`, its message and its retry hint in seconds."""
-
-    code: str
-    message: str
-    retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +30,8 @@ class RequestEvent:
     cached_tokens: int = 0
     preempted: bool = False
     """True if the attempt was preempted after `first_index` tokens of the answer; the next attempt continues there."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Set with the first token of the answer if its sampling asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from router.api.completions.fields import PROMPTS_MAX
 from router.api.openai.fields import (
+    Biases,
     Body,
     Count,
     Frequency,
@@ -26,6 +28,7 @@ from router.api.openai.fields import (
 )
 from router.api.openai.messages import Message, NamedTool, ResponseFormat, StreamOptions, StructuredOutputs, Tool
 from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, Unserved
+from router.requests.validation import INT32_MAX
 
 
 def _others(refused: dict[str, Unserved]) -> dict[str, Any]:
@@ -76,6 +79,10 @@ class Generation(Body):
     frequency_penalty: Frequency | None = None
     presence_penalty: Presence | None = None
     repetition_penalty: Repetition | None = None
+    logit_bias: Biases | None = Field(None, description="Numbers to add to the logits of tokens, by token id.")
+    prompt_logprobs: Logprobs | None = Field(
+        None, description="The number of alternatives to report with each token of the prompt. Not with stream."
+    )
     seed: Seed | None = Field(None, description="-1: a random one.")
     n: Annotated[int, Field(ge=1)] | None = Field(None, description="The number of answers.")
     stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
@@ -109,16 +116,26 @@ class ChatCompletionRequest(ChatEncoding, Generation):
     top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
 
 
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Natural], Field(min_length=1)]
+
+
 class CompletionRequest(Encoding, Generation):
     """The body of /v1/completions."""
 
     model_config = ConfigDict(json_schema_extra=_others(dict(COMPLETION_UNSERVED)))
 
-    prompt: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Natural], Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1)]
-        | Annotated[list[Annotated[list[Natural], Field(min_length=1)]], Field(min_length=1, max_length=1)]
+    prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=PROMPTS_MAX)] = Field(
+        description="A prompt, or several, whose choices follow one another."
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        None, description="If it is left out, the rest of the context. 0 only with echo: the reply is the prompt alone."
+    )
+    echo: bool | None = Field(
+        None, description="True: the text begins with the prompt, and logprobs with those of its tokens."
+    )
+    best_of: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="The number of answers, of which the n most likely are returned. Not with stream."
     )
     logprobs: Logprobs | None = None
 

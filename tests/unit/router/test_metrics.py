@@ -233,7 +233,7 @@ def test_placement_counts_from_the_reception_as_the_metric_does() -> None:
     now = time.time_ns()
     edges = EdgeStamp(Edge.RECEIVED, now - 3 * 10**9), EdgeStamp(Edge.TOKENIZED, now)
     admitted = Admitted("r", (1,), SamplingParams(8), (), 0, edges)
-    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted)
+    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted, JointVerdict())
     assert time.monotonic() - request.queued.arrived_s == pytest.approx(3.0, abs=0.5)
     ahead = Admitted("r", (1,), SamplingParams(8), (), 0, (EdgeStamp(Edge.RECEIVED, now + 10**12),))
     assert ahead.waited_s == 0.0, "the wall clock was set back"
@@ -383,12 +383,13 @@ class TestKeys:
     async def test_who_reads(self, cluster: Cluster) -> None:
         for key, status in (
             ("", 401),
-            ("tenant", 401),
+            ("tenant", 403),
             ("operator", 200),
             ("secret", 401),
             (metrics_key_of("secret"), 200),
         ):
             assert (await scrape(cluster, key)).status_code == status
-        assert "metrics key" in (await scrape(cluster, "tenant")).text
-        assert (await scrape(cluster, "operator", "/v1/models")).status_code == 401
+        assert "metrics key" in (await scrape(cluster, "")).text
+        assert "has the role tenant" in (await scrape(cluster, "tenant")).text
+        assert (await scrape(cluster, "operator", "/v1/models")).status_code == 403
         assert (await scrape(cluster, "tenant", "/v1/models")).status_code == 200

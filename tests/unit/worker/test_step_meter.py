@@ -56,6 +56,17 @@ def test_an_idle_time_is_no_step() -> None:
     assert play([(1, 3), (1003, 1005)]) == pytest.approx([2, 2])
 
 
+def test_nothing_is_learned_from_steps_that_score_prompts() -> None:
+    clock, seen = Clock(), Seen()
+    meter = StepMeter(UNMEASURED, clock)
+    meter._fit = seen  # type: ignore[assignment]
+    for ended, scored in ((102.0, True), (105.0, False)):
+        clock.now = ended
+        meter.end(WORK, 100.0, scored=scored)
+    meter.learn()
+    assert seen.seconds == [3.0], "it begins where the one before has ended"
+
+
 def test_what_is_in_a_step() -> None:
     decoding = TokenRows.of([StepRow((5,), 10, (), draw()), StepRow((5,), 0, (), draw())])
     assert step_work(decoding) == StepWork(decode_rows=2, decode_context_tokens=12)

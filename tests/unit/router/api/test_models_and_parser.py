@@ -53,6 +53,7 @@ TEXTS: list[dict[str, Any]] = [
     {"prompt": [5], **LIMITED, "stream": True, "stream_options": {}},
     {"prompt": ["x"], **LIMITED},
     {"prompt": [[5]], **LIMITED},
+    {"prompt": ["x", [5]], **LIMITED, "echo": True, "logit_bias": {"5": 1.5}, "best_of": 2},
 ]
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, -2, 2, 1.5, -0.5, 10**30, "", "f", "auto", "text", "json_object", "system", "user"),
@@ -61,14 +62,17 @@ VALUES: list[Any] = [
 ELSEWHERE = {
     r"max_(completion_)?tokens|prompt|messages": "maximum context length",
     r"model": "is not served here",
-    r"n": r"is \d+, it must be 1 to",
+    r"n|best_of": r"is \d+, it must be \d+ to",
+    r"prompt_logprobs|best_of": "cannot be combined with stream",
+    r"max_tokens": r"is 0, it must be",
+    r"prompt": "answers each are more than",
     r"min_tokens": r"is \d+, it must be 0 to|cannot be combined",
     r"ignore_eos|continue_final_message": "cannot be combined",
     r"slo_class": "is none of",
     r"stream_options|top_logprobs": "needs ",
     r"tool_choice.*": "needs tools|is the name of none|cannot force",
     r"tools": "are not served",
-    r"prompt|tokens|stop_token_ids": "contains token id",
+    r"prompt|tokens|stop_token_ids|logit_bias": "contains token id",
     r"stop": "the limit is",
     r"structured_outputs": "must have exactly one of",
     r"structured_outputs\..*": "is not supported",
@@ -112,7 +116,7 @@ def _objects(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str
     if isinstance(value, dict):
         yield path
         for name, each in value.items():
-            if name not in ("parameters", "schema"):
+            if name not in ("parameters", "schema", "logit_bias"):
                 yield from _objects(each, (*path, name))
     elif isinstance(value, list):
         for number, each in enumerate(value):

@@ -1,0 +1,101 @@
+"""Log-likelihoods of prompts and biased answers of the running cluster against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.e2e.reference import Reference
+
+TOLERANCE = 1e-3
+LENGTHS = (1, 12, 21)
+"""Numbers of prompts: of 7, 100 and 700 tokens, the last of which takes several chunks."""
+WAYS: dict[str, dict[str, Any]] = {
+    "disaggregated": {"mode": "disaggregated", "max_step_tokens": 512},
+    "colocated": {"mode": "colocated", "max_step_tokens": 192},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def client(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[openai.OpenAI]:
+    cluster = running_cluster(dtype="float32", page_tokens=16, **WAYS[request.param])
+    yield openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
+    cluster.assert_idle_and_sound()
+
+
+@pytest.fixture(scope="module")
+def exact(reference: Reference) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    """Returns the log softmax [tokens - 1, vocab] at the second and each later token of a prompt."""
+    return lru_cache(lambda prompt: reference.logprobs(prompt[:1], prompt[1:]))
+
+
+@pytest.mark.parametrize("answer", [0, 5])
+def test_log_likelihoods_are_those_of_transformers(
+    client: openai.OpenAI, prompts: list[tuple[int, ...]], exact: Callable[..., torch.Tensor], answer: int
+) -> None:
+    asked = [prompts[each] for each in LENGTHS]
+    for _ in range(2):  # the second time all prompts are cached
+        reply = client.completions.create(
+            model="", prompt=[list(each) for each in asked], max_tokens=answer, echo=True, logprobs=2, temperature=0
+        )
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        assert reply.usage.prompt_tokens_details.cached_tokens == 0
+        for prompt, choice in zip(asked, reply.choices, strict=True):
+            wanted = exact(prompt)
+            found = choice.logprobs
+            assert found is not None
+            assert found.token_logprobs is not None
+            assert found.top_logprobs is not None
+            values = [wanted[at, token].item() for at, token in enumerate(prompt[1:])]
+            assert found.token_logprobs[1 : len(prompt)] == pytest.approx(values, abs=TOLERANCE)
+            for at, top in enumerate(found.top_logprobs[1 : len(prompt)]):
+                best = wanted[at].topk(2).values.tolist()
+                assert sorted(top.values(), reverse=True)[:2] == pytest.approx(best, abs=TOLERANCE)
+            assert len(found.token_logprobs) - len(prompt) in ([0] if answer == 0 else range(1, answer + 1))
+
+
+def test_prompt_logprobs_of_a_conversation(client: openai.OpenAI, exact: Callable[..., torch.Tensor]) -> None:
+    reply = client.chat.completions.create(
+        model="",
+        messages=[{"role": "user", "content": "Say a word."}],
+        max_tokens=3,
+        extra_body={"prompt_logprobs": 1, "return_token_ids": True},
+    ).model_dump()
+    prompt = tuple(reply["prompt_token_ids"])
+    wanted = exact(prompt)
+    assert reply["prompt_logprobs"][0] is None
+    for at, (token, entry) in enumerate(zip(prompt[1:], reply["prompt_logprobs"][1:], strict=True)):
+        assert entry[str(token)]["logprob"] == pytest.approx(wanted[at, token].item(), abs=TOLERANCE)
+
+
+def test_biases_change_each_token(client: openai.OpenAI, prompts: list[tuple[int, ...]], reference: Reference) -> None:
+    prompt = prompts[2]
+    plain = reference.generate(prompt, 6)
+    forced = client.completions.create(
+        model="", prompt=list(prompt), max_tokens=6, temperature=0, logit_bias={"28": 100}, logprobs=0
+    ).choices[0]
+    assert forced.logprobs is not None
+    logprobs = reference.logprobs(prompt, (28,) * 6)
+    values = [logprobs[at, 28].item() for at in range(6)]
+    assert forced.logprobs.token_logprobs == pytest.approx(values, abs=2 * TOLERANCE), "the model's own"
+    banned = {str(token): -100 for token in plain}
+    other = client.completions.create(
+        model="", prompt=list(prompt), max_tokens=6, temperature=0.7, seed=4, logit_bias=banned,
+        extra_body={"return_token_ids": True},
+    ).choices[0].model_dump()  # fmt: skip
+    assert len(other["token_ids"]) == 6
+    assert not {*other["token_ids"]} & {*plain}
+
+
+def test_the_best_of_several_answers(client: openai.OpenAI, prompts: list[tuple[int, ...]]) -> None:
+    options: dict[str, Any] = {"model": "", "prompt": list(prompts[3]), "max_tokens": 5, "temperature": 1.0, "seed": 3}
+    several = client.completions.create(**options, n=4, logprobs=0).choices
+    best = client.completions.create(**options, best_of=4, n=2).choices
+    means = {each.text: sum(each.logprobs.token_logprobs) / 5 for each in several if each.logprobs}  # type: ignore[arg-type]
+    assert [each.text for each in best] == sorted(means, key=lambda text: means[text], reverse=True)[:2]
