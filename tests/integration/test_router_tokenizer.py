@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cli.models.default_model import find_default_model
-from router.text.chat_template import ChatTurn
+from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
 
@@ -63,6 +63,24 @@ def test_same_chat_prompts(mine: Tokenizer, reference: Any, turns: list[ChatTurn
     messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     wanted = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert mine.encode_chat(turns) == wanted
+
+
+@pytest.mark.parametrize("end", [PromptEnd.LAST_TURN, PromptEnd.WITHIN_LAST_TURN])
+@pytest.mark.parametrize("turns", CHATS)
+def test_same_chat_prompts_with_another_end(
+    mine: Tokenizer, reference: Any, turns: list[ChatTurn], end: PromptEnd
+) -> None:
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    continued = end is PromptEnd.WITHIN_LAST_TURN
+    wanted = reference.apply_chat_template(messages, continue_final_message=continued, return_dict=True)["input_ids"]
+    assert mine.encode_rendered(mine.render_chat(turns, end=end)) == wanted
+
+
+@pytest.mark.parametrize("last", [1, 4, 100])
+@pytest.mark.parametrize("text", TEXTS)
+def test_same_ids_of_a_cut_text(mine: Tokenizer, reference: Any, text: str, last: int) -> None:
+    reference.truncation_side = "left"
+    assert mine.encode(text, last=last) == reference(text, truncation=True, max_length=last).input_ids
 
 
 def test_special_tokens_that_a_turn_spells_are_text(mine: Tokenizer, reference: Any) -> None:
