@@ -25,7 +25,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
 }
 
-_MESSAGE_CHARS = 2048
+MESSAGE_CHARS = 2048
 """Longest message of an error, in characters."""
 
 DONE = b"data: [DONE]\n\n"
@@ -121,6 +121,10 @@ class ReplyShape:
         ends = [endings[index] for index in sorted(endings)]
         return _sse({**self._stream_head(), "choices": [], "usage": _usage(ends)}) + DONE
 
+    def failure(self, error: TandemError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return error_event(error)
+
     def whole(self, choices: Sequence[CompleteAnswer]) -> bytes:
         """Return the body of a reply that is not streamed."""
         kind = "chat.completion" if self._chat else "text_completion"
@@ -176,7 +180,7 @@ def error_body(error: TandemError) -> bytes:
 def json_error(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
     """Return OpenAI's error object for an HTTP status."""
     kind = _ERROR_TYPES.get(status, "server_error")
-    message = clipped(message, _MESSAGE_CHARS)
+    message = clipped(message, MESSAGE_CHARS)
     return _dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 
