@@ -8,11 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,7 +21,7 @@ from router.api.call_limit import CallLimit
 from router.api.client_gone import unless_gone
 from router.api.http_body import disconnected, read_body
 from router.api.messages.api_key import MESSAGES_PATH, authorizations
-from router.api.messages.error_responses import error_response, status_response
+from router.api.messages.error_responses import add_error_handlers, error_response
 from router.api.messages.reply import MessageReply
 from router.api.messages.request import parse_count, parse_message
 from router.api.model_routes import add_models
@@ -48,7 +46,7 @@ from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from wire.address import is_loopback
 from wire.convert import traces_to_json
-from wire.errors import InvalidArgument, TandemError, Unauthenticated, clipped
+from wire.errors import InvalidArgument, TandemError, Unauthenticated
 from wire.security.credentials import matching_key, reading_keys
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
@@ -75,9 +73,7 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
     add_probes(app, dispatcher)
     app.add_api_route(METRICS_PATH, listener.metrics, methods=["GET", "HEAD"])
     app.add_api_route(TRACES_PATH, listener.traces, methods=["GET", "HEAD"])
-    app.add_exception_handler(TandemError, _on_tandem_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_defect)
+    add_error_handlers(app)
     metrics_keys = reading_keys(config.metrics_key, config.api_keys, config.token, loopback=is_loopback(config.host))
     counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | _OPERATORS_PATHS)
     checked: ASGIApp = _KeyCheck(counted, frozenset(config.api_keys), metrics_keys)
@@ -285,21 +281,3 @@ class _KeyCheck:
             return error
         key = "metrics key" if operators else "API key"
         return Unauthenticated(f"the request carries no valid {key}; send 'Authorization: Bearer <key>'")
-
-
-async def _on_tandem_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TandemError)
-    return error_response(request.url.path, error)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = request.url.path
-    message = f"{clipped(request.method)} {clipped(path)}: {HTTPStatus(error.status_code).phrase.lower()}"
-    code = HTTPStatus(error.status_code).name.lower()
-    return status_response(path, error.status_code, message, code=code, headers=error.headers)
-
-
-async def _on_defect(request: Request, error: Exception) -> Response:
-    message = f"unexpected {type(error).__name__}; the server's log has the details"
-    return status_response(request.url.path, 500, message, code="internal")

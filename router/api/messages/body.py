@@ -71,7 +71,7 @@ Block = Annotated[
 ]
 
 
-class Message(Body):
+class ConversationMessage(Body):
     """A message of the conversation."""
 
     inert = frozenset({"id"})
@@ -79,7 +79,7 @@ class Message(Body):
     content: Annotated[Text | Annotated[list[Block], LIST, Tag(ITEMS)], TEXT_OR_ITEMS]
 
 
-class Tool(Body):
+class ClientTool(Body):
     """A tool that the client runs."""
 
     inert = _CACHED | {"eager_input_streaming", "input_examples", "allowed_callers", "defer_loading"}
@@ -90,7 +90,7 @@ class Tool(Body):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
+class ClientToolChoice(Body):
     """The calls that the answer may or must have."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -98,7 +98,7 @@ class ToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Body):
+class ThinkingOptions(Body):
     """The wish for reasoning, for chat templates that can turn it on and off; its budget is ignored."""
 
     inert = frozenset({"budget_tokens", "display"})
@@ -142,17 +142,17 @@ class _Conversation(Extensions):
     inert = _INERT
 
     model: str | None = None
-    messages: Annotated[list[Message], LIST]
+    messages: Annotated[list[ConversationMessage], LIST]
     system: Annotated[Text | _TEXT_BLOCKS, TEXT_OR_ITEMS] | None = None
-    tools: Annotated[list[Tool], LIST] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    tools: Annotated[list[ClientTool], LIST] | None = None
+    tool_choice: ClientToolChoice | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older name of `output_config.format`."""
 
 
-class MessagesBody(_Conversation):
+class MessagesRequest(_Conversation):
     """The body of POST /v1/messages."""
 
     max_tokens: int | None = None
@@ -161,7 +161,7 @@ class MessagesBody(_Conversation):
     stream: bool | None = None
 
 
-class CountTokensBody(_Conversation):
+class CountTokensRequest(_Conversation):
     """The body of POST /v1/messages/count_tokens."""
 
     inert = _INERT | {"max_tokens", "stop_sequences", "stream"}

@@ -8,8 +8,8 @@ from typing import Any
 from router.api.bodies.turns import Turns
 from router.api.messages.body import (
     Block,
-    CountTokensBody,
-    MessagesBody,
+    CountTokensRequest,
+    MessagesRequest,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -18,7 +18,7 @@ from router.api.messages.body import (
 from wire.errors import InvalidArgument
 
 
-def conversation_of(body: MessagesBody | CountTokensBody) -> Turns:
+def conversation_of(body: MessagesRequest | CountTokensRequest) -> Turns:
     """Return the messages of a body; raises InvalidArgument for a block in a message of the wrong role."""
     made = Turns()
     if body.system:

@@ -8,7 +8,7 @@ from router.api.bodies.api_call import ApiCall, FieldNames
 from router.api.bodies.body import read_body, sort_unknown
 from router.api.bodies.turns import Turns
 from router.api.json_fields import UnknownFields
-from router.api.messages.body import CountTokensBody, MessagesBody
+from router.api.messages.body import CountTokensRequest, MessagesRequest
 from router.api.messages.conversation import conversation_of
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation, Options
@@ -24,7 +24,7 @@ _RENAMED = {"stop": "stop_sequences"}
 def parse_message(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
     """Parse the body of /v1/messages; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
     unknown = UnknownFields(strict=strict)
-    asked = read_body(MessagesBody, body)
+    asked = read_body(MessagesRequest, body)
     sort_unknown(asked, unknown)
     if asked.messages and asked.messages[-1].role == "assistant":
         message = "is the assistant's, and the beginning of an answer cannot be given; end with a message of the user"
@@ -40,14 +40,14 @@ def parse_message(body: bytes, received: EdgeStamp, *, strict: bool = False) -> 
 def parse_count(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
     """Parse the body of /v1/messages/count_tokens, with the errors and arguments of `parse_message`."""
     unknown = UnknownFields(strict=strict)
-    asked = read_body(CountTokensBody, body)
+    asked = read_body(CountTokensRequest, body)
     sort_unknown(asked, unknown)
     made = conversation_of(asked)
     request = ClientRequest("", asked.model or "", _conversation(asked, made), Options(), received)
     return ApiCall(request, False, unknown.names, FieldNames(tuple(made.fields), _RENAMED))
 
 
-def _conversation(asked: MessagesBody | CountTokensBody, made: Turns) -> Conversation:
+def _conversation(asked: MessagesRequest | CountTokensRequest, made: Turns) -> Conversation:
     variables: dict[str, Any] = {}
     if asked.thinking is not None:
         variables["enable_thinking"] = asked.thinking.type != "disabled"
@@ -57,7 +57,7 @@ def _conversation(asked: MessagesBody | CountTokensBody, made: Turns) -> Convers
     return Conversation(tuple(made.turns), variables, _tools(asked), parsed=True)
 
 
-def _tools(asked: MessagesBody | CountTokensBody) -> ToolOptions:
+def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
     tools = []
     for tool in asked.tools or ():
         function: dict[str, Any] = {"name": tool.name}
@@ -83,7 +83,7 @@ def _tools(asked: MessagesBody | CountTokensBody) -> ToolOptions:
     return options
 
 
-def _format(asked: MessagesBody) -> AnswerFormat | None:
+def _format(asked: MessagesRequest) -> AnswerFormat | None:
     found = [
         AnswerFormat(f"{field}.schema", GrammarKind.JSON_SCHEMA, each.json_schema)
         for field, each in (

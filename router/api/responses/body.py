@@ -12,7 +12,7 @@ from router.api.bodies.extensions import Extensions
 from router.api.openai_fields import UNSERVED, Unserved
 
 
-class TextPart(Body):
+class ResponseTextPart(Body):
     """A part of a message, or of a function's output."""
 
     inert = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
@@ -20,7 +20,7 @@ class TextPart(Body):
     text: str
 
 
-class RefusalPart(Body):
+class ResponseRefusalPart(Body):
     """A refusal in an earlier answer; it is given to the model as text."""
 
     type: Literal["refusal"]
@@ -29,13 +29,13 @@ class RefusalPart(Body):
 
 _PARTS = {"input_text": "<text part>", "output_text": "<text part>", "text": "<text part>", "refusal": "<refusal>"}
 Part = Annotated[
-    Annotated[TextPart, Tag("<text part>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Annotated[ResponseTextPart, Tag("<text part>")] | Annotated[ResponseRefusalPart, Tag("<refusal>")],
     by_type(_PARTS, "input_text, output_text or refusal"),
 ]
 Content = Annotated[Text | Annotated[list[Part], LIST, Tag(ITEMS)], TEXT_OR_ITEMS]
 
 
-class Message(Body):
+class ResponseMessage(Body):
     """A message of the conversation, an earlier answer included."""
 
     inert = frozenset({"id", "status", "phase"})
@@ -44,7 +44,7 @@ class Message(Body):
     content: Content
 
 
-class FunctionCall(Body):
+class ResponseFunctionCall(Body):
     """A call of a function in an earlier answer."""
 
     inert = frozenset({"id", "status", "caller"})
@@ -54,7 +54,7 @@ class FunctionCall(Body):
     arguments: str
 
 
-class FunctionCallOutput(Body):
+class ResponseFunctionCallOutput(Body):
     """The result of a call."""
 
     inert = frozenset({"id", "status", "name", "caller"})
@@ -63,32 +63,32 @@ class FunctionCallOutput(Body):
     output: Content
 
 
-class ReasoningText(Body):
+class ResponseReasoningText(Body):
     """A part of the reasoning in an earlier answer."""
 
     type: str
     text: str = ""
 
 
-class Reasoning(Body):
+class ResponseReasoning(Body):
     """The reasoning of an earlier answer; summaries and encrypted contents are ignored."""
 
     inert = frozenset({"id", "status", "summary", "encrypted_content"})
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], LIST] | None = None
+    content: Annotated[list[ResponseReasoningText], LIST] | None = None
 
 
 _ITEMS = {kind: f"<{kind}>" for kind in ("message", "function_call", "function_call_output", "reasoning")}
 Item = Annotated[
-    Annotated[Message, Tag("<message>")]
-    | Annotated[FunctionCall, Tag("<function_call>")]
-    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
-    | Annotated[Reasoning, Tag("<reasoning>")],
+    Annotated[ResponseMessage, Tag("<message>")]
+    | Annotated[ResponseFunctionCall, Tag("<function_call>")]
+    | Annotated[ResponseFunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[ResponseReasoning, Tag("<reasoning>")],
     by_type(_ITEMS, "message, function_call, function_call_output or reasoning", absent="<message>"),
 ]
 
 
-class FunctionTool(Body):
+class ResponseFunctionTool(Body):
     """A function that the model may call."""
 
     inert = frozenset({"defer_loading", "output_schema"})
@@ -99,19 +99,19 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class NamedFunction(Body):
+class ResponseNamedFunction(Body):
     """The choice of one function."""
 
     type: Literal["function"]
     name: str
 
 
-class AllowedTools(Body):
+class ResponseAllowedTools(Body):
     """The choice among some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], LIST]
+    tools: Annotated[list[ResponseNamedFunction], LIST]
 
 
 def _choice_tag(value: Any) -> str | None:
@@ -123,8 +123,8 @@ def _choice_tag(value: Any) -> str | None:
 
 Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag(TEXT)]
-    | Annotated[NamedFunction, Tag("<function>")]
-    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    | Annotated[ResponseNamedFunction, Tag("<function>")]
+    | Annotated[ResponseAllowedTools, Tag("<allowed_tools>")],
     Discriminator(
         _choice_tag,
         custom_error_type="tool_choice",
@@ -133,7 +133,7 @@ Choice = Annotated[
 ]
 
 
-class TextFormat(Body):
+class ResponseTextFormat(Body):
     """The format of the answer's text."""
 
     inert = frozenset({"name", "description", "strict"})
@@ -141,14 +141,14 @@ class TextFormat(Body):
     json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
-class TextOptions(Body):
+class ResponseTextOptions(Body):
     """The options of the answer's text."""
 
     inert = frozenset({"verbosity"})
-    format: TextFormat | None = None
+    format: ResponseTextFormat | None = None
 
 
-class ReasoningOptions(Body):
+class ResponseReasoningOptions(Body):
     """The options of the model's reasoning."""
 
     inert = frozenset({"summary", "generate_summary"})
@@ -159,7 +159,7 @@ _STORED = "responses are not stored; send the whole conversation as input"
 _ELSEWHERE = "it is a field of chat completions; the Responses API has {} instead"
 
 
-class ResponsesBody(Extensions):
+class ResponsesRequest(Extensions):
     """The body of POST /v1/responses."""
 
     refused: ClassVar[Mapping[str, Unserved]] = {
@@ -190,11 +190,11 @@ class ResponsesBody(Extensions):
     model: str | None = None
     input: Annotated[Text | Annotated[list[Item], LIST, Tag(ITEMS)], TEXT_OR_ITEMS]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], LIST] | None = None
+    tools: Annotated[list[ResponseFunctionTool], LIST] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    text: ResponseTextOptions | None = None
+    reasoning: ResponseReasoningOptions | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
     store: bool | None = None

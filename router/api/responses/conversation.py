@@ -7,17 +7,17 @@ from typing import Any
 from router.api.bodies.turns import Turns
 from router.api.responses.body import (
     Content,
-    FunctionCall,
-    FunctionCallOutput,
     Item,
-    Reasoning,
-    ResponsesBody,
-    TextPart,
+    ResponseFunctionCall,
+    ResponseFunctionCallOutput,
+    ResponseReasoning,
+    ResponsesRequest,
+    ResponseTextPart,
 )
 from router.text.tools import call_arguments
 
 
-def conversation_of(body: ResponsesBody) -> Turns:
+def conversation_of(body: ResponsesRequest) -> Turns:
     """Return the messages of a body; raises InvalidArgument for arguments of a call that are too large to parse."""
     made = Turns()
     if body.instructions:
@@ -33,12 +33,12 @@ def conversation_of(body: ResponsesBody) -> Turns:
 
 
 def _add(made: Turns, answer: _EarlierAnswer, field: str, item: Item) -> None:
-    if isinstance(item, Reasoning):
+    if isinstance(item, ResponseReasoning):
         answer.reasoning(field, "".join(part.text for part in item.content or ()))
-    elif isinstance(item, FunctionCall):
+    elif isinstance(item, ResponseFunctionCall):
         arguments = call_arguments(f"{field}.arguments", item.arguments)
         answer.call(field, made.call(item.call_id, item.name, arguments))
-    elif isinstance(item, FunctionCallOutput):
+    elif isinstance(item, ResponseFunctionCallOutput):
         answer.end()
         made.result(field, item.call_id, _text(item.output))
     elif item.role == "assistant":
@@ -89,4 +89,4 @@ class _EarlierAnswer:
 def _text(content: Content) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return "".join(part.text if isinstance(part, ResponseTextPart) else part.refusal for part in content)

@@ -9,7 +9,12 @@ from typing import Any
 from router.api.bodies.api_call import ApiCall, FieldNames
 from router.api.bodies.body import read_body, sort_unknown
 from router.api.json_fields import UnknownFields
-from router.api.responses.body import AllowedTools, FunctionTool, NamedFunction, ResponsesBody
+from router.api.responses.body import (
+    ResponseAllowedTools,
+    ResponseFunctionTool,
+    ResponseNamedFunction,
+    ResponsesRequest,
+)
 from router.api.responses.conversation import conversation_of
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation
@@ -26,7 +31,7 @@ _FORMAT = "text.format"
 def parse_response(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
     """Parse the body of /v1/responses; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
     unknown = UnknownFields(strict=strict)
-    asked = read_body(ResponsesBody, body)
+    asked = read_body(ResponsesRequest, body)
     sort_unknown(asked, unknown)
     if _LOGPROBS in (asked.include or ()):
         raise InvalidArgument("include", f"has {_LOGPROBS}, which is not supported; use chat completions")
@@ -41,16 +46,16 @@ def parse_response(body: bytes, received: EdgeStamp, *, strict: bool = False) ->
     return ApiCall(request, bool(asked.stream), unknown.names, names, _echo(asked))
 
 
-def _tools(asked: ResponsesBody) -> ToolOptions:
+def _tools(asked: ResponsesRequest) -> ToolOptions:
     tools = [_tool(each) for each in asked.tools or ()]
     names = {tool.name for tool in asked.tools or ()}
     parallel = asked.parallel_tool_calls is not False
     wanted = asked.tool_choice
-    if isinstance(wanted, NamedFunction | AllowedTools):
-        chosen = {wanted.name} if isinstance(wanted, NamedFunction) else {each.name for each in wanted.tools}
+    if isinstance(wanted, ResponseNamedFunction | ResponseAllowedTools):
+        chosen = {wanted.name} if isinstance(wanted, ResponseNamedFunction) else {each.name for each in wanted.tools}
         if not chosen or not chosen <= names:
             raise InvalidArgument("tool_choice", "names a function that is none of the tools")
-        if isinstance(wanted, NamedFunction):
+        if isinstance(wanted, ResponseNamedFunction):
             return ToolOptions(tuple(tools), ToolChoice.FUNCTION, wanted.name, parallel)
         allowed = [made for made, tool in zip(tools, asked.tools or (), strict=True) if tool.name in chosen]
         return ToolOptions(tuple(allowed), ToolChoice(wanted.mode), "", parallel)
@@ -59,7 +64,7 @@ def _tools(asked: ResponsesBody) -> ToolOptions:
     return ToolOptions(tuple(tools), ToolChoice(wanted or "auto") if tools else ToolChoice.NONE, "", parallel)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool(tool: ResponseFunctionTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -68,7 +73,7 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _format(asked: ResponsesBody) -> AnswerFormat | None:
+def _format(asked: ResponsesRequest) -> AnswerFormat | None:
     wanted = asked.text.format if asked.text else None
     if wanted is None or wanted.type == "text":
         return None
@@ -79,7 +84,7 @@ def _format(asked: ResponsesBody) -> AnswerFormat | None:
     return AnswerFormat(f"{_FORMAT}.schema", GrammarKind.JSON_SCHEMA, wanted.json_schema)
 
 
-def _echo(asked: ResponsesBody) -> str:
+def _echo(asked: ResponsesRequest) -> str:
     """Return the members of the response that repeat the request.
 
     They are written once, here and not on the event loop, as tools and instructions can be large.
