@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from router.api.bodies.api_call import ApiCall
@@ -19,8 +18,8 @@ from wire.messages import FinishReason
 class MessageReply(NamedEventsReply):
     """Builds the message and its events."""
 
-    def __init__(self, _call: ApiCall, admitted: Admitted, facts: ReplyFacts) -> None:
-        super().__init__(admitted)
+    def __init__(self, call: ApiCall, admitted: Admitted, facts: ReplyFacts) -> None:
+        super().__init__(admitted, streamed=call.stream)
         self.answer_id = f"msg_{facts.request_id}"
         self._blocks = ContentBlocks()
         self._message: dict[str, Any] = {
@@ -37,7 +36,7 @@ class MessageReply(NamedEventsReply):
 
     def opening(self, choices: int = 1) -> bytes:
         """Return the events `message_start` and `ping`."""
-        return _events([{"type": "message_start", "message": self._message}, {"type": "ping"}])
+        return self._events([{"type": "message_start", "message": self._message}, {"type": "ping"}])
 
     def failure(self, error: TandemError) -> bytes:
         """Return the event `error`."""
@@ -48,14 +47,14 @@ class MessageReply(NamedEventsReply):
         return dumped(self._message).encode()
 
     def _add(self, delta: AnswerDelta, tokens: int) -> bytes:
-        return _events(self._blocks.add(delta))
+        return self._events(self._blocks.add(delta))
 
     def _finish(self, ending: Ending, *, called: bool) -> bytes:
-        last = _events(self._blocks.end())
+        last = self._events(self._blocks.end())
         stop = {"stop_reason": _stop_reason(ending, called=called), "stop_sequence": ending.matched_stop or None}
         usage = _usage(ending.prompt_tokens, ending.completion_tokens, ending.cached_tokens)
         self._message |= {"content": self._blocks.blocks, **stop, "usage": usage}
-        return last + _events([{"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}])
+        return last + self._events([{"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}])
 
 
 def _stop_reason(ending: Ending, *, called: bool) -> str | None:
@@ -77,7 +76,3 @@ def _usage(prompt: int, answer: int, cached: int) -> dict[str, int]:
         "cache_read_input_tokens": cached,
         "output_tokens": answer,
     }
-
-
-def _events(events: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join([named_event(each["type"], dumped(each)) for each in events])

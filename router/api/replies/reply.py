@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,13 +48,14 @@ class ReplyFacts:
 class NamedEventsReply(ABC):
     """A reply with one answer, whose stream has events with names; a `StreamedReply`.
 
-    A reply that is not streamed is built in the same way, from the same parts, and its events are dropped.
+    A reply that is not streamed is built in the same way, from the same parts, but has no events.
     """
 
     answer_id: str
     """The `id` of the reply."""
 
-    def __init__(self, admitted: Admitted) -> None:
+    def __init__(self, admitted: Admitted, *, streamed: bool) -> None:
+        self._streamed = streamed
         self._parsers = AnswerParsers(admitted.syntax)
 
     @abstractmethod
@@ -89,6 +90,18 @@ class NamedEventsReply(ABC):
     @abstractmethod
     def _finish(self, ending: Ending, *, called: bool) -> bytes:
         """Add the end of the answer, in which a tool is `called` or not; return its events."""
+
+    def _events(self, events: Iterable[dict[str, Any]]) -> bytes:
+        """Return events ready to send, if the reply is streamed; each is made in any case."""
+        if self._streamed:
+            return b"".join(map(self._event, events))
+        for _ in events:
+            pass
+        return b""
+
+    def _event(self, event: dict[str, Any]) -> bytes:
+        """Return an event ready to send; its name is its `type`."""
+        return named_event(event["type"], dumped(event))
 
 
 async def collected(choices: Choices, reply: NamedEventsReply) -> bytes:

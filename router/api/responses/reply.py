@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from router.api.bodies.api_call import ApiCall
@@ -23,7 +22,7 @@ class ResponseReply(NamedEventsReply):
     """Builds the response object and its events."""
 
     def __init__(self, call: ApiCall, admitted: Admitted, facts: ReplyFacts) -> None:
-        super().__init__(admitted)
+        super().__init__(admitted, streamed=call.stream)
         self.answer_id = f"resp_{facts.request_id}"
         self._head = {
             "id": self.answer_id,
@@ -94,8 +93,8 @@ class ResponseReply(NamedEventsReply):
             "total_tokens": prompt + answer,
         }
 
-    def _events(self, events: Iterable[dict[str, Any]]) -> bytes:
-        return b"".join([named_event(each["type"], dumped({**each, **self._numbered()})) for each in events])
+    def _event(self, event: dict[str, Any]) -> bytes:
+        return super()._event({**event, **self._numbered()})
 
     def _response_event(self, kind: str, response: str) -> bytes:
         head = dumped({"type": kind, **self._numbered()})
