@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.answer_stream import AnswerStream
-from router.api.bodies.api_call import ApiCall
 from router.api.call_limit import CallLimit
 from router.api.client_gone import unless_gone
 from router.api.http_body import disconnected, read_body
-from router.api.messages.api_key import MESSAGES_PATH, authorizations
+from router.api.messages.api_key import authorizations
 from router.api.messages.error_responses import add_error_handlers, error_response
-from router.api.messages.reply import MessageReply
-from router.api.messages.request import parse_count, parse_message
 from router.api.model_routes import add_models
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
 from router.api.openai_replies import CompleteAnswer, ReplyShape
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.api.probes import PROBE_PATHS, add_probes
-from router.api.replies.reply import ReplyFacts, collected
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
-from router.api.responses.reply import ResponseReply
-from router.api.responses.request import parse_response
+from router.api.routes.item_routes import add_item_apis
 from router.api.tokenizer_routes import add_tokenizer
 from router.config import RouterConfig
 from router.requests.answer import Ending
@@ -54,8 +46,7 @@ from wire.tracing.timeline import Edge, EdgeStamp
 _JSON = "application/json"
 _OPERATORS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
 
-_C = TypeVar("_C", OpenAICall, ApiCall)
-_R = TypeVar("_R", ReplyShape, ResponseReply, MessageReply)
+Parser = Callable[..., OpenAICall]
 
 
 def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> ASGIApp:
@@ -65,9 +56,7 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
     listener = _HttpListener(config, validator, dispatcher, metrics_page(exposition), IgnoredLog())
     app.add_api_route("/v1/chat/completions", listener.chat, methods=["POST"])
     app.add_api_route("/v1/completions", listener.completions, methods=["POST"])
-    app.add_api_route("/v1/responses", listener.responses, methods=["POST"])
-    app.add_api_route(MESSAGES_PATH, listener.messages, methods=["POST"])
-    app.add_api_route(f"{MESSAGES_PATH}/count_tokens", listener.count_tokens, methods=["POST"])
+    add_item_apis(app, config, validator, dispatcher, listener.ignored)
     add_models(app, config, dispatcher)
     add_tokenizer(app, config, validator)
     add_probes(app, dispatcher)
@@ -107,31 +96,11 @@ class _HttpListener:
 
     async def chat(self, request: Request) -> Response:
         """Serve POST /v1/chat/completions."""
-        return await self._answer(request, parse_chat, partial(_openai_reply, chat=True), _collect)
+        return await self._answer(request, parse_chat, chat=True)
 
     async def completions(self, request: Request) -> Response:
         """Serve POST /v1/completions."""
-        return await self._answer(request, parse_completion, partial(_openai_reply, chat=False), _collect)
-
-    async def responses(self, request: Request) -> Response:
-        """Serve POST /v1/responses."""
-        return await self._answer(request, parse_response, ResponseReply, collected)
-
-    async def messages(self, request: Request) -> Response:
-        """Serve POST /v1/messages."""
-        return await self._answer(request, parse_message, MessageReply, collected)
-
-    async def count_tokens(self, request: Request) -> Response:
-        """Serve POST /v1/messages/count_tokens."""
-        parse = partial(parse_count, received=EdgeStamp.now(Edge.RECEIVED), strict=self.config.strict_requests)
-        body = await self._body(request)
-        gone = asyncio.create_task(disconnected(request.receive))
-        try:
-            call, count = await unless_gone(self._counted(request, body, parse), gone)
-        finally:
-            gone.cancel()
-        self.ignored.note(call.ignored)
-        return JSONResponse({"input_tokens": count}, headers=_ignored_header(call.ignored))
+        return await self._answer(request, parse_completion, chat=False)
 
     async def metrics(self, request: Request) -> Response:
         """Serve GET /metrics."""
@@ -144,13 +113,7 @@ class _HttpListener:
         found = store.find(asked["id"]) if "id" in asked else store.slow() if "slow" in asked else store.newest()
         return Response(traces_to_json(found, store.kept), media_type=_JSON)
 
-    async def _answer(
-        self,
-        request: Request,
-        parse: Callable[..., _C],
-        reply_to: Callable[[_C, Admitted, ReplyFacts], _R],
-        collect: Callable[[Choices, _R], Awaitable[bytes]],
-    ) -> Response:
+    async def _answer(self, request: Request, parse: Parser, *, chat: bool) -> Response:
         received = EdgeStamp.now(Edge.RECEIVED)
         reading = partial(parse, received=received, strict=self.config.strict_requests)
         body = await self._body(request)
@@ -166,13 +129,23 @@ class _HttpListener:
             raise
         gone.add_done_callback(lambda _: choices.close())
         self.ignored.note(call.ignored)
-        facts = ReplyFacts(choices.request_id, self.config.model_name, received.unix_nanos // 10**9)
-        reply = reply_to(call, admitted, facts)
-        headers = {REQUEST_ID_HEADER: reply.answer_id, **_ignored_header(call.ignored)}
+        shape = ReplyShape(
+            chat=chat,
+            request_id=choices.request_id,
+            model=self.config.model_name,
+            created=received.unix_nanos // 10**9,
+            stream_options=call.stream_options,
+            prompt_tokens=len(admitted.prompt_token_ids),
+            syntax=admitted.syntax,
+            logprobs=call.request.options.alternatives is not None,
+        )
+        headers = {REQUEST_ID_HEADER: shape.answer_id}
+        if call.ignored:
+            headers[IGNORED_HEADER] = ", ".join(call.ignored)
         if call.stream:
-            return AnswerStream(choices, reply, gone, headers=headers, comment_s=self.config.sse_comment_s)
+            return AnswerStream(choices, shape, gone, headers=headers, comment_s=self.config.sse_comment_s)
         try:
-            return Response(await collect(choices, reply), headers=headers, media_type=_JSON)
+            return Response(await _collect(choices, shape), headers=headers, media_type=_JSON)
         finally:
             gone.cancel()
             choices.close()
@@ -184,56 +157,17 @@ class _HttpListener:
             self.dispatcher.metrics.refused("", error)
             raise
 
-    async def _admitted(self, request: Request, body: bytes, parse: Callable[[bytes], _C]) -> tuple[_C, Admitted]:
-        call = await self._parsed(request, body, parse)
-        traceparent = only(request.headers.getlist(TRACEPARENT))
-        with _clients_names(call):
-            return call, await self.validator.admit(
-                replace(call.request, tenant=self._tenant(request), traceparent=traceparent)
-            )
-
-    async def _counted(self, request: Request, body: bytes, parse: Callable[[bytes], ApiCall]) -> tuple[ApiCall, int]:
-        call = await self._parsed(request, body, parse)
-        asked = replace(call.request, tenant=self._tenant(request))
-        with _clients_names(call):
-            ids, _, _ = await self.validator.tokenize(asked, add_special_tokens=False, spell=False)
-        return call, len(ids)
-
-    async def _parsed(self, request: Request, body: bytes, parse: Callable[[bytes], _C]) -> _C:
+    async def _admitted(
+        self, request: Request, body: bytes, parse: Callable[[bytes], OpenAICall]
+    ) -> tuple[OpenAICall, Admitted]:
+        tenant = tenant_of(matching_key(request.headers.getlist("authorization"), self.config.api_keys))
         try:
-            return await self.validator.reader.json(self._tenant(request), body, parse)
+            call = await self.validator.reader.json(tenant, body, parse)
         except TandemError as error:
             self.dispatcher.metrics.refused("", error)
             raise
-
-    def _tenant(self, request: Request) -> str:
-        return tenant_of(matching_key(authorizations(request.scope), self.config.api_keys))
-
-
-@contextmanager
-def _clients_names(call: OpenAICall | ApiCall) -> Iterator[None]:
-    """Raise errors about a field with the client's name of it."""
-    try:
-        yield
-    except InvalidArgument as error:
-        raise (call.names.error(error) if isinstance(call, ApiCall) else error) from None
-
-
-def _openai_reply(call: OpenAICall, admitted: Admitted, facts: ReplyFacts, *, chat: bool) -> ReplyShape:
-    return ReplyShape(
-        chat=chat,
-        request_id=facts.request_id,
-        model=facts.model,
-        created=facts.created,
-        stream_options=call.stream_options,
-        prompt_tokens=len(admitted.prompt_token_ids),
-        syntax=admitted.syntax,
-        logprobs=call.request.options.alternatives is not None,
-    )
-
-
-def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    return {IGNORED_HEADER: ", ".join(names)} if names else {}
+        client_request = replace(call.request, tenant=tenant, traceparent=only(request.headers.getlist(TRACEPARENT)))
+        return call, await self.validator.admit(client_request)
 
 
 async def _collect(choices: Choices, shape: ReplyShape) -> bytes:

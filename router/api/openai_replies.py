@@ -121,10 +121,6 @@ class ReplyShape:
         ends = [endings[index] for index in sorted(endings)]
         return _sse({**self._stream_head(), "choices": [], "usage": _usage(ends)}) + DONE
 
-    def failure(self, error: TandemError) -> bytes:
-        """Return the event that ends a stream with an error."""
-        return error_event(error)
-
     def whole(self, choices: Sequence[CompleteAnswer]) -> bytes:
         """Return the body of a reply that is not streamed."""
         kind = "chat.completion" if self._chat else "text_completion"
@@ -154,6 +150,10 @@ class ReplyShape:
         if self._continuous_usage:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
         return {"usage": None} if self._include_usage else {}
+
+    def failure(self, error: TandemError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return error_event(error)
 
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
