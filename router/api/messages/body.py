@@ -119,12 +119,24 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class ContextEdit(Body):
+    """An edit of the conversation; clearing earlier reasoning is accepted, as chat templates leave it out anyway."""
+
+    inert = frozenset({"keep"})
+    type: str
+
+
+class ContextManagement(Body):
+    """The edits that the server shall make to the conversation."""
+
+    edits: Annotated[list[ContextEdit], LIST] | None = None
+
+
 _SERVER_TOOLS = "the server runs no tools; offer them under tools and run them yourself"
 _REFUSED: Mapping[str, Unserved] = {
     **UNSERVED,
     "mcp_servers": Unserved(_SERVER_TOOLS),
     "container": Unserved(_SERVER_TOOLS),
-    "context_management": Unserved("conversations are never edited; send a shorter one"),
     "prefill": Unserved("the model's chat template always asks for the assistant's next message"),
     "n": Unserved("the Messages API has one answer", (1,)),
     "stop": Unserved("it is called stop_sequences here"),
@@ -148,6 +160,7 @@ class _Conversation(Extensions):
     tool_choice: ClientToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     output_format: OutputFormat | None = None
     """The older name of `output_config.format`."""
 

@@ -48,6 +48,10 @@ def parse_count(body: bytes, received: EdgeStamp, *, strict: bool = False) -> Ap
 
 
 def _conversation(asked: MessagesRequest | CountTokensRequest, made: Turns) -> Conversation:
+    for number, edit in enumerate((asked.context_management and asked.context_management.edits) or ()):
+        if not edit.type.startswith("clear_thinking_"):
+            message = "is not supported, as conversations are never edited; send a shorter one"
+            raise InvalidArgument(f"context_management.edits[{number}]", message)
     variables: dict[str, Any] = {}
     if asked.thinking is not None:
         variables["enable_thinking"] = asked.thinking.type != "disabled"

@@ -204,6 +204,27 @@ async def test_count_tokens(cluster: Cluster, http: httpx.AsyncClient) -> None:
     assert unknown.headers["x-tandem-ignored"] == "zap"
 
 
+async def test_a_request_of_an_agent(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    """Hints about caching, budgets and bookkeeping are accepted, none of them is ignored with a header."""
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    text = {"type": "text", "text": "Hello", **cached}
+    body = BODY | {
+        "messages": [{"role": "user", "content": [text]}],
+        "system": [text],
+        "tools": [{**TOOLS[0], **cached, "eager_input_streaming": True, "strict": True}],
+        "thinking": {"type": "enabled", "budget_tokens": 10_000, "display": "summarized"},
+        "metadata": {"user_id": "me"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "service_tier": "auto",
+    }
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "context-management-2025-06-27"}
+    reply = await http.post("/v1/messages?beta=true", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert "x-tandem-ignored" not in reply.headers
+    assert reply.headers["request-id"] == reply.headers["x-request-id"] == reply.json()["id"]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -225,6 +246,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "h"}}, "tool_choice.name"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
 ]  # fmt: skip
 BAD_MESSAGES = [
     *BAD,
