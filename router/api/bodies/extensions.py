@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from router.api.bodies.body import Body
+from router.api.bodies.body import LIST, Body
+from router.api.openai_fields import UNSERVED, Unserved
 from router.requests.request import Options
+
+_CHAT = "it is a field of chat completions alone"
+CHAT_ONLY: Mapping[str, Unserved] = {
+    **UNSERVED,
+    **{
+        name: Unserved(_CHAT)
+        for name in (
+            *("logit_bias", "echo", "return_token_ids", "continue_final_message", "include_stop_str_in_output"),
+            *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("json_schema", "regex", "ebnf", "add_special_tokens"),
+        )
+    },
+    "n": Unserved("this API has one answer", (1,), empty=False),
+    "best_of": Unserved("this API has one answer", (1,), empty=False),
+    "logprobs": Unserved(_CHAT, (0,)),
+    "top_logprobs": Unserved(_CHAT, (0,)),
+    "prompt_logprobs": Unserved(_CHAT, empty=False),
+    "truncate_prompt_tokens": Unserved(_CHAT, empty=False),
+    "add_generation_prompt": Unserved(_CHAT, (True,), empty=False),
+}
+"""The fields of chat completions and completions that would change the answer and that no other API has."""
 
 
 class Extensions(Body):
@@ -19,6 +42,7 @@ class Extensions(Body):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    stop_token_ids: Annotated[list[int], LIST] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     speculate: bool | None = None
@@ -39,6 +63,7 @@ class Extensions(Body):
             presence_penalty=self.presence_penalty,
             repetition_penalty=self.repetition_penalty,
             seed=None if self.seed == -1 else self.seed,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
             speculate=self.speculate is not False,

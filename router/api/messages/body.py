@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from router.api.bodies.body import ITEMS, LIST, TEXT_OR_ITEMS, Body, Text, by_type
-from router.api.bodies.extensions import Extensions
-from router.api.openai_fields import UNSERVED, Unserved
+from router.api.bodies.extensions import CHAT_ONLY, Extensions
+from router.api.openai_fields import Unserved
 
 _CACHED = frozenset({"cache_control"})
 """Prefixes are cached without being asked for."""
@@ -134,11 +134,10 @@ class ContextManagement(Body):
 
 _SERVER_TOOLS = "the server runs no tools; offer them under tools and run them yourself"
 _REFUSED: Mapping[str, Unserved] = {
-    **UNSERVED,
+    **CHAT_ONLY,
     "mcp_servers": Unserved(_SERVER_TOOLS),
     "container": Unserved(_SERVER_TOOLS),
     "prefill": Unserved("the model's chat template always asks for the assistant's next message"),
-    "n": Unserved("the Messages API has one answer", (1,)),
     "stop": Unserved("it is called stop_sequences here"),
     "max_completion_tokens": Unserved("it is called max_tokens here", empty=False),
     "response_format": Unserved("it is called output_config.format here"),

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from router.api.bodies.body import ITEMS, LIST, TEXT, TEXT_OR_ITEMS, Body, Text, by_type
-from router.api.bodies.extensions import Extensions
-from router.api.openai_fields import UNSERVED, Unserved
+from router.api.bodies.extensions import CHAT_ONLY, Extensions
+from router.api.openai_fields import Unserved
 
 
 class ResponseTextPart(Body):
@@ -163,7 +163,7 @@ class ResponsesRequest(Extensions):
     """The body of POST /v1/responses."""
 
     refused: ClassVar[Mapping[str, Unserved]] = {
-        **UNSERVED,
+        **CHAT_ONLY,
         "previous_response_id": Unserved(_STORED),
         "conversation": Unserved(_STORED),
         "prompt": Unserved("prompt templates are not stored; send input and instructions"),
@@ -171,8 +171,6 @@ class ResponsesRequest(Extensions):
         "truncation": Unserved("conversations are never cut; send a shorter one", ("disabled",)),
         "context_management": Unserved("conversations are never compacted; send a shorter one"),
         "moderation": Unserved("texts are not moderated"),
-        "top_logprobs": Unserved("log probabilities are a field of chat completions", (0,)),
-        "n": Unserved("the Responses API has one answer", (1,)),
         "stop": Unserved("the Responses API has no stop strings"),
         "messages": Unserved(_ELSEWHERE.format("input")),
         "max_tokens": Unserved(_ELSEWHERE.format("max_output_tokens"), empty=False),

@@ -246,6 +246,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "h"}}, "tool_choice.name"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"logprobs": True}, "logprobs"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
 ]  # fmt: skip
 BAD_MESSAGES = [

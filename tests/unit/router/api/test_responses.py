@@ -231,6 +231,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 5}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"top_logprobs": 2}, "top_logprobs"),
+    ({"n": 2}, "n"),
+    ({"logit_bias": {"5": 3}}, "logit_bias"),
+    ({"guided_regex": "a"}, "guided_regex"),
+    ({"stop": "a"}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "conv_1"}, "conversation"),
@@ -273,6 +278,9 @@ async def test_fields_without_effect_and_unknown_ones(cluster: Cluster, http: ht
         "reasoning": {"effort": "low", "summary": "auto"},
         "text": {"verbosity": "low"},
         "stream_options": {"include_obfuscation": False},
+        "n": 1,
+        "logprobs": False,
+        "add_generation_prompt": True,
     }
     reply = await http.post("/v1/responses", json=BODY | inert)
     assert reply.status_code == 200, reply.text
