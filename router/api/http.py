@@ -1,4 +1,4 @@
-"""The HTTP listener: OpenAI's chat completions, completions and models, metrics, traces and probes."""
+"""The HTTP listener: OpenAI's and Anthropic's APIs, metrics, traces and probes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,15 +18,18 @@ from router.api.client_gone import unless_gone
 from router.api.completions.answers import CompleteAnswer, best_of
 from router.api.completions.prompt_replies import PromptReplies
 from router.api.http_body import disconnected, read_body
+from router.api.messages.api_key import authorizations
+from router.api.messages.error_responses import add_error_handlers, error_response
 from router.api.model_routes import add_models
 from router.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
-from router.api.openai_replies import ReplyShape, error_body, error_headers, json_error
+from router.api.openai_replies import ReplyShape
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.api.openapi.json_body import json_body
 from router.api.openapi.routes import OPEN_PATHS, add_pages
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
+from router.api.routes.item_routes import add_item_apis
 from router.api.tokenizer_routes import add_tokenizer
 from router.config import RouterConfig
 from router.requests.answer import Ending
@@ -42,7 +43,7 @@ from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from wire.address import is_loopback
 from wire.convert import traces_to_json
-from wire.errors import InvalidArgument, TandemError, Unauthenticated, clipped
+from wire.errors import InvalidArgument, TandemError, Unauthenticated
 from wire.security.credentials import matching_key, reading_keys
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
@@ -64,15 +65,14 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
         ("/v1/completions", listener.completions, CompletionRequest),
     ):
         app.add_api_route(path, answer, methods=["POST"], openapi_extra=json_body(body))
+    add_item_apis(app, config, validator, dispatcher, listener.ignored)
     add_models(app, config, dispatcher)
     add_tokenizer(app, config, validator)
     add_probes(app, dispatcher)
     add_pages(app)
     app.add_api_route(METRICS_PATH, listener.metrics, methods=["GET", "HEAD"])
     app.add_api_route(TRACES_PATH, listener.traces, methods=["GET", "HEAD"])
-    app.add_exception_handler(TandemError, _on_tandem_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_defect)
+    add_error_handlers(app)
     metrics_keys = reading_keys(config.metrics_key, config.api_keys, config.token, loopback=is_loopback(config.host))
     counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | _OPERATORS_PATHS)
     checked: ASGIApp = _KeyCheck(counted, frozenset(config.api_keys), metrics_keys)
@@ -233,7 +233,7 @@ class _KeyCheck:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
             refusal = self._refusal(scope)
             if refusal is not None:
-                await _respond(refusal)(scope, receive, send)
+                await error_response(scope["path"], refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -241,31 +241,9 @@ class _KeyCheck:
         operators = scope["path"] in _OPERATORS_PATHS
         keys = self._metrics_keys if operators else self._keys
         try:
-            shown_keys = [value for name, value in scope["headers"] if name == b"authorization"]
-            if not keys or matching_key(shown_keys, keys) is not None:
+            if not keys or matching_key(authorizations(scope), keys) is not None:
                 return None
         except InvalidArgument as error:
             return error
         key = "metrics key" if operators else "API key"
         return Unauthenticated(f"the request carries no valid {key}; send 'Authorization: Bearer <key>'")
-
-
-def _respond(error: TandemError) -> Response:
-    return Response(error_body(error), error.http_status, error_headers(error), _JSON)
-
-
-async def _on_tandem_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, TandemError)
-    return _respond(error)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{clipped(request.method)} {clipped(request.url.path)}: {HTTPStatus(error.status_code).phrase.lower()}"
-    code = HTTPStatus(error.status_code).name.lower()
-    return Response(json_error(error.status_code, message, code=code), error.status_code, error.headers, _JSON)
-
-
-async def _on_defect(_request: Request, error: Exception) -> Response:
-    message = f"unexpected {type(error).__name__}; the server's log has the details"
-    return Response(json_error(500, message, code="internal"), 500, media_type=_JSON)
