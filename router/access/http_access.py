@@ -10,7 +10,9 @@ from router.access.audit_log import AuditLog
 from router.access.callers import Caller, Callers
 from router.access.client_call import ClientCall, serve_call, served_call
 from router.access.quota import Quota
-from router.api.openai_replies import error_body, error_headers
+from router.api.messages.api_key import key_headers
+from router.api.messages.error_responses import error_response
+from router.api.openai_replies import error_body
 from router.api.openapi.routes import OPEN_PATHS
 from router.api.probes import PROBE_PATHS
 from router.api.request_id import REQUEST_ID_HEADER
@@ -79,17 +81,17 @@ class HttpAccess:
                 self._callers.admit(call.caller)
         except TandemError as error:
             call.failed(error)
-            refusal = Response(error_body(error), error.http_status, error_headers(error), "application/json")
-            await refusal(scope, receive, send)
+            await error_response(scope["path"], error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
+        keys = key_headers(scope)
         if scope["path"] in READERS_PATHS:
-            return self._callers.reader(scope["headers"], metrics=True)
+            return self._callers.reader(keys, metrics=True)
         if scope["path"] in OPERATORS_PATHS:
-            return self._callers.operator(scope["headers"])
-        return self._callers.tenant(scope["headers"])
+            return self._callers.operator(keys)
+        return self._callers.tenant(keys)
 
 
 def only_operations(app: ASGIApp) -> ASGIApp:

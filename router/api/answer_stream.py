@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.completions.prompt_replies import PromptReplies
-from router.api.openai_replies import ReplyShape, error_event
+from router.api.replies.reply import StreamedReply
 from router.requests.answer import Ending
 from router.requests.choices import Choices
 from wire.errors import TandemError
@@ -31,7 +31,7 @@ class AnswerStream(Response):
     def __init__(
         self,
         choices: Choices,
-        shape: ReplyShape,
+        shape: StreamedReply,
         watch: asyncio.Task[None],
         *,
         headers: Mapping[str, str],
@@ -109,4 +109,4 @@ class AnswerStream(Response):
             return await self._next()
         except TandemError as error:
             self._over = True
-            return error_event(error)
+            return self._shape.failure(error)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.openai_replies import error_body, error_headers
+from router.api.messages.error_responses import error_response
 from wire.errors import ResourceExhausted
 from wire.limits.call_count import CallCount
 
@@ -29,8 +28,7 @@ class CallLimit:
         try:
             self._count.enter()
         except ResourceExhausted as error:
-            refusal = Response(error_body(error), error.http_status, error_headers(error), "application/json")
-            await refusal(scope, receive, send)
+            await error_response(scope["path"], error)(scope, receive, send)
             return
         try:
             await self._app(scope, receive, send)

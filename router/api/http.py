@@ -1,4 +1,4 @@
-"""The HTTP listener: OpenAI's chat completions, completions and models, metrics, traces and probes."""
+"""The HTTP listener: OpenAI's and Anthropic's APIs, metrics, traces and probes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -25,15 +23,17 @@ from router.api.client_gone import unless_gone
 from router.api.completions.answers import CompleteAnswer, best_of
 from router.api.completions.prompt_replies import PromptReplies
 from router.api.http_body import disconnected, read_body
+from router.api.messages.error_responses import add_error_handlers
 from router.api.model_routes import add_models
 from router.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
-from router.api.openai_replies import ReplyShape, error_body, error_headers, json_error
+from router.api.openai_replies import ReplyShape
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.api.openapi.json_body import json_body
 from router.api.openapi.routes import add_pages
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
+from router.api.routes.item_routes import add_item_apis
 from router.api.tokenizer_routes import add_tokenizer
 from router.config import RouterConfig
 from router.requests.answer import Ending
@@ -45,7 +45,7 @@ from router.text.token_scores import TokenScore
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from wire.convert import traces_to_json
-from wire.errors import InvalidArgument, TandemError, clipped
+from wire.errors import InvalidArgument, TandemError
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
 
@@ -70,15 +70,14 @@ def make_app(
         ("/v1/completions", listener.completions, CompletionRequest),
     ):
         app.add_api_route(path, answer, methods=["POST"], openapi_extra=json_body(body))
+    add_item_apis(app, config, validator, dispatcher, listener.ignored)
     add_models(app, config, dispatcher)
     add_tokenizer(app, config, validator)
     add_probes(app, dispatcher)
     add_pages(app)
     app.add_api_route(METRICS_PATH, listener.metrics, methods=["GET", "HEAD"])
     app.add_api_route(TRACES_PATH, listener.traces, methods=["GET", "HEAD"])
-    app.add_exception_handler(TandemError, _on_tandem_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_defect)
+    add_error_handlers(app)
     counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | READERS_PATHS)
     audited = AuditedHttp(RequestIds(HttpAccess(counted, callers)), audit)
     return _open_to_pages(audited, config.allowed_origins)
@@ -219,25 +218,3 @@ async def _collect(choices: Choices, shape: ReplyShape, prompts: PromptReplies) 
         CompleteAnswer("".join(texts[index]), ids[index], scores[index], endings[index], await prompts.of(index))
         for index in sorted(endings)
     ]
-
-
-def _respond(error: TandemError) -> Response:
-    return Response(error_body(error), error.http_status, error_headers(error), _JSON)
-
-
-async def _on_tandem_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, TandemError)
-    served_call().failed(error)
-    return _respond(error)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{clipped(request.method)} {clipped(request.url.path)}: {HTTPStatus(error.status_code).phrase.lower()}"
-    code = HTTPStatus(error.status_code).name.lower()
-    return Response(json_error(error.status_code, message, code=code), error.status_code, error.headers, _JSON)
-
-
-async def _on_defect(_request: Request, error: Exception) -> Response:
-    message = f"unexpected {type(error).__name__}; the server's log has the details"
-    return Response(json_error(500, message, code="internal"), 500, media_type=_JSON)

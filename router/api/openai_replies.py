@@ -28,7 +28,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
 }
 
-_MESSAGE_CHARS = 2048
+MESSAGE_CHARS = 2048
 """Longest message of an error, in characters."""
 
 DONE = b"data: [DONE]\n\n"
@@ -203,6 +203,10 @@ class ReplyShape:
             "prompt_tokens_details": {"cached_tokens": sum(first.cached_tokens for first in firsts)},
         }
 
+    def failure(self, error: TandemError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return error_event(error)
+
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
 
@@ -228,7 +232,7 @@ def error_body(error: TandemError) -> bytes:
 def json_error(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
     """Return OpenAI's error object for an HTTP status."""
     kind = _ERROR_TYPES.get(status, "server_error")
-    message = clipped(message, _MESSAGE_CHARS)
+    message = clipped(message, MESSAGE_CHARS)
     return _dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 

@@ -8,7 +8,11 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api.messages.api_key import is_messages_path
+
 REQUEST_ID_HEADER = "x-request-id"
+_ANTHROPICS_HEADER = "request-id"
+"""The name of the same header in the Messages API; its responses have both."""
 _VALID = re.compile(rb"[ -~]{1,128}")
 
 
@@ -35,6 +39,8 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = own or headers.get(REQUEST_ID_HEADER) or f"req-{uuid.uuid4().hex}"
+                if is_messages_path(scope["path"]):
+                    headers[_ANTHROPICS_HEADER] = headers[REQUEST_ID_HEADER]
             await send(message)
 
         await self._app(scope, receive, send_named)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from router.api.json_fields import JsonFields
-from router.text.request_items import check_json_items
-from router.text.tools import ToolChoice, ToolOptions
+from router.text.tools import ToolChoice, ToolOptions, call_arguments
 from wire.errors import InvalidArgument
-
-_ARGUMENT_ITEMS_MAX = 1 << 16
-"""Most items in the arguments of one call; parsing more would hold the GIL too long."""
 
 
 def tool_options(fields: JsonFields) -> ToolOptions:
@@ -88,14 +83,7 @@ def _arguments(function: JsonFields, path: str) -> Any:
         return value
     if not isinstance(value, str):
         raise function.wrong("arguments", "must be a JSON object as a string")
-    try:
-        check_json_items(value.encode(errors="replace"), _ARGUMENT_ITEMS_MAX)
-        found = json.loads(value)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{path}.function.arguments", error.message.partition(": ")[2]) from error
-    except (ValueError, RecursionError):
-        return value
-    return found if isinstance(found, dict) else value
+    return call_arguments(f"{path}.function.arguments", value)
 
 
 def _choice(fields: JsonFields, absent: ToolChoice) -> tuple[ToolChoice, str]:

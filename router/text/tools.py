@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from router.text.request_items import check_json_items
+from wire.errors import InvalidArgument
+
+_ARGUMENT_ITEMS_MAX = 1 << 16
+"""Most items in the arguments of one call; parsing more would hold the GIL too long."""
 
 
 class ToolChoice(StrEnum):
@@ -43,3 +50,20 @@ class ToolOptions:
     def shown(self) -> tuple[Mapping[str, Any], ...]:
         """The tools that the chat template gets: none if the model must not call them."""
         return () if self.choice is ToolChoice.NONE else self.tools
+
+
+def call_arguments(field: str, text: str) -> Any:
+    """Return the arguments of an earlier call for the chat template: as an object if they are one, else their text.
+
+    Raises InvalidArgument with `field` if they have too many items.
+    """
+    if not text:
+        return {}
+    try:
+        check_json_items(text.encode(errors="replace"), _ARGUMENT_ITEMS_MAX)
+        found = json.loads(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(field, error.problem) from error
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text

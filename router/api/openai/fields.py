@@ -1,10 +1,10 @@
-"""The types of request fields, with the bounds that the validator checks, and the base of all bodies."""
+"""The types of request fields, with the bounds that the validator checks."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from router.requests.validation import INT32_MAX, SALT_MAX, SEED_MAX, TEMPERATURE_MAX
 from wire.messages import (
@@ -40,13 +40,3 @@ LastTokens = Annotated[int, Field(ge=1, le=INT32_MAX)] | Literal[-1]
 Salt = Annotated[str, Field(max_length=SALT_MAX)]
 Name = Annotated[str, Field(min_length=1)]
 JsonSchema = dict[str, Any] | bool | str
-
-
-class Body(BaseModel):
-    """An object of a request's body.
-
-    A field that is null counts as absent. Fields that the model does not have are accepted here; `openai_fields.py`
-    says which of them are rejected, and the others are ignored or, with `--strict-requests`, rejected.
-    """
-
-    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())

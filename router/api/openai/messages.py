@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.openai.fields import Body, JsonSchema, Name
+from router.api.bodies.body import Body
+from router.api.openai.fields import JsonSchema, Name
 
 
 class TextPart(Body):

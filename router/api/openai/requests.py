@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from router.api.bodies.body import Body
 from router.api.completions.fields import PROMPTS_MAX
 from router.api.openai.fields import (
     Biases,
-    Body,
     Count,
     Frequency,
     JsonSchema,

@@ -16,13 +16,13 @@ from router.api.probes import PROBE_PATHS
 
 
 class Problem(BaseModel):
-    """OpenAI's description of an error."""
+    """OpenAI's description of an error; Anthropic's has the first two fields."""
 
     message: str
     type: str
-    param: str | None
+    param: str | None = None
     """The field that is wrong."""
-    code: str | None
+    code: str | None = None
 
 
 class ErrorReply(BaseModel):

@@ -104,11 +104,11 @@ _NOT_QUITE_JSON = st.one_of(
 
 
 @st.composite
-def encoded(draw: st.DrawFn, *, chat: bool) -> bytes:
+def encoded(draw: st.DrawFn, whole: st.SearchStrategy[dict[str, Any]]) -> bytes:
     """Returns the bytes of such a body, in UTF-8 most of the time, sometimes damaged."""
     if draw(st.integers(0, 5)) == 0:
         return draw(_NOT_QUITE_JSON)
-    text = json.dumps(draw(bodies(chat=chat)))
+    text = json.dumps(draw(whole))
     data = text.encode(draw(st.sampled_from(["utf-8"] * 6 + ["utf-16", "utf-8-sig", "utf-32-be"])))
     if draw(st.integers(0, 7)) == 0:
         at = draw(st.integers(0, len(data)))

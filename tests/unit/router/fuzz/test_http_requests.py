@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.router.fuzz.conftest import AUTHORIZATION, FuzzedRouter, cases
-from tests.unit.router.fuzz.json_bodies import encoded
+from tests.unit.router.fuzz.json_bodies import bodies, encoded
 
 _VALUES = st.one_of(
     st.text(st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f"), max_size=12),
@@ -49,7 +49,7 @@ def assert_answered(status: int, body: bytes, *, streamed: bool) -> None:
 
 
 @cases(0.25)
-@given(body=encoded(chat=True))
+@given(body=encoded(bodies(chat=True)))
 def test_chat_completions(router: FuzzedRouter, body: bytes) -> None:
     status, headers, reply = router.send("POST", "/v1/chat/completions", [("Authorization", AUTHORIZATION)], body)
     assert_answered(status, reply, streamed=headers.get_content_type() == "text/event-stream")
@@ -57,7 +57,7 @@ def test_chat_completions(router: FuzzedRouter, body: bytes) -> None:
 
 
 @cases(0.2)
-@given(body=encoded(chat=False))
+@given(body=encoded(bodies(chat=False)))
 def test_completions(router: FuzzedRouter, body: bytes) -> None:
     status, headers, reply = router.send("POST", "/v1/completions", [("Authorization", AUTHORIZATION)], body)
     assert_answered(status, reply, streamed=headers.get_content_type() == "text/event-stream")

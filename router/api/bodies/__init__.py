@@ -1,0 +1,1 @@
+"""Request bodies as pydantic models, and their errors."""

@@ -1,0 +1,21 @@
+"""The API key of a request: in the Authorization header, or as Anthropic's clients send it."""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+
+MESSAGES_PATH = "/v1/messages"
+
+
+def is_messages_path(path: str) -> bool:
+    """Return True if `path` belongs to the Messages API."""
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def key_headers(scope: Scope) -> list[tuple[str | bytes, str | bytes]]:
+    """Return a request's Authorization headers; each x-api-key of the Messages API counts as one."""
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    found: list[tuple[str | bytes, str | bytes]] = [each for each in headers if each[0] == b"authorization"]
+    if is_messages_path(scope["path"]):
+        found += [(b"authorization", b"Bearer " + value) for name, value in headers if name == b"x-api-key"]
+    return found

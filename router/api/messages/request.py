@@ -1,0 +1,101 @@
+"""Parses the bodies of the Messages API into the internal chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.api.bodies.api_call import ApiCall, FieldNames
+from router.api.bodies.body import read_body, sort_unknown
+from router.api.bodies.turns import Turns
+from router.api.json_fields import UnknownFields
+from router.api.messages.body import CountTokensRequest, MessagesRequest
+from router.api.messages.conversation import conversation_of
+from router.requests.answer_format import AnswerFormat
+from router.requests.request import ClientRequest, Conversation, Options
+from router.text.tools import ToolChoice, ToolOptions
+from vocabulary.grammar_process import GrammarKind
+from wire.errors import InvalidArgument
+from wire.tracing.timeline import EdgeStamp
+
+_CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "tool": ToolChoice.FUNCTION, "none": ToolChoice.NONE}
+_RENAMED = {"stop": "stop_sequences"}
+
+
+def parse_message(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
+    """Parse the body of /v1/messages; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
+    unknown = UnknownFields(strict=strict)
+    asked = read_body(MessagesRequest, body)
+    sort_unknown(asked, unknown)
+    if asked.messages and asked.messages[-1].role == "assistant":
+        message = "is the assistant's, and the beginning of an answer cannot be given; end with a message of the user"
+        raise InvalidArgument(f"messages[{len(asked.messages) - 1}]", message)
+    made = conversation_of(asked)
+    options = asked.options(
+        max_tokens=asked.max_tokens, stop=tuple(asked.stop_sequences or ()), answer_format=_format(asked)
+    )
+    request = ClientRequest("", asked.model or "", _conversation(asked, made), options, received)
+    return ApiCall(request, bool(asked.stream), unknown.names, FieldNames(tuple(made.fields), _RENAMED))
+
+
+def parse_count(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
+    """Parse the body of /v1/messages/count_tokens, with the errors and arguments of `parse_message`."""
+    unknown = UnknownFields(strict=strict)
+    asked = read_body(CountTokensRequest, body)
+    sort_unknown(asked, unknown)
+    made = conversation_of(asked)
+    request = ClientRequest("", asked.model or "", _conversation(asked, made), Options(), received)
+    return ApiCall(request, False, unknown.names, FieldNames(tuple(made.fields), _RENAMED))
+
+
+def _conversation(asked: MessagesRequest | CountTokensRequest, made: Turns) -> Conversation:
+    for number, edit in enumerate((asked.context_management and asked.context_management.edits) or ()):
+        if not edit.type.startswith("clear_thinking_"):
+            message = "is not supported, as conversations are never edited; send a shorter one"
+            raise InvalidArgument(f"context_management.edits[{number}]", message)
+    variables: dict[str, Any] = {}
+    if asked.thinking is not None:
+        variables["enable_thinking"] = asked.thinking.type != "disabled"
+    if asked.output_config is not None and asked.output_config.effort is not None:
+        variables["reasoning_effort"] = asked.output_config.effort
+    variables |= asked.chat_template_kwargs or {}
+    return Conversation(tuple(made.turns), variables, _tools(asked), parsed=True)
+
+
+def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
+    tools = []
+    for tool in asked.tools or ():
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description is not None:
+            function["description"] = tool.description
+        if tool.input_schema:
+            function["parameters"] = tool.input_schema
+        tools.append({"type": "function", "function": function})
+    wanted = asked.tool_choice
+    if wanted is None:
+        return ToolOptions(tuple(tools), ToolChoice.AUTO if tools else ToolChoice.NONE)
+    choice = _CHOICES[wanted.type]
+    options = ToolOptions(
+        tuple(tools),
+        ToolChoice.NONE if choice is ToolChoice.AUTO and not tools else choice,
+        wanted.name or "" if choice is ToolChoice.FUNCTION else "",
+        not wanted.disable_parallel_tool_use,
+    )
+    if options.forced and not tools:
+        raise InvalidArgument("tool_choice", "needs tools; send them, or leave it out")
+    if choice is ToolChoice.FUNCTION and options.function not in options.names:
+        raise InvalidArgument("tool_choice.name", "is the name of none of the tools")
+    return options
+
+
+def _format(asked: MessagesRequest) -> AnswerFormat | None:
+    found = [
+        AnswerFormat(f"{field}.schema", GrammarKind.JSON_SCHEMA, each.json_schema)
+        for field, each in (
+            ("output_config.format", asked.output_config.format if asked.output_config else None),
+            ("output_format", asked.output_format),
+        )
+        if each is not None
+    ]
+    if len(found) > 1:
+        raise InvalidArgument("output_format", "cannot be combined with output_config.format; send one of them")
+    return found[0] if found else None

@@ -1,0 +1,1 @@
+"""What the replies of all HTTP APIs have in common."""

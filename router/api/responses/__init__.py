@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, without storage: POST /v1/responses."""

@@ -1,0 +1,62 @@
+"""Large bodies of the Responses and the Messages API are measured first, and read in a thread."""
+
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.api.bodies.body import Body
+from router.text.tokenizer import Tokenizer
+from tests.unit.router.conftest import Cluster
+
+MIB = 1 << 20
+ITEMS = {"/v1/responses": "input", "/v1/messages": "messages", "/v1/messages/count_tokens": "messages"}
+pytestmark = pytest.mark.parametrize("path", ITEMS)
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", timeout=60) as opened:
+        yield opened
+
+
+def asked(path: str, text: str) -> dict[str, Any]:
+    return {ITEMS[path]: [{"role": "user", "content": text}]}
+
+
+async def test_a_body_of_many_items_is_refused_before_it_is_read(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(Body, "model_validate_json", None)  # reading it would fail
+    for items in (b"{}," * MIB, b'{"role":"user","content":[' + b"{}," * MIB):
+        body = b'{"%s":[' % ITEMS[path].encode() + items
+        answer = await http.post(path, content=body[: 4 * MIB])
+        assert answer.status_code == 400
+        assert "more than 262144 fields" in answer.json()["error"]["message"]
+
+
+async def test_a_large_body_is_read_in_a_thread(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    threads, read = [], Body.model_validate_json
+
+    def noted(kind: type[Body], body: bytes) -> Body:
+        threads.append(threading.current_thread().name)
+        return read.__func__(kind, body)  # type: ignore[attr-defined, no-any-return]
+
+    monkeypatch.setattr(Body, "model_validate_json", classmethod(noted))
+    answer = await http.post(path, content=json.dumps(asked(path, "a")).encode() + b" " * MIB)
+    assert answer.status_code == 200
+    assert [name.startswith("router-tokenizer") for name in threads] == [True]
+
+
+async def test_a_conversation_that_no_context_holds_is_not_tokenized(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode_rendered", None)
+    answer = await http.post(path, json=asked(path, "the quick brown fox " * 50_000))
+    assert answer.status_code == 400
+    assert "requested at least" in answer.json()["error"]["message"]

@@ -1,0 +1,383 @@
+"""POST /v1/messages and /v1/messages/count_tokens over fake workers, through raw requests and Anthropic's client."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from router.requests.tenants import tenant_of, tenant_salt
+from router.text.tokenizer import Tokenizer
+from tests.unit.router.api.test_responses import prompt_text
+from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import answer_token, until
+from vocabulary.grammars import of_tool_calls
+from wire.errors import Internal
+from wire.limits.listener_limits import ListenerLimits
+
+TOOLS: list[Any] = [{"name": name, "description": "d", "input_schema": {"type": "object"}} for name in "fg"]
+MESSAGES: list[Any] = [{"role": "user", "content": "Hello there"}]
+BODY: dict[str, Any] = {"model": "fake", "max_tokens": 20, "messages": MESSAGES}
+CALL = {"city": "Köln", "days": [1, 2]}
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    return {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Any]:
+    anthropic = pytest.importorskip("anthropic")
+    async with anthropic.AsyncAnthropic(
+        base_url=f"http://{cluster.endpoints.http_address}", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
+    """Returns the events of a stream, whose names are their types."""
+    found = []
+    for each in reply.text.split("\n\n"):
+        if each and not each.startswith(":"):
+            name, data = each.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+async def test_a_text(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    system = [
+        {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "brief"},
+    ]
+    for worker in cluster.workers:
+        worker.switches.cached_tokens = 7
+    reply = await http.post("/v1/messages", json=BODY | {"system": system, "temperature": 0.5, "top_k": 4})
+    assert prompt_text(cluster, tokenizer).startswith(
+        "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHello there<|im_end|>"
+    )
+    prompt = cluster.prefill.prefills[-1].prompt_token_ids
+    text = tokenizer.decode([answer_token(prompt, index) for index in range(20)])
+    message = reply.json()
+    assert message.pop("id").startswith("msg_")
+    usage = {"input_tokens": len(prompt) - 7, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 7}
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "model": "fake",
+        "content": [{"type": "text", "text": text}],
+        "stop_reason": "max_tokens",
+        "stop_sequence": None,
+        "usage": {**usage, "output_tokens": 20},
+    }
+    sampling = cluster.prefill.prefills[-1].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 4, 20)
+    stop = text[12:15]
+    cut = (await http.post("/v1/messages", json=BODY | {"system": system, "stop_sequences": [stop]})).json()
+    assert cut["content"][0]["text"] == text[: text.index(stop)]
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)
+
+
+async def test_thinking_text_and_calls(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    script(cluster, tokenizer, ANSWER)
+    asked = BODY | {"tools": TOOLS, "max_tokens": 500}
+    message = (await http.post("/v1/messages", json=asked)).json()
+    thinking, text, first, second = message["content"]
+    assert thinking == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    assert text == {"type": "text", "text": "Look: "}
+    assert (first["type"], first["name"], first["input"]) == ("tool_use", "f", CALL)
+    assert (second["name"], second["input"]) == ("g", {})
+    assert first["id"] != second["id"]
+    assert message["stop_reason"] == "tool_use"
+    one = await http.post(
+        "/v1/messages", json=asked | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    )
+    assert [block["type"] for block in one.json()["content"]] == ["thinking", "text", "tool_use"]
+    none = await http.post("/v1/messages", json=asked | {"tool_choice": {"type": "none"}})
+    assert [block["type"] for block in none.json()["content"]] == ["thinking", "text"]
+    assert none.json()["stop_reason"] == "end_turn"
+
+
+async def test_the_events_of_a_stream(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    count = script(cluster, tokenizer, ANSWER)
+    asked = BODY | {"tools": TOOLS, "max_tokens": 500, "stream": True}
+    events = events_of(await http.post("/v1/messages", json=asked))
+    kinds = [event["type"] for event in events]
+    once = [kind for number, kind in enumerate(kinds) if number == 0 or kind != kinds[number - 1]]
+    block = [f"content_block_{name}" for name in ("start", "delta", "stop")]
+    # The second call has no arguments, and its block has one delta with "{}".
+    assert once == ["message_start", "ping", *block * 4, "message_delta", "message_stop"]
+    begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert begun == ["thinking", "text", "tool_use", "tool_use"]
+    deltas = [event for event in events if event["type"] == "content_block_delta"]
+    found = ["".join(e["delta"].get(name, "") for e in deltas if e["index"] == index) for index, name in
+             enumerate(("thinking", "text", "partial_json", "partial_json"))]  # fmt: skip
+    assert found == ["Hm.", "Look: ", ARGUMENTS, "{}"]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    start = events[0]["message"]
+    assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
+    assert events[-2]["usage"]["output_tokens"] == count + 1
+
+
+async def test_a_round_trip_of_a_call(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    script(cluster, tokenizer, ANSWER)
+    asked = BODY | {"tools": TOOLS, "max_tokens": 500}
+    answer = (await http.post("/v1/messages", json=asked)).json()["content"]
+    results = [
+        {"type": "tool_result", "tool_use_id": answer[2]["id"], "content": "one", "is_error": False},
+        {"type": "tool_result", "tool_use_id": answer[3]["id"], "content": [{"type": "text", "text": "two"}]},
+        {"type": "text", "text": "Go on"},
+    ]
+    messages = [*MESSAGES, {"role": "assistant", "content": answer}, {"role": "user", "content": results}]
+    script(cluster, tokenizer, "Done")
+    final = (await http.post("/v1/messages", json=asked | {"messages": messages})).json()
+    assert (final["content"], final["stop_reason"]) == ([{"type": "text", "text": "Done"}], "end_turn")
+    text = prompt_text(cluster, tokenizer)
+    turns = [each.partition("\n")[::2] for each in text.replace("<|im_end|>\n", "").split("<|im_start|>")[1:]]
+    assert turns[1:] == [
+        ("assistant", "Look: "),
+        ("tool", "one"),
+        ("tool", "two"),
+        ("user", "Go on"),
+        ("assistant", ""),
+    ]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_forced_call(
+    cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer, choice: Any, stream: bool
+) -> None:
+    script(cluster, tokenizer, FORCED)
+    asked = BODY | {"tools": TOOLS, "tool_choice": choice, "max_tokens": 200, "stream": stream}
+    reply = await http.post("/v1/messages", json=asked)
+    if stream:
+        parts = [e["delta"] for e in events_of(reply) if e["type"] == "content_block_delta"]
+        assert json.loads("".join(part["partial_json"] for part in parts)) == {"city": "Köln"}
+    else:
+        (call,) = reply.json()["content"]
+        assert (call["name"], call["input"]) == ("f", {"city": "Köln"})
+    offered = {name: {"type": "object"} for name in (choice.get("name") or "fg")}
+    assert {each.sampling.grammar for worker in cluster.workers for each in worker.reservations} == {
+        of_tool_calls(offered)
+    }
+
+
+async def test_a_call_that_is_cut_has_no_input(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    script(cluster, tokenizer, FORCED)
+    asked = BODY | {"tools": TOOLS, "tool_choice": {"type": "any"}}
+    count = len(tokenizer.encode(FORCED))
+    message = (await http.post("/v1/messages", json=asked | {"max_tokens": count - 3})).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert [block["input"] for block in message["content"] if block["type"] == "tool_use"] == [{}]
+
+
+async def test_formats_and_effort(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    script(cluster, tokenizer, '{"a": 1}')
+    for fields in (
+        {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": schema}}},
+        {"output_format": {"type": "json_schema", "schema": schema}},
+    ):
+        message = (await http.post("/v1/messages", json=BODY | fields)).json()
+        assert json.loads(message["content"][0]["text"]) == {"a": 1}
+        assert cluster.decode.reservations[-1].sampling.grammar
+
+
+async def test_count_tokens(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    more = {"system": "S", "tools": TOOLS, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    counted = await http.post("/v1/messages/count_tokens", json={"messages": MESSAGES, **more})
+    assert counted.status_code == 200, counted.text
+    await http.post("/v1/messages", json=BODY | more)
+    assert counted.json() == {"input_tokens": len(cluster.prefill.prefills[-1].prompt_token_ids)}
+    unknown = await http.post("/v1/messages/count_tokens", json={"messages": MESSAGES, "zap": 1, "max_tokens": 9})
+    assert unknown.headers["x-tandem-ignored"] == "zap"
+
+
+async def test_a_request_of_an_agent(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    """Hints about caching, budgets and bookkeeping are accepted, none of them is ignored with a header."""
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    text = {"type": "text", "text": "Hello", **cached}
+    body = BODY | {
+        "messages": [{"role": "user", "content": [text]}],
+        "system": [text],
+        "tools": [{**TOOLS[0], **cached, "eager_input_streaming": True, "strict": True}],
+        "thinking": {"type": "enabled", "budget_tokens": 10_000, "display": "summarized"},
+        "metadata": {"user_id": "me"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "service_tier": "auto",
+    }
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "context-management-2025-06-27"}
+    reply = await http.post("/v1/messages?beta=true", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    assert "x-tandem-ignored" not in reply.headers
+    assert reply.headers["request-id"] == reply.headers["x-request-id"] == reply.json()["id"]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    ({"messages": [*MESSAGES, {"role": "user", "content": "a\0"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+     "messages[0].content[0]"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}, *MESSAGES]},
+     "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+    ({"messages": MESSAGES * 5000}, "messages"),
+    ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"system": "\0"}, "system.content"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools[0].type"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "h"}}, "tool_choice.name"),
+    ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"logprobs": True}, "logprobs"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
+]  # fmt: skip
+BAD_MESSAGES = [
+    *BAD,
+    ({"messages": [*MESSAGES, {"role": "assistant", "content": "The"}]}, "messages[1]"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"stop_sequences": "a"}, "stop_sequences"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_bad_fields_are_named_and_lose_nothing(cluster: Cluster, http: httpx.AsyncClient, path: str) -> None:
+    for fields, name in BAD if path.endswith("count_tokens") else BAD_MESSAGES:
+        reply = await http.post(path, json=BODY | fields)
+        error = reply.json()
+        assert (reply.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+        assert error["error"]["message"].startswith(f"{name}: "), error
+    for body in (b"", b"[]", b'{"messages": "\xff"}', b"[" * 5000):
+        assert (await http.post(path, content=body)).json()["error"]["type"] == "invalid_request_error"
+    assert (await http.post(path, json=BODY)).status_code == 200
+
+
+async def test_other_errors_have_anthropics_form(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    async def error(method: str, path: str, body: Any = None) -> tuple[int, str, str]:
+        reply = await http.request(method, path, json=body)
+        found = reply.json()
+        assert found["type"] == "error"
+        return reply.status_code, found["error"]["type"], found["error"]["message"]
+
+    assert (await error("POST", "/v1/messages", BODY | {"model": "other"}))[:2] == (404, "not_found_error")
+    assert (await error("GET", "/v1/messages"))[:2] == (405, "invalid_request_error")
+    assert (await error("POST", "/v1/messages/batches", {}))[:2] == (404, "not_found_error")
+    status, kind, message = await error("POST", "/v1/messages", BODY | {"max_tokens": 10**6})
+    assert (status, kind) == (400, "invalid_request_error")
+    assert message.startswith("prompt is too long: This model's maximum context length is 2048 tokens.")
+    cluster.prefill.switches.prefill_error = Internal("a defect")
+    assert (await error("POST", "/v1/messages", BODY))[:2] == (500, "api_error")
+    (failed,) = events_of(await http.post("/v1/messages", json=BODY | {"stream": True}))
+    assert (failed["type"], failed["error"]["type"]) == ("error", "api_error")
+    cluster.prefill.switches.prefill_error = None
+    assert (await http.post("/v1/messages", json=BODY)).status_code == 200
+
+
+async def test_the_official_client(cluster: Cluster, client: Any, tokenizer: Tokenizer) -> None:
+    import anthropic
+
+    script(cluster, tokenizer, ANSWER)
+    asked: dict[str, Any] = BODY | {"tools": TOOLS, "max_tokens": 500}
+    whole = await client.messages.create(**asked)
+    async with client.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert (message.content[0].thinking, message.content[1].text) == ("Hm.", "Look: ")
+        assert (message.content[2].name, message.content[2].input) == ("f", CALL)
+        assert message.stop_reason == "tool_use"
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+    result = {"type": "tool_result", "tool_use_id": whole.content[2].id, "content": "one"}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": whole.content},
+        {"role": "user", "content": [result, {**result, "tool_use_id": whole.content[3].id}]},
+    ]
+    counted = await client.messages.count_tokens(model="fake", messages=messages, tools=TOOLS)
+    final = await client.messages.create(**asked | {"messages": messages})
+    assert counted.input_tokens == final.usage.input_tokens
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        await client.messages.create(**BODY | {"max_tokens": -1})
+    cluster.prefill.switches.prefill_error = Internal("a defect")
+    with pytest.raises(anthropic.APIStatusError):
+        async with client.messages.stream(**asked) as stream:
+            await stream.get_final_message()
+    cluster.prefill.switches.prefill_error = None
+
+
+async def test_a_client_that_leaves_aborts_its_answer(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    cluster.decode.switches.held_at = 2
+    async with http.stream("POST", "/v1/messages", json=BODY | {"stream": True}) as reply:
+        async for line in reply.aiter_lines():
+            if "content_block_delta" in line:
+                break
+    await until(lambda: not cluster.router._dispatcher._live, "its answer is aborted")
+    cluster.decode.go.set()
+
+
+class TestKeys:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"api_keys": ("one", "two")}
+
+    async def test_a_key_comes_in_either_header_but_once(self, cluster: Cluster, http: httpx.AsyncClient) -> None:
+        async def ask(path: str, *headers: tuple[str, str]) -> tuple[int, str]:
+            reply = await http.post(path, json=BODY, headers=list(headers))
+            return reply.status_code, reply.json().get("error", {}).get("type", "")
+
+        bearer = "authorization", "Bearer two"
+        cluster.decode.switches.held_at = 2
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            for headers in ((), (("x-api-key", "three"),), (("x-api-key", ""),), (("authorization", "two"),)):
+                assert await ask(path, *headers) == (401, "authentication_error")
+            for headers in ((("x-api-key", "two"), ("x-api-key", "two")), (("x-api-key", "one"), bearer)):
+                assert await ask(path, *headers) == (400, "invalid_request_error")
+        cluster.decode.go.set()
+        assert (await ask("/v1/messages", ("x-api-key", "two")))[0] == 200
+        assert (await ask("/v1/messages", bearer))[0] == 200
+        assert {each.cache_salt for each in cluster.decode.reservations} == {tenant_salt(tenant_of("two"), "")}
+        for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
+            assert (await http.request(method, path, headers={"x-api-key": "one"})).status_code == 401
+
+
+class TestLimits:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"strict_requests": True, "listeners": ListenerLimits(max_request_bytes=50_000, max_calls=1)}
+
+    async def test_they_hold_here_too(self, cluster: Cluster, http: httpx.AsyncClient) -> None:
+        large = [{"role": "user", "content": "a" * 60_000}]
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            for fields in ({"messages": large}, {"zap": 1}):
+                reply = await http.post(path, json=BODY | fields)
+                assert (reply.status_code, reply.json()["type"]) == (400, "error")
+        cluster.decode.switches.held_at = 2
+        running = asyncio.create_task(http.post("/v1/messages", json=BODY))
+        await until(lambda: len(cluster.router._dispatcher._live) == 1, "it is in progress")
+        over = await http.post("/v1/messages", json=BODY)
+        assert (over.status_code, over.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert over.headers["retry-after"] == "1"
+        cluster.decode.go.set()
+        assert (await running).status_code == 200
