@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from router.access.client_call import served_call
-from router.access.grpc_access import GrpcAccess
+from router.api.access.grpc_access import GrpcAccess
 from router.api.client_gone import unless_gone
 from router.api.model_routes import installed_version
 from router.config import RouterConfig
