@@ -12,8 +12,8 @@ from starlette.types import ASGIApp
 
 from router.access.audit_log import AuditLog
 from router.access.callers import Callers
-from router.access.grpc_access import GrpcAccess
-from router.access.http_access import only_operations
+from router.api.access.grpc_access import GrpcAccess
+from router.api.access.http_access import only_operations
 from router.api.http import make_app
 from router.api.listeners import InProcessListeners, Listeners, RouterEndpoints
 from router.api.service import InferenceServicer, add_inference

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from router.access.quota import Quota
-from router.requests.tenants import tenant_named, tenant_of_digest
+from router.access.tenants import tenant_named, tenant_of_digest
 from wire.errors import RateLimited, TandemError
 from wire.security.api_keys import ApiKey, ApiKeys, KeyRole, KeySource, check_role, no_valid_key
 

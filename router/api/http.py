@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 from router.access.audit_log import AuditLog
 from router.access.callers import Callers
 from router.access.client_call import served_call
-from router.access.http_access import READERS_PATHS, AuditedHttp, HttpAccess
 from router.access.quota import QUOTA_HEADERS
+from router.api.access.http_access import READERS_PATHS, AuditedHttp, HttpAccess
 from router.api.answer_stream import AnswerStream
 from router.api.call_limit import CallLimit
 from router.api.client_gone import unless_gone

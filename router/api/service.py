@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from router.access.client_call import served_call
-from router.access.grpc_access import GrpcAccess
+from router.api.access.grpc_access import GrpcAccess
 from router.api.client_gone import unless_gone
 from router.api.grpc_chat.answer_chunks import AnswerChunks
 from router.api.grpc_chat.conversation import conversation

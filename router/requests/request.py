@@ -122,7 +122,7 @@ class ClientRequest:
     options: Options
     received: EdgeStamp
     tenant: str = ""
-    """The tenant that owns the request (`router/requests/tenants.py`)."""
+    """The tenant that owns the request (`router/access/tenants.py`)."""
     traceparent: str = ""
     """The client's traceparent header (`wire/tracing/request_trace.py`); "" = none."""
 
@@ -145,7 +145,7 @@ class Admitted:
     include_stop: bool = False
     """The same as in `Options`."""
     cache_salt: str = ""
-    """The salt of this tenant (`router/requests/tenants.py`)."""
+    """The salt of this tenant (`router/access/tenants.py`)."""
     tenant: str = ""
     slo: SloClass = BEST_EFFORT
     digests: tuple[bytes, ...] = ()

@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from router.access.tenants import tenant_salt
 from router.config import RouterConfig
 from router.requests.answer_format import FormatCompiler
 from router.requests.answer_syntaxes import AnswerSyntaxes, wanted_format
 from router.requests.prompts import PromptEncoder, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
-from router.requests.tenants import tenant_salt
 from router.slo_options import classes_by_name
 from router.text.request_items import check_template_kwargs
 from router.text.request_reader import RequestReader

@@ -307,7 +307,7 @@ class TestKeys:
     async def test_traces_are_the_operators(self, cluster: Cluster) -> None:
         async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", trust_env=False) as http:
             of_token = metrics_key_of("secret")
-            for key, status in (("client", 401), ("", 401), ("operator", 200), ("secret", 401), (of_token, 200)):
+            for key, status in (("client", 403), ("", 401), ("operator", 200), ("secret", 401), (of_token, 200)):
                 headers = {"authorization": f"Bearer {key}"} if key else {}
                 assert (await http.get("/traces?slow", headers=headers)).status_code == status
 

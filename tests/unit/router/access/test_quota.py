@@ -1,11 +1,13 @@
 """Quotas: two token buckets of a tenant."""
 
+from pathlib import Path
+
 import pytest
 
-from router.access.callers import Callers
+from router.access.callers import ANYONE, Callers
 from router.access.quota import QUOTA_HEADERS, Quota
 from tests.unit.wire.test_api_keys import Clock, shown
-from wire.errors import RateLimited, TandemError
+from wire.errors import PermissionDenied, RateLimited, TandemError, Unauthenticated
 from wire.security.api_keys import KeySource
 
 
@@ -81,3 +83,15 @@ def test_keys_of_one_name_share_a_quota_that_a_new_limit_replaces(tmp_path_facto
     file.write_text("old name=acme requests_per_minute=3")
     clock.now_s += 1.0
     callers.admit(callers.tenant(shown("old")))
+
+
+def test_an_operators_key_is_needed_where_keys_are(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("tenant\nops name=ops role=operator\nreads role=reader")
+    callers = Callers(KeySource(file=tmp_path / "keys", readers=frozenset({"metrics"})), lambda _, error: None)
+    assert callers.operator(shown("ops")).name == "ops"
+    for key in ("tenant", "reads", "metrics"):
+        with pytest.raises(PermissionDenied, match="this needs a key of the role operator"):
+            callers.operator(shown(key))
+    with pytest.raises(Unauthenticated):
+        callers.operator(shown("unknown"))
+    assert Callers(KeySource(), lambda _, error: None).operator([]) == ANYONE, "without keys nobody is refused"

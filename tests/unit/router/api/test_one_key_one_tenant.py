@@ -8,7 +8,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.requests.tenants import tenant_of
+from router.access.tenants import tenant_of
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import until
 from tests.unit.router.test_generate import ask

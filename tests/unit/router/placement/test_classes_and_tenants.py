@@ -8,8 +8,8 @@ import grpc.aio
 import openai
 import pytest
 
+from router.access.tenants import tenant_of, tenant_salt
 from router.config import RouterConfig
-from router.requests.tenants import tenant_of, tenant_salt
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
 from router.slo_options import parse_class, with_defaults
 from tests.unit.router.conftest import Cluster

@@ -1,0 +1,1 @@
+"""The checks of each listener before its handlers: key, role and quota."""
