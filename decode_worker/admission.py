@@ -114,7 +114,8 @@ class DecodeAdmission:
         StaleEpoch when this attempt is another reservation's or over, RoleClosed while closed, Unavailable when the
         prefill worker is gone.
         """
-        prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt)
+        reads = not reservation.scores_prompt  # what the decode worker holds, the prefill worker would not compute
+        prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt, reads=reads)
         with self.lock:
             try:
                 request = self._known(reservation) or self._leased.grant(reservation, prefix)

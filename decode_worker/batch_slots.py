@@ -69,7 +69,7 @@ class SlotColumns:
         """Index of a row's token in the answer, less the row's position."""
         self.draw_offset = np.zeros(0, dtype=np.int64)
         """Index of a row's draw, less the row's position."""
-        self.min_tokens = np.zeros(0, dtype=np.int64)
+        self.masked_tokens = np.zeros(0, dtype=np.int64)
         self.looks_back = np.zeros(0, dtype=np.bool_)
         self.wants_logprobs = np.zeros(0, dtype=np.bool_)
         self.newest_token = np.zeros(0, dtype=np.int64)
@@ -101,7 +101,7 @@ class SlotColumns:
         self.routers[at] = request.reservation.router_id
         self.samplings[at] = sampling
         self.histories[at] = request.history
-        self.min_tokens[at] = sampling.min_tokens
+        self.masked_tokens[at] = sampling.masked_tokens
         self.looks_back[at] = request.history is not None
         self.wants_logprobs[at] = sampling.logprobs is not None
         self.newest_token[at] = request.answer[-1]

@@ -31,8 +31,8 @@ class _Drawing:
     greedy: bool
     looks_back: bool
     wants_logprobs: bool
-    may_end_from: int
-    """The first step in which the answer of each row is as long as its `min_tokens`."""
+    unmasked_from: int
+    """The first step in which the answer of each row is as long as its `masked_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class BatchSnapshot:
                 drawing.greedy,
                 drawing.looks_back,
                 drawing.wants_logprobs,
-                step < drawing.may_end_from,
+                step < drawing.unmasked_from,
             ),
         )
 
@@ -157,7 +157,7 @@ class BatchSnapshot:
             all_greedy(settings),
             bool(columns.looks_back[indices].any()),
             bool(columns.wants_logprobs[indices].any()),
-            int((columns.min_tokens[indices] - offset).max()),
+            int((columns.masked_tokens[indices] - offset).max()),
         )
 
     @cached_property

@@ -90,7 +90,7 @@ class StepDrafts:
             draws.greedy,
             draws.looks_back,
             draws.scored,
-            draws.may_not_end,
+            draws.masked,
         )
 
 

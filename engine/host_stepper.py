@@ -9,10 +9,11 @@ from torch import Tensor
 from engine.cache.paged_cache import PagedCache
 from engine.graph_use import GraphUse
 from engine.kernels.base import Feed
-from engine.logprobs import score
+from engine.logprobs import logprobs, score
 from engine.models.decoder import DecoderModel
 from engine.steps.batch import PendingStep, StepBatch, rows_of
 from engine.steps.draws import Draws
+from engine.steps.scored_step import with_scoring
 from engine.steps.step_packer import PackedStep, StepPacker, unpack
 
 Forward = Callable[[PackedStep, Feed | None], Tensor | None]
@@ -25,7 +26,7 @@ def forward_over(model: DecoderModel, cache: PagedCache) -> Forward:
     """The model's steps over one cache."""
 
     def forward(step: PackedStep, feed: Feed | None) -> Tensor | None:
-        return model.forward(step.token_ids, step.layouts, cache.tensor, step.drawn, feed)
+        return model.forward(step.token_ids, step.layouts, cache.tensor, step.drawn, feed, scoring=step.scoring)
 
     return forward
 
@@ -65,4 +66,9 @@ class HostStepper:
         words = self._words[: sizes.words]
         self._packer.pack(batch, sizes, words.numpy())
         step = unpack(words.to(self._device), sizes, batch)
-        return self._forward(replace(step, drawn=None) if every_token else step, None)
+        if batch.scored:
+            step = with_scoring(step, batch, logprobs)
+        logits = self._forward(replace(step, drawn=None) if every_token else step, None)
+        if step.scoring is not None:
+            step.scoring.deliver()
+        return logits

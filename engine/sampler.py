@@ -1,10 +1,10 @@
 """Choosing the next token of every row at once: greedy, or a seeded draw from the filtered distribution.
 
-Penalties change the logits before everything else; they mean what they mean in vLLM. The filters run in the order of
-transformers: temperature, top_k, top_p (of what top_k left), min_p. A draw inverts the
-cumulative distribution at one uniform number that depends on the request's seed and the draw's index alone, so the
-batch a row travels in changes nothing. Tokens stand in the order of their ids, or where a filter is set, of falling
-probability and then of their ids: a filter needs that order anyway, and keeps few.
+Biases and then penalties change the logits before everything else; they mean what they mean in vLLM. The filters run
+in the order of transformers: temperature, top_k, top_p (of what top_k left), min_p. A draw inverts the cumulative
+distribution at one uniform number that depends on the request's seed and the draw's index alone, so the batch a row
+travels in changes nothing. Tokens stand in the order of their ids, or where a filter is set, of falling probability and
+then of their ids: a filter needs that order anyway, and keeps few.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.grammar_masks import GrammarMasks
-from engine.logits_mask import within_grammars, without_early_ends
+from engine.logits_mask import masked, within_grammars
 from engine.sampling_filters import column, draw_filtered, has_filters, invert, penalize
 from engine.steps.draws import Draw, Draws
 from engine.steps.seeded import uniform
@@ -28,10 +28,10 @@ def sample(
     that a grammar forbids according to `masks`.
     """
     draws = Draws.of(draws)
+    if draws.masked:
+        logits = masked(logits, draws, eos_token_ids)
     if draws.looks_back:
         logits = penalize(logits, draws)
-    if draws.may_not_end:
-        logits = without_early_ends(logits, draws, eos_token_ids)
     if draws.constrained and masks is not None:
         logits = within_grammars(logits, draws, masks)
     if draws.greedy:

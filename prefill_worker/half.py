@@ -22,14 +22,16 @@ from functools import partial
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.steps.batch import StepRow
+from engine.steps.prompt_scoring import PromptScores
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.decode_peers import LocalDecode
 from prefill_worker.notice import make_notice
+from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.registry import PendingTransfers, RequestRegistry
-from prefill_worker.request import Abortable, EventThread, PrefillRequest, Progress, ProgressUpdates
+from prefill_worker.request import Abortable, EventThread, PrefillRequest, ProgressUpdates
 from wire.ending import reason_to_end
 from wire.errors import Internal, InvalidArgument, TandemError
 from wire.logging.logs import about
@@ -277,10 +279,12 @@ class PrefillHalf:
                 "prompt_token_ids", f"needs {pages} KV pages and worker {self._me.worker_id} has {self._pages_total}"
             )
         local = task.destination is not None and task.destination.peer == self._me
-        prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt)
+        prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt, reads=not task.scores_prompt)
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
         edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
-        return PrefillRequest(task, kv.numbers(tokens), local, Progress(), prefix, token_hash, edges=edges)
+        scores = PromptScores(task.question, task.sampling.prompt_logprobs or 0) if task.scores_prompt else None
+        pages = kv.numbers(tokens)
+        return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, scores=scores, edges=edges)
 
     def _start(self, request: PrefillRequest) -> StartResult:
         """Allocate the pages of a request, if there are enough."""
@@ -311,9 +315,15 @@ class PrefillHalf:
         self._pages.publish(request)
         request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
         self._updates.add(partial(request.progress.finish, token_id, reason))
-        edges = tuple(request.edges)
         event = RequestEvent(
-            task.ref, index, (token_id,), reason, edges=edges, logprobs=logprobs, cached_tokens=request.cached
+            task.ref,
+            index,
+            (token_id,),
+            reason,
+            edges=tuple(request.edges),
+            logprobs=logprobs,
+            cached_tokens=request.cached,
+            prompt_logprobs=None if request.scores is None else request.scores.result(),
         )
         return RoutedEvent(task.router_id, event)
 

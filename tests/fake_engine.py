@@ -21,12 +21,13 @@ from decode_worker.request import DecodeRequest
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
+from engine.steps.prompt_scoring import PromptScores
 from kv_transfer.layout import KVLayout
 from tests.small_tokenizer import save_tokenizer
 from vocabulary.grammars import Grammars
 from wire.cost_parameters import UNMEASURED
 from wire.kv_pages import KvPages
-from wire.messages import ModelFacts, SamplingParams, TokenLogprobs
+from wire.messages import LOGIT_BIAS_MAX, ModelFacts, SamplingParams, TokenLogprobs
 
 PAGE_TOKENS = 4
 VOCAB = 1000
@@ -84,8 +85,8 @@ class FakeEngine:
         """Launches a step; an asynchronous one runs when its result is requested, after the next is planned."""
         if self.launch_error is not None:
             raise self.launch_error
-        early = any(draw.index < draw.sampling.min_tokens for draw in batch.draws)
-        assert batch.draws.may_not_end == early, "draws may end an answer before its least length, or may not behind it"
+        masked = any(draw.index < draw.sampling.masked_tokens for draw in batch.draws)
+        assert batch.draws.masked == masked, "draws may end an answer before its least length, or may not behind it"
         for row in batch.rows:
             if row.draw is not None and row.draw.sampling.grammar:
                 assert row.source is None, "the grammar's next tokens depend on a token in flight"
@@ -119,6 +120,9 @@ class FakeEngine:
             raise self.error
         self.batches.append(batch)
         token_ids = [self._row(row) for row in batch.rows]
+        for row in batch.chunks:
+            if row.scores is not None:
+                _score_row(row, row.scores)
         return StepResult(token_ids, fake_logprobs(batch, token_ids))
 
     def _row(self, row: StepRow) -> int | None:
@@ -167,7 +171,8 @@ def _barred(sampling: SamplingParams, draw: int, answer: Sequence[int]) -> Set[i
         bits = small_grammars().begin(sampling.grammar).allowed(answer).view(np.uint8)
         allowed = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
         return frozenset(range(VOCAB)) - ({EOS} if EOS in allowed else allowed)
-    return frozenset(sampling.stop_token_ids if draw < sampling.min_tokens else ())
+    forbidden = {token_id for token_id, bias in sampling.logit_bias if bias == -LOGIT_BIAS_MAX}
+    return frozenset(forbidden.union(sampling.stop_token_ids if draw < sampling.min_tokens else ()))
 
 
 @cache
@@ -205,6 +210,15 @@ def _whole_text(prompt: tuple[int, ...], sampling: SamplingParams) -> Sequence[i
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
     """Returns the log probabilities that the fake engine reports for a token that it drew."""
     return TokenLogprobs(-token_id / VOCAB, tuple(range(token_id, token_id + top)), (-0.5,) * top)
+
+
+def _score_row(row: StepRow, scores: PromptScores) -> None:
+    assert len(scores.chosen) == row.start, "the prompt's tokens are not scored one after the other"
+    found = [logprobs_of(token, scores.top_count) for token in scores.next_tokens(row.start, len(row.token_ids))]
+    values = torch.tensor([(each.chosen, *each.top) for each in found], dtype=torch.float64).reshape(
+        -1, 1 + scores.top_count
+    )
+    scores.take(values, torch.tensor([each.top_ids for each in found]).reshape(-1, scores.top_count))
 
 
 def fake_logprobs(batch: StepBatch, token_ids: Sequence[int | None]) -> list[TokenLogprobs | None]:

@@ -20,6 +20,7 @@ from wire.messages import (
     Lease,
     PeerRef,
     PrefillTask,
+    PromptLogprobs,
     RequestEvent,
     RequestRef,
     Reservation,
@@ -50,6 +51,7 @@ class Heard:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     edges: list[Edge] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
@@ -64,6 +66,7 @@ class Heard:
             assert event.first_index == len(self.tokens)
         self.tokens += event.token_ids
         self.logprobs += event.logprobs
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         self.edges += [stamp.edge for stamp in event.edges]
         if event.transfer is not None:
             self.pages = event.transfer.pages

@@ -9,8 +9,11 @@ from wire.errors import InvalidArgument
 from wire.messages import (
     CACHE_SALT_MAX,
     FREQUENCY_MAX,
+    LOGIT_BIAS_MAX,
+    LOGIT_BIASES_MAX,
     LOGPROBS_MAX,
     PRESENCE_MAX,
+    PROMPT_SCORES_MAX,
     REPETITION_MAX,
     ModelFacts,
     PrefillTask,
@@ -46,6 +49,8 @@ def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:
         raise InvalidArgument("attempt", f"{ref.attempt} is less than 1")
     _check_prompt(asked.prompt_token_ids, model)
     _check_sampling(sampling, model)
+    if sampling.prompt_scores(asked.question_tokens) > PROMPT_SCORES_MAX:
+        raise InvalidArgument("prompt_logprobs", f"asks for more than {PROMPT_SCORES_MAX} log probabilities")
     limit = min(len(asked.prompt_token_ids), sampling.max_tokens)
     if not 0 <= asked.answered < limit:
         raise InvalidArgument("answered", f"{asked.answered} is not below prompt tokens and max_tokens, {limit}")
@@ -78,7 +83,13 @@ def _check_sampling(sampling: SamplingParams, model: ModelFacts) -> None:
     if not 0 < sampling.repetition_penalty <= REPETITION_MAX:
         raise InvalidArgument("repetition_penalty", f"{sampling.repetition_penalty} is not in (0, {REPETITION_MAX:g}]")
     _check_range("logprobs", sampling.logprobs or 0, 0, LOGPROBS_MAX)
+    _check_range("prompt_logprobs", sampling.prompt_logprobs or 0, 0, LOGPROBS_MAX)
     _check_range("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
+    if len(sampling.logit_bias) > LOGIT_BIASES_MAX:
+        raise InvalidArgument("logit_bias", f"has {len(sampling.logit_bias)} tokens, the limit is {LOGIT_BIASES_MAX}")
+    for token_id, bias in sampling.logit_bias:
+        _check_range("logit_bias", token_id, 0, model.vocab_size - 1)
+        _check_range("logit_bias", bias, -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)
     strangers = [token_id for token_id in sampling.stop_token_ids if token_id >= model.vocab_size]
     if strangers:
         raise InvalidArgument("stop_token_ids", f"{strangers[0]} is not in the vocabulary of {model.vocab_size}")

@@ -95,6 +95,19 @@ class PagedCache:
         """GPU ordinal; 0 for host memory."""
         return self.device.index or 0
 
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What two caches must share, as (name, value), before pages may move between them."""
+        return (
+            ("kv_cache_dtype", self.dtype),
+            (
+                "layout",
+                f"pages,{self.kv_heads} heads,{self.layers} layers,{self.parts} parts,tokens,{self.head_dim} dims",
+            ),
+            ("windows", ", ".join("none" if group.window is None else str(group.window) for group in self.groups)),
+            ("page_tokens", str(self.page_tokens)),
+        )
+
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
     """Returns the bytes of one page over its layers, scales included."""

@@ -97,13 +97,16 @@ class PrefixCache:
 
     # ---- a request's path ----
 
-    def prefix(self, token_ids: Sequence[int], salt: str) -> Prefix:
-        """Returns the digests of a prompt's pages; hashes all its tokens and retains nothing yet."""
+    def prefix(self, token_ids: Sequence[int], salt: str, *, reads: bool = True) -> Prefix:
+        """Returns the digests of a prompt's pages; hashes all its tokens and retains nothing yet.
+
+        Without `reads` the request computes all of them, whatever is cached.
+        """
         root = root_digest(salt)
         if not self._enabled:
             return Prefix(root)
         digests = self._names(token_ids, self.page_tokens, root)
-        return Prefix(root, digests, (len(token_ids) - 1) // self.page_tokens)
+        return Prefix(root, digests, (len(token_ids) - 1) // self.page_tokens if reads else 0)
 
     def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
         """Extends the path by the full pages among `token_ids`, the tokens after the last page with a digest."""

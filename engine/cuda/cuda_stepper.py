@@ -13,6 +13,8 @@ from engine.graph_use import GraphUse
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from engine.steps.prompt_scoring import StepScoring
+from engine.steps.scored_step import with_scoring
 from engine.steps.step_buffer import StepSizes
 from engine.steps.step_packer import PackedStep, StepPacker, unpack
 
@@ -70,7 +72,7 @@ class CudaStepper:
         self._memory.reverse()
         memory.done.synchronize()
         late = self.draws.late_tokens(draws, self._sources(batch)) if draws.looks_back else ()
-        logits, greedy_is_drawn = self._compute(batch, sizes, memory)
+        logits, greedy_is_drawn, scoring = self._compute(batch, sizes, memory)
         read = None
         if logits is not None:
             read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
@@ -79,8 +81,10 @@ class CudaStepper:
 
         def result() -> StepResult:
             memory.done.synchronize()
-            tokens, logprobs = ([], []) if read is None else read()
-            return rows_of(tokens, batch, logprobs)
+            tokens, scores = ([], []) if read is None else read()
+            if scoring is not None:
+                scoring.deliver()
+            return rows_of(tokens, batch, scores)
 
         return result
 
@@ -97,7 +101,7 @@ class CudaStepper:
             step = self._pack(batch, sizes, memory)
             logits = self._forward(replace(step, drawn=None), Feed(step.sources, self._drawn))
         else:
-            logits, _ = self._compute(batch, sizes, memory)
+            logits, *_ = self._compute(batch, sizes, memory)
         torch.cuda.synchronize()
         return logits
 
@@ -106,10 +110,15 @@ class CudaStepper:
         rows = [row.source for row in batch.rows if row.draw is not None]
         return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
 
-    def _compute(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> tuple[Tensor | None, bool]:
-        """Returns logits [at least draws, vocab], and True if the greedy tokens are drawn already."""
+    def _compute(
+        self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory
+    ) -> tuple[Tensor | None, bool, StepScoring | None]:
+        """Returns logits [at least draws, vocab], True if the greedy tokens are drawn already, and what is scored.
+
+        Graphs compute the logits of draws only, so none runs a step that scores a prompt.
+        """
         decode = self.graphs.fitting(batch)
-        graph = decode or self.prompts.fitting(batch, sizes)
+        graph = None if batch.scored else decode or self.prompts.fitting(batch, sizes)
         # Counted after `pack`, which may refuse the step.
         if graph is not None:
             words = memory.reserve(graph.sizes.words)
@@ -117,10 +126,12 @@ class CudaStepper:
             self.graph_use.hits += 1
             self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
             logits = graph.replay(words)
-            return logits if sizes.drawn else None, decode is not None
+            return logits if sizes.drawn else None, decode is not None, None
         step = self._pack(batch, sizes, memory)
+        if batch.scored:
+            step = with_scoring(step, batch, self.draws.score_tokens)
         self.graph_use.misses += 1
-        return self._forward(step, Feed(step.sources, self._drawn)), False
+        return self._forward(step, Feed(step.sources, self._drawn)), False, step.scoring
 
     def _pack(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> PackedStep:
         """Returns the step's tensors on the device."""

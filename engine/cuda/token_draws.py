@@ -106,7 +106,7 @@ class TokenDraws:
         function that reads the result out of `memory`, once the device has finished.
         """
         draws = Draws.of(draws)
-        if draws.may_not_end or draws.constrained:
+        if draws.masked or draws.constrained:
             masked = MaskedLogits(logits, draws, self._eos_token_ids, self._masks)
             self._sample(logits, draws, late, memory)
             masked.restore()
@@ -119,6 +119,10 @@ class TokenDraws:
         asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
         values, top_ids = self._score(logits, draws, asking, memory)
         return lambda: (memory.tokens[:count].tolist(), scores_of(draws, values.tolist(), top_ids.tolist()))
+
+    def score_tokens(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        """Returns the log probabilities of tokens [n] as `engine.logprobs.logprobs` does; only launches."""
+        return logprobs(logits, tokens, torch.arange(len(tokens), device=tokens.device), top, pdl=self._pdl)
 
     def trials(self, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
         """Returns draws of every kind, for `run_side_by_side`, so that no request waits for a compiler."""

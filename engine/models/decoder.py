@@ -11,6 +11,7 @@ from engine.kernels.base import Feed, Kernels, Linear, StepLayout
 from engine.kernels.kv_cache import KvCache
 from engine.models.layers import DecoderLayer, prepare_layers
 from engine.models.parameters import Parameters
+from engine.steps.prompt_scoring import StepScoring
 
 
 class DecoderModel:
@@ -47,12 +48,14 @@ class DecoderModel:
         cache: KvCache,
         drawn: Tensor | None,
         feed: Feed | None = None,
+        *,
+        scoring: StepScoring | None = None,
     ) -> Tensor | None:
         """Stores the step's KV and returns logits [len(drawn), vocab] in the model's dtype.
 
         token_ids [T] int64; layouts: of each group of layers; cache as in `Kernels.rope_and_store`; drawn [D] int64:
         tokens whose logits are asked for, None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and
-        saves all that follows the last layer's store.
+        saves all that follows the last layer's store. With `scoring`, `drawn` has what it wants as well.
         """
         for layout in reversed(layouts):
             self.kernels.begin_step(cache, layout)
@@ -71,7 +74,7 @@ class DecoderModel:
         if drawn is not None:
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
-        return self._logits(hidden)
+        return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
 
     def _embed(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
         table = self._embedding

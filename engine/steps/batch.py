@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.steps.draws import Draw, Draws
+from engine.steps.prompt_scoring import PromptScores
 from wire.messages import TokenLogprobs
 
 _Drawn = TypeVar("_Drawn")
@@ -31,6 +32,8 @@ class StepRow(NamedTuple):
     positions n · page_tokens ..; entries of pages that no token of the row sees mean nothing. Pages stay the caller's.
     `draw` is None for every chunk of a prompt but the last.
 
+    `scores` takes the log probabilities of the row's tokens, if its prompt is scored.
+
     With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
     which may still be running; the id in `token_ids` then means nothing.
     """
@@ -40,6 +43,7 @@ class StepRow(NamedTuple):
     page_ids: Sequence[int]
     draw: Draw | None
     source: int | None = None
+    scores: PromptScores | None = None
 
 
 class RowColumns(NamedTuple):
@@ -155,6 +159,11 @@ class StepBatch:
 
     def __len__(self) -> int:
         return len(self.tokens) + len(self.chunks)
+
+    @property
+    def scored(self) -> bool:
+        """True if the prompt of any row is scored."""
+        return any(row.scores is not None for row in self.chunks)
 
     @property
     def rows(self) -> Sequence[StepRow]:

@@ -63,8 +63,8 @@ class Draws(Sequence[Draw]):
     """True if any draw has a history: penalties, or a grammar."""
     scored: bool
     """True if any draw wants log probabilities."""
-    may_not_end: bool = False
-    """True if any answer is shorter than its `min_tokens` (`engine/logits_mask.py`)."""
+    masked: bool = False
+    """True if any draw has changed logits: a bias, or ends that come too early (`engine/logits_mask.py`)."""
 
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> "Draws":
@@ -83,7 +83,7 @@ class Draws(Sequence[Draw]):
             all_greedy(settings),
             any(history is not None for history in histories),
             any(each.logprobs is not None for each in samplings),
-            any(draw.index < draw.sampling.min_tokens for draw in draws),
+            any(draw.index < draw.sampling.masked_tokens for draw in draws),
         )
 
     @property
@@ -109,7 +109,7 @@ class Draws(Sequence[Draw]):
             self.greedy and more.greedy,
             self.looks_back or more.looks_back,
             self.scored or more.scored,
-            self.may_not_end or more.may_not_end,
+            self.masked or more.masked,
         )
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Draws(Sequence[Draw]):
                 all_greedy(self.settings[at]),
                 self.looks_back,
                 self.scored,
-                self.may_not_end,
+                self.masked,
             )
         return Draw(self.samplings[at], int(self.indices[at]), self.histories[at])
 

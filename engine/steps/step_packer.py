@@ -13,6 +13,7 @@ from engine.config.model import ModelSpec
 from engine.kernels.base import StepLayout
 from engine.steps.batch import RowColumns, StepBatch
 from engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
+from engine.steps.prompt_scoring import StepScoring
 from engine.steps.step_buffer import FINE, WRONG_PAGE, WRONG_TOKEN, StepLimits, StepSizes, Words, fault_of, fill_rows
 from wire.errors import Internal
 
@@ -31,6 +32,7 @@ class PackedStep:
     sources: Tensor
     layouts: tuple[StepLayout, ...]
     drawn: Tensor | None
+    scoring: StepScoring | None = None
 
     @property
     def layout(self) -> StepLayout:

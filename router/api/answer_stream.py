@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.api.completions.prompt_replies import PromptReplies
 from router.api.openai_replies import ReplyShape, error_event
 from router.requests.answer import Ending
 from router.requests.choices import Choices
@@ -35,6 +36,7 @@ class AnswerStream(Response):
         *,
         headers: Mapping[str, str],
         comment_s: float,
+        prompts: PromptReplies | None = None,
     ) -> None:
         """`comment_s` is the time without an event after which a comment is sent, in seconds."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
@@ -42,6 +44,7 @@ class AnswerStream(Response):
         self._choices = choices
         self._shape = shape
         self._watch = watch
+        self._prompts = prompts
         self._comment_s = comment_s
         self._endings: dict[int, Ending] = {}
         self._opened = False
@@ -89,8 +92,11 @@ class AnswerStream(Response):
 
     async def _next(self) -> bytes:
         index, event = await self._choices.next()
+        event = self._shape.event(event)
         opening = b"" if self._opened else self._shape.opening(len(self._choices))
         self._opened = True
+        if self._prompts is not None:
+            opening += self._shape.prompt(index, await self._prompts.of(index))
         if not isinstance(event, Ending):
             return opening + self._shape.chunk(index, event)
         self._endings[index] = event

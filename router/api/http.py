@@ -17,10 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.api.answer_stream import AnswerStream
 from router.api.call_limit import CallLimit
 from router.api.client_gone import unless_gone
+from router.api.completions.answers import CompleteAnswer, best_of
+from router.api.completions.prompt_replies import PromptReplies
 from router.api.http_body import disconnected, read_body
 from router.api.model_routes import add_models
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
-from router.api.openai_replies import CompleteAnswer, ReplyShape, error_body, error_headers, json_error
+from router.api.openai_replies import ReplyShape, error_body, error_headers, json_error
 from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
@@ -123,7 +125,7 @@ class _HttpListener:
                 self._admitted(request, body, reading),
                 gone,
             )
-            choices = self.dispatcher.submit(admitted)
+            choices = self.dispatcher.submit(*admitted)
         except BaseException:
             gone.cancel()
             raise
@@ -135,17 +137,28 @@ class _HttpListener:
             model=self.config.model_name,
             created=received.unix_nanos // 10**9,
             stream_options=call.stream_options,
-            prompt_tokens=len(admitted.prompt_token_ids),
-            syntax=admitted.syntax,
+            prompts=[each.prompt_token_ids for each in admitted],
+            choices=call.request.options.n or 1,
+            syntax=admitted[0].syntax,
             logprobs=call.request.options.alternatives is not None,
+            return_token_ids=call.return_token_ids,
+            prompts_only=call.prompts.only,
         )
+        prompts = PromptReplies(call.prompts, self.validator, call.requests, admitted, choices)
         headers = {REQUEST_ID_HEADER: shape.answer_id}
         if call.ignored:
             headers[IGNORED_HEADER] = ", ".join(call.ignored)
         if call.stream:
-            return AnswerStream(choices, shape, gone, headers=headers, comment_s=self.config.sse_comment_s)
+            comment_s = self.config.sse_comment_s
+            return AnswerStream(choices, shape, gone, headers=headers, comment_s=comment_s, prompts=prompts)
         try:
-            return Response(await _collect(choices, shape), headers=headers, media_type=_JSON)
+            answers = await _collect(choices, shape, prompts)
+            ends = [each.ending for each in answers]
+            answers = best_of(answers, call.request.options.n or 1, admitted[0].n)
+            # The scores of a prompt may be megabytes of text, which would hold up the event loop.
+            whole = partial(shape.whole, answers, ends)
+            body = await asyncio.to_thread(whole) if call.prompts.needed else whole()
+            return Response(body, headers=headers, media_type=_JSON)
         finally:
             gone.cancel()
             choices.close()
@@ -159,31 +172,40 @@ class _HttpListener:
 
     async def _admitted(
         self, request: Request, body: bytes, parse: Callable[[bytes], OpenAICall]
-    ) -> tuple[OpenAICall, Admitted]:
+    ) -> tuple[OpenAICall, list[Admitted]]:
         tenant = tenant_of(matching_key(request.headers.getlist("authorization"), self.config.api_keys))
         try:
             call = await self.validator.reader.json(tenant, body, parse)
         except TandemError as error:
             self.dispatcher.metrics.refused("", error)
             raise
-        client_request = replace(call.request, tenant=tenant, traceparent=only(request.headers.getlist(TRACEPARENT)))
-        return call, await self.validator.admit(client_request)
+        traceparent, request_id = only(request.headers.getlist(TRACEPARENT)), call.request.request_id
+        admitted: list[Admitted] = []
+        for each in call.requests:
+            prompt = replace(each, request_id=request_id, tenant=tenant, traceparent=traceparent)
+            admitted.append(await self.validator.admit(prompt))
+            request_id = admitted[0].request_id
+        return call, admitted
 
 
-async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
+async def _collect(choices: Choices, shape: ReplyShape, prompts: PromptReplies) -> list[CompleteAnswer]:
     texts: dict[int, list[str]] = defaultdict(list)
+    ids: dict[int, list[int]] = defaultdict(list)
     scores: dict[int, list[TokenScore]] = defaultdict(list)
     endings: dict[int, Ending] = {}
     while not choices.over:
         index, event = await choices.next()
+        event = shape.event(event)
         if isinstance(event, Ending):
             endings[index] = event
         else:
             texts[index].append(event.text)
+            ids[index].extend(event.token_ids)
             scores[index].extend(event.scores)
-    return shape.whole(
-        [CompleteAnswer("".join(texts[index]), scores[index], endings[index]) for index in sorted(endings)]
-    )
+    return [
+        CompleteAnswer("".join(texts[index]), ids[index], scores[index], endings[index], await prompts.of(index))
+        for index in sorted(endings)
+    ]
 
 
 class _KeyCheck:

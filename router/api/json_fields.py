@@ -73,10 +73,13 @@ class JsonFields:
 
     def boolean(self, name: str, *, absent: bool = False) -> bool:
         """Remove and return a boolean, `absent` if it is absent or null."""
+        value = self.boolean_or_none(name)
+        return absent if value is None else value
+
+    def boolean_or_none(self, name: str) -> bool | None:
+        """Remove and return a boolean, None if absent."""
         value = self.take(name)
-        if value is None:
-            return absent
-        if not isinstance(value, bool):
+        if value is not None and not isinstance(value, bool):
             raise self.wrong(name, "must be true or false")
         return value
 
@@ -118,6 +121,11 @@ class JsonFields:
             if self._unknown.strict:
                 raise self.wrong(name[:_NAME_CHARS], "is not a field this server knows; leave it out")
             self._unknown.ignore(f"{self._path}{name}")
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The names of the ignored fields, of nested objects too."""
+        return self._unknown.names
 
     def wrong(self, name: str, message: str) -> InvalidArgument:
         """Return the error about field `name`."""

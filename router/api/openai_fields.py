@@ -43,9 +43,8 @@ def _is_number(value: Any) -> bool:
 
 _FUNCTIONS = "it is outdated; send tools, tool_choice and tool_calls"
 _COMPLETION_TOOLS = "tools are for chat completions"
+_COMPLETION_CHAT = "chat templates are for chat completions"
 _GRAMMAR = "structural tags are not served; ask by response_format or structured_outputs"
-_PROMPT_LOGPROBS = "log probabilities of the prompt are not served"
-_TEMPLATE = "the model's own chat template is the only one, and it always asks for the assistant's next turn"
 _CHOICE = "this sampling option is not supported"
 _DETOKENIZING = "special tokens are always left out of the text"
 
@@ -53,7 +52,6 @@ UNSERVED: Mapping[str, Unserved] = {
     "functions": Unserved(_FUNCTIONS),
     "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
     "structural_tag": Unserved(_GRAMMAR),
-    "logit_bias": Unserved(_CHOICE),
     "bad_words": Unserved(_CHOICE),
     "allowed_token_ids": Unserved(_CHOICE, empty=False),
     "logits_processors": Unserved(_CHOICE),
@@ -61,22 +59,15 @@ UNSERVED: Mapping[str, Unserved] = {
     "use_beam_search": Unserved(_CHOICE),
     "length_penalty": Unserved(_CHOICE, (1.0,)),
     "early_stopping": Unserved(_CHOICE),
-    "best_of": Unserved("only as many answers are made as are returned; ask for them by n", (1,), empty=False),
     "typical_p": Unserved(_CHOICE, (1.0,)),
     "stop_regex": Unserved("answers end at strings and token ids; ask by stop or stop_token_ids"),
     "no_stop_trim": Unserved("ask by include_stop_str_in_output"),
     "min_new_tokens": Unserved("ask by min_tokens", (0,)),
-    "echo": Unserved("the prompt is not repeated in the answer"),
     "suffix": Unserved("text after the answer is not supported"),
-    "prompt_logprobs": Unserved(_PROMPT_LOGPROBS, empty=False),
-    "return_token_ids": Unserved("token ids are answered by gRPC alone"),
     "return_tokens_as_token_ids": Unserved("tokens are named by their text"),
-    "truncate_prompt_tokens": Unserved("prompts are never cut; send a shorter one", empty=False),
     "prompt_embeds": Unserved("prompts are text or token ids"),
     "skip_special_tokens": Unserved(_DETOKENIZING, (True,), empty=False),
-    "chat_template": Unserved(_TEMPLATE),
-    "add_generation_prompt": Unserved(_TEMPLATE, (True,), empty=False),
-    "continue_final_message": Unserved(_TEMPLATE),
+    "chat_template": Unserved("the model's own chat template is the only one"),
     "documents": Unserved("documents are not given to the chat template; put them into a message"),
     "mm_processor_kwargs": Unserved("prompts are text alone"),
     "modalities": Unserved("answers are text alone", (["text"],)),
@@ -91,13 +82,15 @@ UNSERVED: Mapping[str, Unserved] = {
 """The rejected fields by name."""
 CHAT_UNSERVED: Mapping[str, Unserved] = {
     **UNSERVED,
-    "add_special_tokens": Unserved("the chat template brings its own special tokens"),
+    "echo": Unserved("prompts are repeated by completions alone"),
+    "best_of": Unserved("only as many answers are made as are returned; ask for them by n", (1,), empty=False),
 }
 COMPLETION_UNSERVED: Mapping[str, Unserved] = {
     **UNSERVED,
     "tools": Unserved(_COMPLETION_TOOLS),
     "tool_choice": Unserved(_COMPLETION_TOOLS, ("none", "auto")),
-    "add_special_tokens": Unserved("prompts get the model's special tokens; send token ids instead", (True,), False),
+    "add_generation_prompt": Unserved(_COMPLETION_CHAT, (True,), empty=False),
+    "continue_final_message": Unserved(_COMPLETION_CHAT),
 }
 MESSAGE_UNSERVED: Mapping[str, Unserved] = {"function_call": Unserved(_FUNCTIONS)}
 """The rejected fields inside messages."""

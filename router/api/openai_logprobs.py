@@ -18,20 +18,20 @@ def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
 def completion_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """Return `logprobs` of a choice of /v1/completions; the top tokens always include the chosen one."""
     return {
-        "tokens": [_text(each.chosen.utf8) for each in scores],
-        "token_logprobs": [_number(each.chosen.logprob) for each in scores],
+        "tokens": [entry_text(each.chosen.utf8) for each in scores],
+        "token_logprobs": [finite(each.chosen.logprob) for each in scores],
         "top_logprobs": [
-            {_text(token.utf8): _number(token.logprob) for token in (*each.top, each.chosen)} for each in scores
+            {entry_text(token.utf8): finite(token.logprob) for token in (*each.top, each.chosen)} for each in scores
         ],
         "text_offset": [each.offset for each in scores],
     }
 
 
 def _entry(token: ScoredToken) -> dict[str, Any]:
-    return {"token": _text(token.utf8), "logprob": _number(token.logprob), "bytes": list(token.utf8)}
+    return {"token": entry_text(token.utf8), "logprob": finite(token.logprob), "bytes": list(token.utf8)}
 
 
-def _text(utf8: bytes) -> str:
+def entry_text(utf8: bytes) -> str:
     """Return the text of a token; a partial character becomes its bytes in hex, so that tokens stay distinct."""
     try:
         return utf8.decode()
@@ -39,5 +39,6 @@ def _text(utf8: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
 
 
-def _number(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Return a log probability that JSON has a number for."""
     return logprob if logprob > _LEAST else _LEAST  # NaN compares false

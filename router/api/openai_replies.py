@@ -3,10 +3,12 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from router.api.answer_parts import AnswerParsers, delta_fields, message_fields
+from router.api.completions.answers import CompleteAnswer
+from router.api.completions.prompt_replies import PromptReply
 from router.api.openai_logprobs import chat_logprobs, completion_logprobs
 from router.api.openai_requests import StreamOptions
 from router.requests.answer import AnswerChunk, Ending
@@ -32,15 +34,6 @@ DONE = b"data: [DONE]\n\n"
 """The last event of a stream that ended without an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteAnswer:
-    """One complete answer of a request that is not streamed."""
-
-    text: str
-    scores: Sequence[TokenScore]
-    ending: Ending
-
-
 class ReplyShape:
     """Builds the replies to one request; chat completions and text completions differ in names only."""
 
@@ -51,18 +44,31 @@ class ReplyShape:
         request_id: str,
         model: str,
         created: int,
-        prompt_tokens: int,
+        prompts: Sequence[Sequence[int]],
+        choices: int,
         stream_options: StreamOptions,
         logprobs: bool,
         syntax: AnswerSyntax | None = None,
+        return_token_ids: bool = False,
+        prompts_only: bool = False,
     ) -> None:
-        """`created` is in Unix seconds; with a `syntax` answers are split into reasoning, content and tool calls."""
+        """`created` is in Unix seconds; with a `syntax` answers are split into reasoning, content and tool calls.
+
+        `prompts` are the token ids of each prompt, which has `choices` choices. With `return_token_ids` the reply has
+        them and the ids of the answers, in the places of vLLM; with `prompts_only` it has nothing of the answers.
+        """
+        self._prompts = prompts
+        self._per_prompt = choices
+        self._with_ids = return_token_ids
+        self._prompts_only = prompts_only
+        self._echoed: dict[int, int] = {}
+        """The length in characters of the prompts that were sent, by choice."""
         self._parsers = AnswerParsers(syntax)
         self._chat = chat
         self._logprobs = logprobs
         self._include_usage = stream_options.include_usage
         self._continuous_usage = stream_options.continuous_usage
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = sum(map(len, prompts))
         self._completion_tokens = 0
         """Number of tokens sent so far, over all choices."""
         self.answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
@@ -79,20 +85,43 @@ class ReplyShape:
             )
             before, after = whole.split('"\\u0000"')
             self._around.append((f"data: {before}", f"{after}\n\n"))
-        if not self._chat:
-            return b""
         begun: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return b"".join(self._event([{"index": index, **begun}]) for index in range(choices))
+        if self._chat:
+            events = [self._event([{"index": index, **begun}], **self._prompt_ids(index)) for index in range(choices)]
+        elif self._with_ids:
+            empty = [{**self._choice(index, "", None), **self._prompt_ids(index)} for index in range(choices)]
+            events = [self._event([each]) for each in empty]
+        else:
+            events = []
+        return b"".join(events)
+
+    def prompt(self, index: int, prompt: PromptReply | None) -> bytes:
+        """Return the event with a choice's prompt, once; empty if it is not echoed."""
+        if prompt is None or not prompt.form.echo or index in self._echoed:
+            return b""
+        self._echoed[index] = len(prompt.text)
+        return self._event([prompt.echo(self._choice(index, "", None), ())])
+
+    def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
+        """Return an event of an answer as the reply has it."""
+        if not self._prompts_only:
+            return event
+        if isinstance(event, AnswerChunk):
+            return AnswerChunk("", [], [])
+        reason = FinishReason.ABORT if event.finish_reason is FinishReason.ABORT else FinishReason.LENGTH
+        return replace(event, completion_tokens=0, finish_reason=reason)
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
         """Return the event with the next text and log probabilities; empty if there is neither."""
+        if echoed := self._echoed.get(index):
+            chunk = replace(chunk, scores=[replace(each, offset=each.offset + echoed) for each in chunk.scores])
         delta = self._parsers.feed(index, chunk.text)
         text = delta.content
         self._completion_tokens += len(chunk.token_ids)
         if delta.calls or delta.reasoning:
-            return self._parts(index, delta, chunk.scores)
-        if self._logprobs and (text or chunk.scores):
-            return self._event([{**self._choice(index, text, None), "logprobs": self._scores(chunk.scores)}])
+            return self._parts(index, delta, chunk)
+        if (self._logprobs and (text or chunk.scores)) or self._with_ids:
+            return self._event([{**self._choice(index, text, None), **self._tokens(chunk)}])
         if not text:
             return b""
         if self._continuous_usage:
@@ -103,12 +132,22 @@ class ReplyShape:
     def ending(self, index: int, ending: Ending) -> bytes:
         """Return the last event of a choice, which has its finish reason."""
         rest = self._parsers.finish(index)
-        before = self._parts(index, rest, ()) if rest.calls or rest.reasoning or rest.content else b""
+        before = b""
+        if rest.calls or rest.reasoning or rest.content:
+            before = self._parts(index, rest, AnswerChunk("", [], []))
         return before + self._event([self._choice(index, None if self._chat else "", self._finish(index, ending))])
 
-    def _parts(self, index: int, delta: AnswerDelta, scores: Sequence[TokenScore]) -> bytes:
-        logprobs = self._scores(scores) if self._logprobs else None
-        return self._event([{**self._choice(index, None, None), "delta": delta_fields(delta), "logprobs": logprobs}])
+    def _parts(self, index: int, delta: AnswerDelta, chunk: AnswerChunk) -> bytes:
+        choice = {**self._choice(index, None, None), "delta": delta_fields(delta)}
+        return self._event([{**choice, **self._tokens(chunk)}])
+
+    def _tokens(self, some: AnswerChunk | CompleteAnswer) -> dict[str, Any]:
+        """Return the fields of a choice about its tokens."""
+        fields: dict[str, Any] = {"logprobs": self._scores(some.scores) if self._logprobs else None}
+        return {**fields, "token_ids": some.token_ids} if self._with_ids else fields
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompts[index // self._per_prompt]} if self._with_ids else {}
 
     def _finish(self, index: int, ending: Ending) -> str:
         called = ending.finish_reason is FinishReason.STOP and self._parsers.called(index)
@@ -119,37 +158,49 @@ class ReplyShape:
         if not self._include_usage:
             return DONE
         ends = [endings[index] for index in sorted(endings)]
-        return _sse({**self._stream_head(), "choices": [], "usage": _usage(ends)}) + DONE
+        return _sse({**self._stream_head(), "choices": [], "usage": self._usage(ends)}) + DONE
 
-    def whole(self, choices: Sequence[CompleteAnswer]) -> bytes:
-        """Return the body of a reply that is not streamed."""
-        kind = "chat.completion" if self._chat else "text_completion"
+    def whole(self, choices: Sequence[CompleteAnswer], endings: Sequence[Ending]) -> bytes:
+        """Return the body of a reply that is not streamed; `endings` are those of all answers, returned or not."""
         made = [self._whole_choice(index, each) for index, each in enumerate(choices)]
-        usage = _usage([each.ending for each in choices])
-        return _dumps({**self._head, "object": kind, "choices": made, "usage": usage}).encode()
+        body = {**self._head, "object": "text_completion", "choices": made, "usage": self._usage(endings)}
+        if self._chat:
+            prompt = choices[0].prompt
+            body |= {"object": "chat.completion", **self._prompt_ids(0), **({} if prompt is None else prompt.listed())}
+        return _dumps(body).encode()
 
     def _whole_choice(self, index: int, whole: CompleteAnswer) -> dict[str, Any]:
         parts = self._parsers.feed(index, whole.text), self._parsers.finish(index)
         finish = self._finish(index, whole.ending)
-        logprobs = self._scores(whole.scores) if self._logprobs else None
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+        choice: dict[str, Any] = {"index": index, **self._tokens(whole), "finish_reason": finish}
         if self._chat:
             choice["message"] = {"role": "assistant", **message_fields(parts), "refusal": None}
         else:
-            choice["text"] = whole.text
+            choice |= {"text": whole.text, **self._prompt_ids(index)}
+            if whole.prompt is not None:
+                choice = {**whole.prompt.echo(choice, whole.scores), **whole.prompt.listed()}
         return choice
 
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
         return chat_logprobs(scores) if self._chat else completion_logprobs(scores)
 
-    def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        return _sse({**self._stream_head(), "choices": choices, **self._usage_so_far()})
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _sse({**self._stream_head(), "choices": choices, **self._usage_so_far(), **more})
 
     def _usage_so_far(self) -> dict[str, Any]:
         """Return the `usage` field of a chunk: the counts so far, null if only the end has them, or nothing."""
         if self._continuous_usage:
             return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
         return {"usage": None} if self._include_usage else {}
+
+    def _usage(self, endings: Sequence[Ending]) -> dict[str, Any]:
+        """Return the total usage of all answers; a prompt counts once, with its first answer's cached tokens."""
+        firsts = endings[:: len(endings) // len(self._prompts)]
+        completion = sum(ending.completion_tokens for ending in endings)
+        return {
+            **_counts(sum(first.prompt_tokens for first in firsts), completion),
+            "prompt_tokens_details": {"cached_tokens": sum(first.cached_tokens for first in firsts)},
+        }
 
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
@@ -194,16 +245,6 @@ def _param(error: TandemError) -> str | None:
     if isinstance(error, InvalidArgument):
         return error.field
     return "model" if isinstance(error, NotFound) else None
-
-
-def _usage(endings: Sequence[Ending]) -> dict[str, Any]:
-    """Return the total usage of all answers; the prompt counts once, with the first answer's cached tokens."""
-    first = endings[0]
-    completion = sum(ending.completion_tokens for ending in endings)
-    return {
-        **_counts(first.prompt_tokens, completion),
-        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
-    }
 
 
 def _counts(prompt: int, completion: int) -> dict[str, int]:

@@ -1,20 +1,24 @@
 """Parses the JSON bodies of the OpenAI-compatible API into a `ClientRequest`.
 
 Field meanings follow OpenAI's API reference, and vLLM's for its extensions: top_k, min_p, repetition_penalty,
-ignore_eos, stop_token_ids, min_tokens, include_stop_str_in_output, chat_template_kwargs, priority, cache_salt.
+ignore_eos, stop_token_ids, min_tokens, include_stop_str_in_output, chat_template_kwargs, priority, cache_salt,
+add_special_tokens, add_generation_prompt, continue_final_message, truncate_prompt_tokens, return_token_ids.
 `slo_class` and `speculate` are Tandem's own. `router/api/openai_fields.py` has the other fields.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.api.json_fields import JsonFields, UnknownFields, is_integers
+from router.api.completions.fields import check_answers, take_bias, take_prompts
+from router.api.completions.prompt_replies import PromptForm
+from router.api.json_fields import JsonFields, UnknownFields
 from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, MESSAGE_INERT, MESSAGE_UNSERVED
 from router.api.structured_output import answer_format
 from router.api.tool_fields import tool_calls, tool_options
 from router.requests.request import ClientRequest, Conversation, Options, Prompt
-from router.text.chat_template import ChatTurn
+from router.text.chat_template import ChatTurn, PromptEnd
 from wire.errors import InvalidArgument
 from wire.tracing.timeline import EdgeStamp
 
@@ -33,31 +37,36 @@ class StreamOptions:
 class OpenAICall:
     """A parsed body: the request, and the requested form of the reply."""
 
-    request: ClientRequest
+    requests: tuple[ClientRequest, ...]
+    """One for each prompt, at least one; they differ in their prompts alone."""
     stream: bool
     stream_options: StreamOptions
+    prompts: PromptForm
+    return_token_ids: bool = False
+    """True if the reply has the token ids of the prompt and of the answers."""
     ignored: tuple[str, ...] = ()
     """Names of the ignored fields, fit for a header (`UnknownFields`)."""
+
+    @property
+    def request(self) -> ClientRequest:
+        """The first prompt's request."""
+        return self.requests[0]
 
 
 def parse_chat(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
     """Parse the body of /v1/chat/completions; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
-    unknown = UnknownFields(strict=strict)
-    fields = body_fields(body, unknown)
+    fields = body_fields(body, UnknownFields(strict=strict))
     fields.refuse(CHAT_UNSERVED)
     top_logprobs = _top_logprobs(fields)
-    request, stream, stream_options = _call(fields, conversation(fields), received, top_logprobs=top_logprobs)
-    return OpenAICall(request, stream, stream_options, unknown.names)
+    return _call(fields, (conversation(fields),), received, top_logprobs=top_logprobs)
 
 
 def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
     """Parse the body of /v1/completions, with the errors and arguments of `parse_chat`."""
-    unknown = UnknownFields(strict=strict)
-    fields = body_fields(body, unknown)
+    fields = body_fields(body, UnknownFields(strict=strict))
     fields.refuse(COMPLETION_UNSERVED)
     logprobs = fields.integer("logprobs")
-    request, stream, stream_options = _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
-    return OpenAICall(request, stream, stream_options, unknown.names)
+    return _call(fields, take_prompts(fields), received, logprobs=logprobs, echo=fields.boolean("echo"))
 
 
 def body_fields(body: bytes, unknown: UnknownFields) -> JsonFields:
@@ -81,17 +90,21 @@ def _top_logprobs(fields: JsonFields) -> int | None:
 
 def _call(
     fields: JsonFields,
-    prompt: Prompt,
+    prompts: Sequence[Prompt],
     received: EdgeStamp,
     *,
     logprobs: int | None = None,
     top_logprobs: int | None = None,
-) -> tuple[ClientRequest, bool, StreamOptions]:
-    """Return the request, True if it is streamed, and the stream's options."""
+    echo: bool = False,
+) -> OpenAICall:
+    """Take the fields that both calls have."""
     fields.drop(INERT)
     model = fields.text("model") or ""
+    n, best_of = fields.integer("n"), fields.integer("best_of")
+    max_tokens, listed = fields.integer("max_tokens"), fields.integer("prompt_logprobs")
+    form = PromptForm(echo, logprobs if echo else None, listed, only=echo and max_tokens == 0)
     options = Options(
-        max_tokens=fields.integer("max_tokens"),
+        max_tokens=1 if form.only else max_tokens,
         max_completion_tokens=fields.integer("max_completion_tokens"),
         temperature=fields.number("temperature"),
         top_k=_unless_minus_one(fields.integer("top_k"), 0),
@@ -102,8 +115,11 @@ def _call(
         repetition_penalty=fields.number("repetition_penalty"),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
+        prompt_logprobs=form.top,
+        logit_bias=take_bias(fields),
         seed=_unless_minus_one(fields.integer("seed"), None),
-        n=fields.integer("n"),
+        n=n,
+        best_of=None if best_of == (n or 1) else best_of,
         stop=_stop(fields),
         stop_token_ids=fields.integers("stop_token_ids"),
         min_tokens=fields.integer("min_tokens") or 0,
@@ -114,11 +130,24 @@ def _call(
         slo_class=fields.text("slo_class") or "",
         cache_salt=fields.text("cache_salt") or "",
         answer_format=answer_format(fields),
+        **encoding(fields),
     )
     stream = fields.boolean("stream")
     stream_options = _stream_options(fields, stream)
+    return_token_ids = fields.boolean("return_token_ids")
     fields.end()
-    return ClientRequest("", model, prompt, options, received), stream, stream_options
+    for name, value in (("best_of", options.best_of), ("prompt_logprobs", listed)):
+        if stream and value is not None:
+            raise fields.wrong(name, "cannot be combined with stream")
+    check_answers(len(prompts), options.answers)
+    requests = tuple(ClientRequest("", model, prompt, options, received) for prompt in prompts)
+    return OpenAICall(requests, stream, stream_options, form, return_token_ids, fields.ignored)
+
+
+def encoding(fields: JsonFields) -> dict[str, Any]:
+    """Take the `Options` of how the prompt becomes token ids."""
+    special = fields.boolean_or_none("add_special_tokens")
+    return {"add_special_tokens": special, "truncate_prompt_tokens": fields.integer("truncate_prompt_tokens")}
 
 
 def _unless_minus_one(value: int | None, off: int | None) -> int | None:
@@ -153,19 +182,6 @@ def _stream_options(fields: JsonFields, stream: bool) -> StreamOptions:
     return StreamOptions(include, include and continuous)
 
 
-def _plain_prompt(fields: JsonFields) -> Prompt:
-    value = fields.take("prompt")
-    if isinstance(value, list) and len(value) == 1 and (isinstance(value[0], str) or is_integers(value[0])):
-        value = value[0]
-    if isinstance(value, str):
-        return value
-    if is_integers(value):
-        return tuple(value)
-    if isinstance(value, list) and value:
-        raise InvalidArgument("prompt", "must be one prompt, a string or a list of token ids; send others separately")
-    raise InvalidArgument("prompt", "is missing; send a string or a list of token ids")
-
-
 def conversation(fields: JsonFields) -> Conversation:
     """Take the messages and the variables of the chat template."""
     value = fields.take("messages")
@@ -176,7 +192,17 @@ def conversation(fields: JsonFields) -> Conversation:
     effort = fields.text("reasoning_effort")
     if effort is not None:
         variables = {"reasoning_effort": effort, **variables}
-    return Conversation(turns, variables, tool_options(fields), parsed=True)
+    return Conversation(turns, variables, tool_options(fields), _prompt_end(fields), parsed=True)
+
+
+def _prompt_end(fields: JsonFields) -> PromptEnd:
+    """Take `add_generation_prompt` and `continue_final_message`; the first is false where only the second is given."""
+    continued = fields.boolean("continue_final_message")
+    if fields.boolean("add_generation_prompt", absent=not continued):
+        if continued:
+            raise fields.wrong("continue_final_message", "cannot be combined with add_generation_prompt; send one")
+        return PromptEnd.NEXT_TURN
+    return PromptEnd.WITHIN_LAST_TURN if continued else PromptEnd.LAST_TURN
 
 
 def _turn(call: JsonFields, value: Any, path: str) -> ChatTurn:

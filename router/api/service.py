@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -191,9 +191,14 @@ class InferenceServicer:
         choices = self._dispatcher.submit(admitted)
         parts = AnswerChunks(admitted.syntax)
         caller.gone.add_done_callback(lambda _: choices.close())
+        scored = admitted.sampling.prompt_logprobs is not None
         try:
             while not choices.over:
                 index, event = await choices.next()
+                if scored and (found := choices.answers[0].prompt_logprobs) is not None:
+                    scores = await self._validator.spelled(caller.tenant, admitted.prompt_token_ids, found)
+                    yield inference_pb2.GenerateResponse(request_id=choices.request_id, prompt=_prompt_scores(scores))
+                scored = False
                 for made in _messages(parts, index, event):
                     yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
         finally:
@@ -238,6 +243,11 @@ def _score(score: TokenScore) -> inference_pb2.TokenScore:
     return inference_pb2.TokenScore(chosen=_scored(score.chosen), top=[_scored(token) for token in score.top])
 
 
+def _prompt_scores(scores: Sequence[TokenScore]) -> inference_pb2.PromptScores:
+    first = inference_pb2.TokenScore(chosen=_scored(replace(scores[0].chosen, logprob=0.0)))
+    return inference_pb2.PromptScores(tokens=[first, *map(_score, scores[1:])])
+
+
 def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
     return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
 
@@ -275,6 +285,8 @@ def _options(message: inference_pb2.GenerationOptions) -> Options:
         presence_penalty=given("presence_penalty"),
         repetition_penalty=given("repetition_penalty"),
         logprobs=given("logprobs"),
+        prompt_logprobs=given("prompt_logprobs"),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
         priority=message.priority,
         slo_class=message.slo_class,
         cache_salt=message.cache_salt,

@@ -14,7 +14,7 @@ from router.api.client_gone import unless_gone
 from router.api.http_body import disconnected, read_body
 from router.api.json_fields import UnknownFields
 from router.api.openai_fields import CHAT_UNSERVED, INERT
-from router.api.openai_requests import body_fields, conversation
+from router.api.openai_requests import body_fields, conversation, encoding
 from router.config import RouterConfig
 from router.requests.request import ClientRequest, Conversation, Options
 from router.requests.tenants import tenant_of
@@ -29,7 +29,6 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, slots=True)
 class _TokenizeCall:
     request: ClientRequest
-    add_special_tokens: bool
     spell: bool
 
 
@@ -45,9 +44,7 @@ def add_tokenizer(app: FastAPI, config: RouterConfig, validator: RequestValidato
         tenant, call = await parsed(request, lambda body: _tokenize_call(body, strict=config.strict_requests))
         ids, spelled, context = await _unless_client_gone(
             request,
-            validator.tokenize(
-                replace(call.request, tenant=tenant), add_special_tokens=call.add_special_tokens, spell=call.spell
-            ),
+            validator.tokenize(replace(call.request, tenant=tenant), spell=call.spell),
         )
         found = {"count": len(ids), "max_model_len": context, "tokens": ids}
         return JSONResponse(found if spelled is None else {**found, "token_strs": spelled})
@@ -77,17 +74,17 @@ def _tokenize_call(body: bytes, *, strict: bool) -> _TokenizeCall:
     spell = fields.boolean("return_token_strs")
     model = fields.text("model") or ""
     text = fields.text("prompt")
+    options = Options(**encoding(fields))
     prompt: str | Conversation
     if text is None:
-        # As in a chat completion, the template brings the special tokens.
         fields.refuse(CHAT_UNSERVED)
-        prompt, add_special_tokens = conversation(fields), False
+        prompt = conversation(fields)
     else:
-        prompt, add_special_tokens = text, fields.boolean("add_special_tokens", absent=True)
+        prompt = text
     fields.drop(INERT)
     fields.end()
     received = EdgeStamp.now(Edge.RECEIVED)
-    return _TokenizeCall(ClientRequest("", model, prompt, Options(), received), add_special_tokens, spell)
+    return _TokenizeCall(ClientRequest("", model, prompt, options, received), spell)
 
 
 def _detokenize_call(body: bytes, *, strict: bool) -> tuple[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from router.text.token_scores import TokenScore
 from wire.errors import Cancelled, TandemError
-from wire.messages import FinishReason
+from wire.messages import FinishReason, PromptLogprobs
 from wire.tracing.timeline import Timeline
 
 
@@ -41,7 +41,18 @@ class Answer:
     owner must call `close` in every case: it cancels the request if it still runs.
     """
 
-    __slots__ = ("_chunk", "_close", "_ending", "_error", "_leave", "_waiter", "at_once", "request_id", "token_count")
+    __slots__ = (
+        "_chunk",
+        "_close",
+        "_ending",
+        "_error",
+        "_leave",
+        "_waiter",
+        "at_once",
+        "prompt_logprobs",
+        "request_id",
+        "token_count",
+    )
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -49,6 +60,8 @@ class Answer:
         """Number of tokens pushed so far."""
         self.at_once = False
         """True if the newest chunk was delivered without batching or back-pressure: the reader was waiting for it."""
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """The log probabilities of the prompt if it is scored, set before the first chunk is pushed."""
         self._leave: Callable[[int], None] | None = None
         self._close: Callable[[], None] | None = None
         self._chunk: AnswerChunk | None = None

@@ -1,7 +1,8 @@
-"""Several answers to one request (n > 1): their seeds, their order of start, and one reader for all of them.
+"""Several answers to one request (n > 1, several prompts): their seeds, their order of start, one reader for all.
 
-The first answer is placed like any other request. The others are held back until its decode worker has admitted it:
-by then both workers have the prompt's full pages in their prefix caches, and compute and send only the rest.
+The first answer to a prompt is placed like any other request. The others are held back until its decode worker has
+admitted it: by then both workers have the prompt's full pages in their prefix caches, and compute and send only the
+rest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DOMAIN = b"tandem.choice.1"
 def choice_of(admitted: Admitted, index: int) -> Admitted:
     """Return the request for answer number `index`: the same request with a seed of its own.
 
-    Number 0 is the unchanged request, the answer that n = 1 would give.
+    Number 0 is the unchanged request, the answer that n = 1 would give; it alone scores the prompt.
     """
     if not index:
         return admitted
@@ -34,7 +35,7 @@ def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
     """Derive a seed: 64-bit BLAKE2b over seed and answer number, each 8 bytes little-endian."""
     data = sampling.seed.to_bytes(_SEED_BYTES, "little") + index.to_bytes(_SEED_BYTES, "little")
     digest = blake2b(data, digest_size=_SEED_BYTES, person=_DOMAIN).digest()
-    return replace(sampling, seed=int.from_bytes(digest, "little"))
+    return replace(sampling, seed=int.from_bytes(digest, "little"), prompt_logprobs=None)
 
 
 class Choices:

@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
+from router.observability.verdict import JointVerdict
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.scheduler import RequestScheduler, record
@@ -81,33 +83,48 @@ class Dispatcher:
 
     # ---- calls of the listeners ----
 
-    def submit(self, admitted: Admitted) -> Choices:
+    def submit(self, *admitted: Admitted) -> Choices:
         """Queue a request and return its future answers, which the caller must close.
 
-        Raises Unavailable if no worker can serve it, and `Refused` if the queue is full or its SLO cannot be met.
+        Each of `admitted` is one prompt of the request, all with the same id. All are queued or none is. Raises
+        Unavailable if no worker can serve it, and `Refused` if the queue is full or its SLO cannot be met.
         """
         try:
             return self._submit(admitted)
         except TandemError as error:
-            self.metrics.refused(admitted.slo.name, error)
+            self.metrics.refused(admitted[0].slo.name, error)
             raise
 
-    def _submit(self, admitted: Admitted) -> Choices:
-        if self._live.of_client(admitted.tenant, admitted.request_id):
-            raise InvalidArgument("request_id", f"{admitted.request_id!r} is still running here; choose another id")
+    def _submit(self, admitted: Sequence[Admitted]) -> Choices:
+        first = admitted[0]
+        if self._live.of_client(first.tenant, first.request_id):
+            raise InvalidArgument("request_id", f"{first.request_id!r} is still running here; choose another id")
         if (closed := self._closed()) is not None:
             raise closed
-        requests = self._live.make(admitted)
+        joint = JointVerdict(sum(each.n for each in admitted))
+        prompts = [self._live.make(each, joint) for each in admitted]
+        requests = list(chain.from_iterable(prompts))
         for request in requests:
             self._connect(request)
-        queued = requests[0].queued
-        self._scheduler.expect_answer(queued)
-        self.metrics.offered(len(requests), queued.prompt_tokens, queued.mean_tokens)
-        held_own = self._live.held_of(admitted.tenant)
-        self._scheduler.enter(queued, more=len(requests) - 1, held=self._live.held, held_own=held_own)
-        self._live.add(requests)
+        self._enter([some[0].queued for some in prompts], len(requests), first.tenant, first.n)
+        for some in prompts:
+            self._live.add(some)
         self._schedule_pump()
         return Choices([request.answer for request in requests])
+
+    def _enter(self, firsts: Sequence[QueuedRequest], answers: int, tenant: str, n: int) -> None:
+        """Queue the first answers to all prompts of a request, or none; it has `answers` answers, `n` to a prompt."""
+        held, held_own = self._live.held, self._live.held_of(tenant)
+        for queued in firsts:
+            self._scheduler.expect_answer(queued)
+            self.metrics.offered(n, queued.prompt_tokens, queued.mean_tokens)
+        for number, queued in enumerate(firsts):
+            try:
+                self._scheduler.enter(queued, more=answers - number - 1, held=held, held_own=held_own)
+            except TandemError:
+                for entered in firsts[:number]:
+                    self._scheduler.queue.remove(entered)
+                raise
 
     def abort(self, tenant: str, request_id: str) -> bool:
         """End a running request by its client's id; returns False if there is none.

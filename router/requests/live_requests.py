@@ -49,20 +49,22 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         """Return the number of held requests of this tenant."""
         return self._held_of[tenant]
 
-    def make(self, admitted: Admitted) -> list[RoutedRequest]:
-        """Return one request for each answer, the first answer first; `add` makes them live."""
-        joint = JointVerdict(admitted.n)
+    def make(self, admitted: Admitted, joint: JointVerdict) -> list[RoutedRequest]:
+        """Return one request for each answer to a prompt, the first answer first; `add` makes them live.
+
+        `joint` is the verdict on the client's request, which may have other prompts, too.
+        """
         return [self._make(choice_of(admitted, index), joint) for index in range(admitted.n)]
 
     def add(self, requests: Sequence[RoutedRequest]) -> None:
-        """Add all answers to one client's request; the others are held behind the first."""
+        """Add all answers to one prompt of a client's request; the others are held behind the first."""
         first, *others = requests
         first.held = tuple(others)
         if others:
             self.held += len(others)
             self._held_of[first.admitted.tenant] += len(others)
         self._by_wire_id |= {request.wire_id: request for request in requests}
-        self._by_client_id[_name(first)] = list(requests)
+        self._by_client_id.setdefault(_name(first), []).extend(requests)
 
     def release_held(self, request: RoutedRequest) -> list[RoutedRequest]:
         """Stop holding the requests behind `request`; return those that are not over."""

@@ -10,10 +10,12 @@ from typing import Any
 from router.requests.request import ClientRequest, Conversation
 from router.text.chat_template import ChatTurn
 from router.text.request_reader import check_message_count
+from router.text.token_scores import TokenScore, spell_prompt
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
 from wire.errors import ContextLengthExceeded, InvalidArgument, shown
+from wire.messages import PromptLogprobs
 from wire.page_digests import page_digests, root_digest
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -46,31 +48,38 @@ class PromptEncoder:
         if isinstance(prompt, str):
             check_text("prompt", prompt)
 
-    async def token_ids(self, request: ClientRequest, served: ServedModel) -> tuple[int, ...]:
-        """Return the prompt's token ids.
+    async def token_ids(self, request: ClientRequest, served: ServedModel, last: int | None) -> tuple[int, ...]:
+        """Return the prompt's token ids, the `last` ones if it has more.
 
         Raises InvalidArgument if there are none or too many, ResourceExhausted if too many prompts wait.
         """
         prompt = request.prompt
         if isinstance(prompt, tuple):
+            if last is not None:
+                prompt = prompt[max(0, len(prompt) - last) :]
             if len(prompt) >= served.facts.max_context:
                 context = served.facts.max_context
                 raise too_long("prompt", field="prompt", prompt=len(prompt), answer=1, limit=context, context=context)
             check_token_ids("prompt", prompt, served.facts.vocab_size)
             return prompt
-        ids = await self._pool.run(request.tenant, _prompt_chars(prompt), partial(self._encode, prompt, served))
+        ids = await self._pool.run(request.tenant, _prompt_chars(prompt), partial(self._encode, request, served, last))
         if not ids:
             raise InvalidArgument(field_of(request), "gives no tokens; send at least one")
         return tuple(ids)
 
-    def _encode(self, prompt: str | Conversation, served: ServedModel, *, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, request: ClientRequest, served: ServedModel, last: int | None) -> list[int]:
         """Encode the prompt if it can fit the context at all; runs in a tokenizer thread."""
-        if isinstance(prompt, str):
-            self._check_text_length("prompt", prompt, served)
-            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        text = self._tokenizer.render_chat(prompt.turns, prompt.variables, prompt.tools.shown)
-        self._check_text_length("messages", text, served)
-        return self._tokenizer.encode_rendered(text)
+        prompt, special = request.prompt, request.options.add_special_tokens
+        assert not isinstance(prompt, tuple)
+        if isinstance(prompt, Conversation):
+            text = self._tokenizer.render_chat(prompt.turns, prompt.variables, prompt.tools.shown, prompt.end)
+        else:
+            text = prompt
+        if last is None:
+            self._check_text_length(field_of(request), text, served)
+        if isinstance(prompt, Conversation):
+            return self._tokenizer.encode_rendered(text, add_special_tokens=bool(special), last=last)
+        return self._tokenizer.encode(text, add_special_tokens=special is not False, last=last)
 
     def _check_text_length(self, field: str, text: str, served: ServedModel) -> None:
         """Reject a text that cannot fit the context before encoding it, which takes a second per megabyte."""
@@ -81,9 +90,11 @@ class PromptEncoder:
             )
 
     async def tokenized(
-        self, request: ClientRequest, served: ServedModel, *, add_special_tokens: bool, spell: bool
+        self, request: ClientRequest, served: ServedModel, last: int | None, *, spell: bool
     ) -> tuple[list[int], list[str] | None]:
         """Return the ids of a text or a conversation, and each token's spelling if `spell`; for /tokenize.
+
+        `last` is that of `token_ids`.
 
         Raises InvalidArgument for a prompt that no context holds, ResourceExhausted if too many prompts wait.
         """
@@ -91,7 +102,7 @@ class PromptEncoder:
         assert not isinstance(prompt, tuple)
 
         def encode() -> tuple[list[int], list[str] | None]:
-            ids = self._encode(prompt, served, add_special_tokens=add_special_tokens)
+            ids = self._encode(request, served, last)
             return ids, self._tokenizer.spellings(ids) if spell else None
 
         return await self._pool.run(request.tenant, _prompt_chars(prompt), encode)
@@ -102,6 +113,11 @@ class PromptEncoder:
             raise InvalidArgument("tokens", f"has {len(ids)} ids, the limit is {served.facts.max_context}, the context")
         check_token_ids("tokens", ids, served.facts.vocab_size)
         return await self._pool.run(tenant, len(ids), partial(self._tokenizer.decode_all, ids))
+
+    async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
+        """Return the scores of a prompt's tokens with their texts, see `spell_prompt`."""
+        values = len(ids) * (1 + logprobs.top_count)
+        return await self._pool.run(tenant, values, partial(spell_prompt, ids, logprobs, self._tokenizer.token_bytes))
 
     async def page_digests(self, tenant: str, ids: tuple[int, ...], salt: str, page_tokens: int) -> tuple[bytes, ...]:
         """Return the digests of the prompt's full pages, the keys of the prefix caches; () if page sizes differ."""

@@ -17,7 +17,7 @@ from router.requests.assembler import TokenAssembler
 from router.slo import BEST_EFFORT, SloClass
 from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
-from router.text.chat_template import ChatTurn
+from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.tools import ToolOptions
 from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
 from wire.tracing.request_trace import RequestTrace, TraceContext
@@ -48,9 +48,15 @@ class Options:
     """Number of most likely tokens to report with each chosen one; None = no log probabilities."""
     top_logprobs: int | None = None
     """The name of `logprobs` in OpenAI's chat API; wins if both are given."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens to report with each token of the prompt; None = the prompt is not scored."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
     seed: int | None = None
     n: int | None = None
     """Number of answers."""
+    best_of: int | None = None
+    """Number of answers to generate, of which the `n` most likely ones are returned; None = `n`."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
@@ -66,11 +72,20 @@ class Options:
     """Cached KV is reused only between requests of the same salt."""
     answer_format: AnswerFormat | None = None
     """The format that every answer follows; None = any text."""
+    add_special_tokens: bool | None = None
+    """True if a prompt of text gets the model's special tokens; None = yes, but not beside those of a chat template."""
+    truncate_prompt_tokens: int | None = None
+    """The number of the prompt's last tokens to keep; -1 = as many as the context leaves beside the answer."""
 
     @property
     def alternatives(self) -> int | None:
         """Number of most likely tokens to report with each chosen one, from either field; None = none."""
         return self.logprobs if self.top_logprobs is None else self.top_logprobs
+
+    @property
+    def answers(self) -> int:
+        """Number of answers to generate."""
+        return self.best_of or self.n or 1
 
     @property
     def answer_limit(self) -> tuple[str, int | None]:
@@ -88,6 +103,7 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """The client's template variables (`chat_template_kwargs`), as parsed from JSON."""
     tools: ToolOptions = field(default_factory=ToolOptions)
+    end: PromptEnd = PromptEnd.NEXT_TURN
     parsed: bool = False
     """True if the answer is split into reasoning, content and tool calls."""
 
@@ -157,7 +173,7 @@ class Admitted:
             prompt_tokens=len(self.prompt_token_ids),
             max_tokens=self.sampling.max_tokens,
             to_the_limit=self.sampling.runs_to_limit and not self.stop,
-            digests=self.digests,
+            digests=() if self.sampling.prompt_logprobs is not None else self.digests,
             tenant=self.tenant,
             priority=self.priority,
             slo=self.slo,

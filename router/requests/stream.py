@@ -91,6 +91,8 @@ class EventStream:
         request.last_event_s = now
         if event.edges or event.transfer is not None:
             self._note(request, event)
+        if event.prompt_logprobs is not None:
+            request.answer.prompt_logprobs = event.prompt_logprobs
         if event.preempted:
             request.preempted_at = event.first_index
         if event.finish_reason is FinishReason.ERROR or event.finish_reason is FinishReason.ABORT:

@@ -6,7 +6,7 @@ Every error names the field and its limit. Cheap checks come before the prompt i
 import random
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from router.config import RouterConfig
@@ -18,6 +18,7 @@ from router.requests.tenants import tenant_salt
 from router.slo_options import classes_by_name
 from router.text.request_items import check_template_kwargs
 from router.text.request_reader import RequestReader
+from router.text.token_scores import TokenScore
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
@@ -25,10 +26,14 @@ from vocabulary.model_folder import GenerationDefaults
 from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable, shown
 from wire.messages import (
     FREQUENCY_MAX,
+    LOGIT_BIAS_MAX,
+    LOGIT_BIASES_MAX,
     LOGPROBS_MAX,
     PRESENCE_MAX,
+    PROMPT_SCORES_MAX,
     REPETITION_MAX,
     REPETITION_MIN,
+    PromptLogprobs,
     SamplingParams,
 )
 from wire.tracing.request_trace import TraceContext
@@ -88,18 +93,19 @@ class RequestValidator:
             self._refused(request.options.slo_class or self._config.default_slo_class, error)
             raise
 
-    async def tokenize(
-        self, request: ClientRequest, *, add_special_tokens: bool, spell: bool
-    ) -> tuple[list[int], list[str] | None, int]:
+    async def tokenize(self, request: ClientRequest, *, spell: bool) -> tuple[list[int], list[str] | None, int]:
         """Return a prompt's ids, their spellings if `spell`, and the model's context in tokens."""
         self._check_model(request.model)
         served = self._served()
         self._prompts.check(request)
         self._check_variables(request)
-        ids, spelled = await self._prompts.tokenized(
-            request, served, add_special_tokens=add_special_tokens, spell=spell
-        )
+        last = self._last(request.options, served)
+        ids, spelled = await self._prompts.tokenized(request, served, last, spell=spell)
         return ids, spelled, served.facts.max_context
+
+    async def spelled(self, tenant: str, ids: tuple[int, ...], logprobs: PromptLogprobs) -> list[TokenScore]:
+        """Return the scores of a prompt's tokens with their texts, see `spell_prompt`."""
+        return await self._prompts.spelled(tenant, ids, logprobs)
 
     async def detokenize(self, tenant: str, model: str, ids: tuple[int, ...]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -120,16 +126,18 @@ class RequestValidator:
         self._syntaxes.check(request)
         self._check_variables(request)
         self._check_options(request.options, served)
-        ids = await self._prompts.token_ids(request, served)
+        ids = await self._prompts.token_ids(request, served, self._last(request.options, served))
         max_tokens = self._checked_length(field_of(request), len(ids), request.options, served)
         _check_range("min_tokens", request.options.min_tokens, 0, max_tokens)
         grammar = await self._grammar(request, served)
         salt = tenant_salt(request.tenant, request.options.cache_salt)
         digests = await self._prompts.page_digests(request.tenant, ids, salt, served.page_tokens)
+        sampling = self._sampling(request.options, max_tokens, grammar)
+        _check_scores(sampling.prompt_scores(len(ids)))
         return Admitted(
             request_id=request_id,
             prompt_token_ids=ids,
-            sampling=self._sampling(request.options, max_tokens, grammar),
+            sampling=sampling,
             stop=request.options.stop,
             include_stop=request.options.include_stop,
             priority=request.options.priority,
@@ -138,7 +146,7 @@ class RequestValidator:
             tenant=request.tenant,
             slo=self._classes[request.options.slo_class or self._config.default_slo_class],
             digests=digests,
-            n=_or(request.options.n, 1),
+            n=request.options.answers,
             context=TraceContext.of(request.traceparent),
             operation=request.operation,
             syntax=self._syntaxes.of(request, ids),
@@ -159,9 +167,7 @@ class RequestValidator:
         """Return the answer's limit in tokens; raises if the context or every worker's page pool is too small."""
         context = served.facts.max_context
         limited_by, max_tokens = options.answer_limit
-        # The last token's KV is never stored, and if it is the first, none is decoded.
-        limit = context if max_tokens == 1 else min(context, served.decode_tokens_max + 1)
-        prompt_limit = min(limit, served.prefill_tokens_max + 1)
+        limit, prompt_limit = _limits(max_tokens, served)
         if prompt >= prompt_limit:
             raise too_long(
                 field, field=field, prompt=prompt, answer=max_tokens or 1, limit=prompt_limit, context=context
@@ -171,6 +177,18 @@ class RequestValidator:
         if prompt + max_tokens > limit:
             raise too_long(limited_by, field=field, prompt=prompt, answer=max_tokens, limit=limit, context=context)
         return max_tokens
+
+    def _last(self, options: Options, served: ServedModel) -> int | None:
+        """Return the number of the prompt's last tokens that are kept; None = all."""
+        count = options.truncate_prompt_tokens
+        _check_range("truncate_prompt_tokens", count, -1, _INT32_MAX)
+        if count == 0:
+            raise InvalidArgument("truncate_prompt_tokens", "is 0, it must be at least 1, or -1 for what fits")
+        if count != -1:
+            return count
+        _, max_tokens = options.answer_limit
+        limit, prompt_limit = _limits(max_tokens, served)
+        return max(1, min(prompt_limit - 1, limit - (max_tokens or 1)))
 
     def _unnamed_length(self, prompt: int, limit: int, served: ServedModel) -> int:
         """Return the answer's limit in tokens for a client that gives none.
@@ -201,7 +219,10 @@ class RequestValidator:
         _check_range("logprobs", options.logprobs, 0, LOGPROBS_MAX)
         _check_range("top_logprobs", options.top_logprobs, 0, LOGPROBS_MAX)
         _check_range("seed", options.seed, 0, 2**64 - 1)
+        _check_range("prompt_logprobs", options.prompt_logprobs, 0, LOGPROBS_MAX)
         _check_range("n", options.n, 1, self._config.max_choices)
+        _check_range("best_of", options.best_of, options.n or 1, self._config.max_choices)
+        _check_bias(options.logit_bias, served.facts.vocab_size)
         _check_range("priority", options.priority, -_INT32_MAX - 1, _INT32_MAX)
         if options.top_p is not None and not 0.0 < options.top_p <= 1.0:
             raise InvalidArgument("top_p", f"is {options.top_p:g}, it must be greater than 0 and at most 1")
@@ -259,9 +280,11 @@ class RequestValidator:
             frequency_penalty=_or(options.frequency_penalty, 0.0),
             presence_penalty=_or(options.presence_penalty, 0.0),
             repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
-            logprobs=options.alternatives,
+            logprobs=0 if options.alternatives is None and options.best_of is not None else options.alternatives,
             speculate=options.speculate,
             grammar=grammar,
+            prompt_logprobs=options.prompt_logprobs,
+            logit_bias=options.logit_bias,
         )
 
     def _served(self) -> ServedModel:
@@ -270,6 +293,13 @@ class RequestValidator:
             return served
         message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"
         raise Unavailable(message, retry_after_s=self._config.retry_after_s)
+
+
+def _limits(max_tokens: int | None, served: ServedModel) -> tuple[int, int]:
+    """Return the most tokens of prompt and answer together, and the number that a prompt stays below."""
+    # The last token's KV is never stored, and if it is the first, none is decoded.
+    limit = served.facts.max_context if max_tokens == 1 else min(served.facts.max_context, served.decode_tokens_max + 1)
+    return limit, min(limit, served.prefill_tokens_max + 1)
 
 
 def _or(value: _T | None, fallback: _T) -> _T:
@@ -288,3 +318,20 @@ def _check_range(field: str, value: float | None, low: float, high: float) -> No
     if value is not None and not low <= value <= high:  # NaN compares false
         limits = " to ".join(f"{limit}" if isinstance(limit, int) else f"{limit:g}" for limit in (low, high))
         raise InvalidArgument(field, f"is {str(value)[:40]}, it must be {limits}")
+
+
+def _check_bias(biases: Sequence[tuple[int, float]], vocab_size: int) -> None:
+    if len(biases) > LOGIT_BIASES_MAX:
+        raise InvalidArgument("logit_bias", f"has {len(biases)} tokens, the limit is {LOGIT_BIASES_MAX}")
+    check_token_ids("logit_bias", [token_id for token_id, _ in biases], vocab_size)
+    for token_id, bias in biases:
+        _check_range(f"logit_bias.{token_id}", bias, -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX)
+
+
+def _check_scores(count: int) -> None:
+    if count > PROMPT_SCORES_MAX:
+        raise InvalidArgument(
+            "prompt_logprobs",
+            f"(or echo with logprobs) asks for {count} log probabilities of the prompt, the limit is"
+            f" {PROMPT_SCORES_MAX}; send a shorter prompt or ask for fewer alternatives",
+        )

@@ -1,9 +1,11 @@
 """A model's chat template: sandboxed Jinja with the environment of Hugging Face templates."""
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -18,6 +20,17 @@ _GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
 """Variables that clients cannot set, because the server sets them or they are arguments in transformers."""
+
+
+class PromptEnd(Enum):
+    """Where the prompt of a conversation ends."""
+
+    NEXT_TURN = "add_generation_prompt"
+    """At the beginning of the assistant's next message, so that the model answers."""
+    LAST_TURN = ""
+    """After the last message."""
+    WITHIN_LAST_TURN = "continue_final_message"
+    """After the content of the last message, so that the model continues it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +65,9 @@ class ChatTemplate:
         turns: Sequence[ChatTurn],
         variables: Mapping[str, Any] = NO_VARIABLES,
         tools: Sequence[Mapping[str, Any]] = (),
+        end: PromptEnd = PromptEnd.NEXT_TURN,
     ) -> str:
-        """Return the prompt for the assistant's next turn, in which it may call `tools`.
+        """Return the prompt up to `end`; the assistant may call `tools`.
 
         Raises InvalidArgument if the template rejects `turns`, or if `variables` has a variable that the server sets.
         """
@@ -61,17 +75,37 @@ class ChatTemplate:
             raise InvalidArgument(
                 f"chat_template_kwargs.{taken}", "is given to the template by the server; leave it out"
             )
+        if end is PromptEnd.WITHIN_LAST_TURN:
+            return self._continued(turns, variables, tools)
         given = {
             "messages": [{"role": turn.role, "content": turn.content, **turn.extras} for turn in turns],
             "tools": list(tools) or None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": end is PromptEnd.NEXT_TURN,
             **self._special_tokens,
         }
         try:
             return self._template.render({**variables, **given})
         except Exception as error:  # a template is a program and may raise anything
             raise InvalidArgument("messages", f"the model's chat template refuses them: {error}") from error
+
+    def _continued(
+        self, turns: Sequence[ChatTurn], variables: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """Return the prompt that ends with the content of the last turn.
+
+        The end is found by a mark after the content, random digits followed by a space. As in transformers, a template
+        that removes the space would have removed the white space at the content's end, too.
+        """
+        mark = f"{secrets.randbelow(10**20):020d}"
+        last = replace(turns[-1], content=f"{turns[-1].content}{mark} ")
+        text = self.render([*turns[:-1], last], variables, tools, PromptEnd.LAST_TURN)
+        before, found, after = text.rpartition(mark)
+        if not found:
+            message = "the model's chat template leaves out the content of the last message, so it cannot be continued"
+            raise InvalidArgument("continue_final_message", message)
+        before = before.replace(f"{mark} ", "").replace(mark, "")  # a template may repeat the content
+        return before if after.startswith(" ") else before.rstrip()
 
 
 class _Generation(jinja2.ext.Extension):

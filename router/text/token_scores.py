@@ -1,9 +1,12 @@
-"""Log probabilities of an answer's tokens with the tokens' bytes, in the form for clients."""
+"""Log probabilities of tokens of answers and prompts with the tokens' bytes, in the form for clients."""
 
-from collections.abc import Callable, Iterator
+import math
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from wire.messages import TokenLogprobs
+from wire.messages import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token of the answer with the most likely alternatives; `offset` is the number of characters before it."""
+    """A token of a text with the most likely alternatives; `offset` is the number of characters before it."""
 
     chosen: ScoredToken
     top: tuple[ScoredToken, ...]
@@ -32,3 +35,13 @@ def spell(token_id: int, logprobs: TokenLogprobs, offset: int, token_bytes: Call
             yield ScoredToken(other, token_bytes(other), logprob)
 
     return TokenScore(ScoredToken(token_id, token_bytes(token_id), logprobs.chosen), tuple(top()), offset)
+
+
+def spell_prompt(ids: Sequence[int], logprobs: PromptLogprobs, token_bytes: Callable[[int], bytes]) -> list[TokenScore]:
+    """Return the scores of all tokens of a prompt; the first one, which follows nothing, has NaN."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    scores, offset = list[TokenScore](), 0
+    for token_id, each in zip(ids, chain((TokenLogprobs(math.nan),), logprobs.tokens()), strict=True):
+        scores.append(spell(token_id, each, offset, token_bytes))
+        offset += len(decoder.decode(token_bytes(token_id)))
+    return scores

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from router.text.chat_template import NO_VARIABLES, ChatTemplate, ChatTurn
+from router.text.chat_template import NO_VARIABLES, ChatTemplate, ChatTurn, PromptEnd
 from router.text.chat_template_files import DEFAULT, FOR_TOOLS, template_sources
 from router.text.token_length import token_length
 from vocabulary.model_folder import read_json
@@ -63,14 +63,18 @@ class Tokenizer:
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
         """Number of ids of this tokenizer; the model's embedding may have more."""
         self._break_up([each.content for each in added.values() if each.special])
+        mask = self._inner.encode("a").special_tokens_mask
+        self._special_before = next((number for number, special in enumerate(mask) if not special), 0)
         self._length = token_length(self._inner, map(self.token_bytes, range(self.vocab_size)), _BYTE_OF)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, last: int | None = None) -> list[int]:
         """Return the token ids of a plain prompt, with the model's special tokens around it unless told otherwise.
 
         Special tokens in the text are encoded as such, because clients with templates of their own send plain prompts.
+        `last` is the largest number of ids: tokens at the beginning of the text are left out, special tokens before it
+        are not.
         """
-        return self._encode(text, add_special_tokens=add_special_tokens)
+        return self._last(self._encode(text, add_special_tokens=add_special_tokens), last, special=add_special_tokens)
 
     def encode_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
         """Return the token ids of a conversation: `encode_rendered` of `render_chat`."""
@@ -81,8 +85,9 @@ class Tokenizer:
         turns: Sequence[ChatTurn],
         variables: Mapping[str, Any] = NO_VARIABLES,
         tools: Sequence[Mapping[str, Any]] = (),
+        end: PromptEnd = PromptEnd.NEXT_TURN,
     ) -> str:
-        """Render a conversation through the chat template with the client's `variables` and `tools`.
+        """Render a conversation through the chat template with the client's `variables` and `tools`, up to `end`.
 
         The template adds special tokens; those in a turn, a variable or a tool are broken up.
         """
@@ -101,12 +106,17 @@ class Tokenizer:
             given = {name: self._all_as_text(each) for name, each in variables.items()}
         except RecursionError:
             raise InvalidArgument("chat_template_kwargs", "is nested too deeply for the template") from None
-        return template.render(spelled, given, offered)
+        return template.render(spelled, given, offered, end)
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a text from `render_chat`; the broken-up special tokens become ordinary text."""
-        ids = self._encode(text, add_special_tokens=False)
-        return [i for i in ids if i != self._break_id] if self._break in text else ids
+    def encode_rendered(self, text: str, *, add_special_tokens: bool = False, last: int | None = None) -> list[int]:
+        """Return the token ids of a text from `render_chat`; the broken-up special tokens become ordinary text.
+
+        `add_special_tokens` and `last` are those of `encode`.
+        """
+        ids = self._encode(text, add_special_tokens=add_special_tokens)
+        if self._break in text:
+            ids = [i for i in ids if i != self._break_id]
+        return self._last(ids, last, special=add_special_tokens)
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text` without encoding it; 0 if none is known."""
@@ -149,6 +159,13 @@ class Tokenizer:
         (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def _last(self, ids: list[int], count: int | None, *, special: bool) -> list[int]:
+        """Return the last `count` ids, or all; `special` is true if special tokens are before the text, which stay."""
+        if count is None or len(ids) <= count:
+            return ids
+        kept = min(self._special_before if special else 0, count)
+        return ids[:kept] + ids[len(ids) - (count - kept) :]
 
     def _break_up(self, special: list[str]) -> None:
         """Add a separator token that splits the text around it into separate tokens and has no text of its own.

@@ -39,6 +39,8 @@ KINDS: list[dict[str, Any]] = [
     {"min_tokens": 5},
     {"min_tokens": 4, "stop_token_ids": (30,), "temperature": 0.9, "seed": 8, "logprobs": 3},
     {"min_tokens": 6, "ignore_eos": True, "frequency_penalty": 0.7, "temperature": 1.1, "top_p": 0.9, "seed": 9},
+    {"logit_bias": ((3, -100.0), (7, -100.0), (40, 2.5)), "logprobs": 2},
+    {"logit_bias": ((9, 3.0),), "min_tokens": 4, "temperature": 0.8, "presence_penalty": 0.6, "seed": 10},
 ]
 EOS = (3, 31)
 """End tokens, chosen among the likely ones."""

@@ -18,7 +18,7 @@ from wire.ending import failure_event
 from wire.errors import Internal
 from wire.generated.tandem.v1 import worker_pb2
 from wire.logging.logs import about
-from wire.messages import RequestEvent, RequestRef, StepEvents, StepTokens, TokenLogprobs
+from wire.messages import PromptLogprobs, RequestEvent, RequestRef, StepEvents, StepTokens, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,18 @@ def token_logprobs_to_proto(value: TokenLogprobs) -> worker_pb2.TokenLogprobs:
 def token_logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     """Convert a `TokenLogprobs` from protobuf."""
     return TokenLogprobs(message.chosen, tuple(message.top_ids), tuple(message.top))
+
+
+def prompt_logprobs_to_proto(value: PromptLogprobs) -> worker_pb2.PromptLogprobs:
+    """Convert a `PromptLogprobs` to protobuf."""
+    return worker_pb2.PromptLogprobs(
+        chosen=value.chosen, top_count=value.top_count, top_ids=value.top_ids, top=value.top
+    )
+
+
+def prompt_logprobs_from_proto(message: worker_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Convert a `PromptLogprobs` from protobuf."""
+    return PromptLogprobs(tuple(message.chosen), message.top_count, tuple(message.top_ids), tuple(message.top))
 
 
 def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
@@ -47,6 +59,7 @@ def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
         logprobs=[token_logprobs_to_proto(each) for each in value.logprobs],
         cached_tokens=value.cached_tokens,
         preempted=value.preempted,
+        prompt_logprobs=None if value.prompt_logprobs is None else prompt_logprobs_to_proto(value.prompt_logprobs),
     )
 
 
@@ -63,6 +76,9 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
         logprobs=tuple(token_logprobs_from_proto(each) for each in message.logprobs),
         cached_tokens=message.cached_tokens,
         preempted=message.preempted,
+        prompt_logprobs=(
+            prompt_logprobs_from_proto(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None
+        ),
     )
 
 

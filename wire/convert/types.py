@@ -26,6 +26,8 @@ def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:
         min_tokens=value.min_tokens,
         without_speculation=not value.speculate,
         grammar=value.grammar,
+        prompt_logprobs=value.prompt_logprobs,
+        logit_bias=dict(value.logit_bias),
     )
 
 
@@ -47,6 +49,8 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         min_tokens=message.min_tokens,
         speculate=not message.without_speculation,
         grammar=message.grammar,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
     )
 
 

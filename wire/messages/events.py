@@ -7,7 +7,7 @@ from itertools import chain, islice, repeat
 
 from wire.messages.load import WorkerLoad
 from wire.messages.references import RequestRef
-from wire.messages.sampling import TokenLogprobs
+from wire.messages.sampling import PromptLogprobs, TokenLogprobs
 from wire.prefixes import PrefixChanges
 from wire.tracing.timeline import EdgeStamp, TransferStats
 
@@ -48,6 +48,8 @@ class RequestEvent:
     cached_tokens: int = 0
     preempted: bool = False
     """True if the attempt was preempted after `first_index` tokens of the answer; the next attempt continues there."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Set with the first token of the answer if its sampling asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

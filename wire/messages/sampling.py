@@ -1,5 +1,6 @@
 """Sampling parameters and log probabilities."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 LOGPROBS_MAX = 20
@@ -8,6 +9,12 @@ FREQUENCY_MAX = PRESENCE_MAX = 2.0
 """Largest absolute value of the frequency and presence penalties."""
 REPETITION_MIN, REPETITION_MAX = 1e-6, 100.0
 """Limits of the repetition penalty, within which no logit overflows."""
+LOGIT_BIAS_MAX = 100.0
+"""Largest absolute value of a logit bias."""
+LOGIT_BIASES_MAX = 1024
+"""Most tokens with a logit bias."""
+PROMPT_SCORES_MAX = 1 << 18
+"""Most log probabilities of one prompt, those of its alternatives included."""
 CACHE_SALT_MAX = 512
 """Most characters of a cache salt in messages to workers."""
 
@@ -17,7 +24,8 @@ class SamplingParams:
     """Validated sampling parameters. `temperature` 0 is greedy, `top_k` 0 keeps all tokens.
 
     `logprobs` is the number of alternatives reported with each chosen token, None = no log probabilities. Until the
-    answer has `min_tokens` tokens, tokens that would end it are not sampled.
+    answer has `min_tokens` tokens, tokens that would end it are not sampled. `prompt_logprobs` is the number of
+    alternatives reported with each token of the prompt, None = the prompt is not scored.
     """
 
     max_tokens: int
@@ -37,6 +45,9 @@ class SamplingParams:
     """False to draw one token a step; the answer is the same."""
     grammar: str = ""
     """The grammar that the answer follows (`vocabulary/grammars.py`), "" = any tokens."""
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits, before penalties and temperature."""
 
     @property
     def runs_to_limit(self) -> bool:
@@ -47,6 +58,15 @@ class SamplingParams:
     def penalized(self) -> bool:
         """True if any penalty depends on earlier tokens."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    def prompt_scores(self, prompt_tokens: int) -> int:
+        """Return the number of log probabilities of a prompt of `prompt_tokens` tokens, alternatives included."""
+        return 0 if self.prompt_logprobs is None else prompt_tokens * (1 + self.prompt_logprobs)
+
+    @property
+    def masked_tokens(self) -> int:
+        """Number of first tokens of the answer whose logits are changed before penalties (`engine/logits_mask.py`)."""
+        return self.max_tokens if self.logit_bias else self.min_tokens
 
     @property
     def needs_history(self) -> bool:
@@ -61,3 +81,23 @@ class TokenLogprobs:
     chosen: float
     top_ids: tuple[int, ...] = ()
     top: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of a prompt's tokens, given those before them, from the second token on.
+
+    `chosen` has one for each of the n tokens, `top_ids` and `top` have n · `top_count` entries, one token's most likely
+    alternatives after the other's.
+    """
+
+    chosen: tuple[float, ...]
+    top_count: int = 0
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+
+    def tokens(self) -> Iterator[TokenLogprobs]:
+        """Iterate over the log probabilities of each token."""
+        for number, chosen in enumerate(self.chosen):
+            some = slice(number * self.top_count, (number + 1) * self.top_count)
+            yield TokenLogprobs(chosen, self.top_ids[some], self.top[some])

@@ -23,6 +23,11 @@ class _Continued:
     cache_salt: str = field(default="", kw_only=True)
 
     @property
+    def scores_prompt(self) -> bool:
+        """True if the attempt scores the prompt, for which it computes all of it; later attempts need not."""
+        return self.sampling.prompt_logprobs is not None and not self.answered
+
+    @property
     def question_tokens(self) -> int:
         """Number of tokens of the client's prompt."""
         return len(self.prompt_token_ids) - self.answered

@@ -115,7 +115,7 @@ class Model:
         assert rows.newest.context_tokens == sum(row.start + 1 for row in list(rows)[: len(step)])
         assert rows.columns.longest == max(row.start + 1 for row in rows)
         draws = rows.columns.draws
-        assert draws.may_not_end == any(each.index < each.sampling.min_tokens for each in draws)
+        assert draws.masked == any(each.index < each.sampling.masked_tokens for each in draws)
         self.check_draft_rows(step, list(rows)[len(step) :])
         for each, row in zip(step, list(rows)[: len(step)], strict=True):
             source = before.index(each) if each in before else None

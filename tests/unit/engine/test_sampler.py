@@ -294,3 +294,29 @@ def test_nothing_that_ends_an_answer_is_drawn_before_its_least_length() -> None:
         assert found[:5] == [11] * 5
         assert found[5] not in {5, 9, 11}
     assert sample(logits, [draw(min_tokens=0)] * 6, EOS).tolist() == sample(logits, [draw()] * 6).tolist()
+
+
+def test_a_bias_is_added_before_penalties_and_temperature() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0], [2.0, 1.0, 0.5, -1.0]])
+    before = logits.clone()
+    assert sample(logits, [draw(logit_bias=((1, 1.5),)), draw(logit_bias=((0, -100.0), (1, -100.0)))]).tolist() == [
+        1,
+        2,
+    ]
+    # (1 + 1.5) / 1.5 < 2: the penalty divides the biased logit.
+    penalized = replace(draw(logit_bias=((1, 1.5),), repetition_penalty=1.5), history=History((1,), ()))
+    assert sample(logits, [penalized, draw(logit_bias=((1, 1.5),))]).tolist() == [0, 1]
+    assert torch.equal(logits, before), "log probabilities are the model's own"
+    biased, plain = draw(logit_bias=((3, 4.0),), temperature=0.7, seed=5), draw(temperature=0.7, seed=5)
+    wanted = logits.clone()
+    wanted[:, 3] += 4.0
+    for index in range(20):
+        here, there = replace(biased, index=index), replace(plain, index=index)
+        assert sample(logits, [here, here]).tolist() == sample(wanted, [there, there]).tolist()
+
+
+def test_a_bias_does_not_end_an_answer_before_its_least_length() -> None:
+    logits = torch.zeros(1, 20)
+    early = draw(logit_bias=((EOS[0], 100.0), (7, 50.0)), min_tokens=2)
+    assert sample(logits, [replace(early, index=1)], EOS).tolist() == [7]
+    assert sample(logits, [replace(early, index=2)], EOS).tolist() == [EOS[0]]

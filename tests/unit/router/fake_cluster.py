@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import grpc.aio
@@ -26,6 +27,7 @@ from wire.messages import (
     ModelFacts,
     PeerRef,
     PrefillTask,
+    PromptLogprobs,
     RequestEvent,
     RequestRef,
     Reservation,
@@ -54,6 +56,16 @@ def answer_logprobs(token_id: int, top: int | None) -> tuple[TokenLogprobs, ...]
         return ()
     others = ((token_id + 1) % VOCAB_SIZE, token_id, *range(3, 3 + top))[:top]
     return (TokenLogprobs(-token_id / 256, others, tuple(-float(place) for place in range(top))),)
+
+
+def prompt_logprobs(task: PrefillTask) -> PromptLogprobs | None:
+    """Returns the fakes' log probabilities of the prompt of a task that asks for them."""
+    if not task.scores_prompt:
+        return None
+    top = task.sampling.prompt_logprobs or 0
+    found = [answer_logprobs(token_id, top)[0] for token_id in task.question[1:]]
+    ids, values = [each.top_ids for each in found], [each.top for each in found]
+    return PromptLogprobs(tuple(each.chosen for each in found), top, tuple(chain(*ids)), tuple(chain(*values)))
 
 
 @dataclass
@@ -266,7 +278,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             task.ref, index, (self._token(prompt, index),), reason,
             edges=(EdgeStamp.now(Edge.PREFILL_STARTED), EdgeStamp.now(Edge.PREFILL_FINISHED)),
             logprobs=answer_logprobs(self._token(prompt, index), task.sampling.logprobs),
-            cached_tokens=self.switches.cached_tokens + index,
+            cached_tokens=self.switches.cached_tokens + index, prompt_logprobs=prompt_logprobs(task),
         )  # fmt: skip
         if only or not self.switches.decode_first:
             self.send(task.router_id, first)

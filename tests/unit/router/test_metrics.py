@@ -233,7 +233,7 @@ def test_placement_counts_from_the_reception_as_the_metric_does() -> None:
     now = time.time_ns()
     edges = EdgeStamp(Edge.RECEIVED, now - 3 * 10**9), EdgeStamp(Edge.TOKENIZED, now)
     admitted = Admitted("r", (1,), SamplingParams(8), (), 0, edges)
-    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted)
+    (request,) = LiveRequests(cast(Any, SimpleNamespace(decode=str, eos_token_ids=()))).make(admitted, JointVerdict())
     assert time.monotonic() - request.queued.arrived_s == pytest.approx(3.0, abs=0.5)
     ahead = Admitted("r", (1,), SamplingParams(8), (), 0, (EdgeStamp(Edge.RECEIVED, now + 10**12),))
     assert ahead.waited_s == 0.0, "the wall clock was set back"

@@ -42,6 +42,11 @@ sampling = st.builds(
     unit,
     unit,
     st.none() | uint32,
+    prompt_logprobs=st.none() | uint32,
+    logit_bias=st.dictionaries(uint32, unit, max_size=3).map(lambda biases: tuple(sorted(biases.items()))),
+)
+prompt_scores = st.builds(
+    messages.PromptLogprobs, st.lists(unit, max_size=5).map(tuple), uint32, token_ids, st.lists(unit).map(tuple)
 )
 scores = st.builds(messages.TokenLogprobs, unit, token_ids, st.lists(unit, max_size=5).map(tuple))
 edges = st.lists(st.builds(timeline.EdgeStamp, st.sampled_from(timeline.Edge), st.integers(0, 2**62)), max_size=3).map(
@@ -61,6 +66,7 @@ events = st.builds(
     st.none() | transfers,
     st.lists(scores, max_size=2).map(tuple),
     uint32,
+    prompt_logprobs=st.none() | prompt_scores,
 )
 step_tokens = st.lists(st.tuples(text, uint32, uint32, uint32), min_size=1, max_size=3).map(
     lambda rows: messages.StepTokens(*zip(*rows, strict=True))

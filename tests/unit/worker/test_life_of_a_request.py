@@ -578,6 +578,7 @@ async def test_an_attempt_goes_on_behind_any_token_of_an_answer(both: bool) -> N
         "stopped": SamplingParams(10, stop_token_ids=(whole[-1],)),
         "long enough": SamplingParams(10, stop_token_ids=MOST, min_tokens=9),
         "long enough, penalized": SamplingParams(10, stop_token_ids=MOST, min_tokens=9, presence_penalty=1.0),
+        "biased": SamplingParams(10, logit_bias=tuple((token, -100.0) for token in (*whole[1:4], 990))),
     }
     async with WorkerPair(both=both, pages=400) as pair:
         asked = {

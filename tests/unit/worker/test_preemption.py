@@ -15,6 +15,7 @@ SAMPLINGS = [
     SamplingParams(60),
     SamplingParams(60, temperature=1.0, seed=7, logprobs=2),
     SamplingParams(60, presence_penalty=0.5),
+    SamplingParams(60, logit_bias=tuple((token, -100.0) for token in range(3, 500))),
 ]
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
+from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
 from tests.worker_pair import End, Heard, WorkerPair, until
 from wire.messages import FinishReason, SamplingParams, TransferNotice
 from wire.page_digests import page_digests, root_digest
@@ -390,6 +390,41 @@ async def test_what_is_held_does_not_change_while_it_is_reserved() -> None:
 async def until_heard(pair: WorkerPair, name: str) -> None:
     heard = pair.send(name, PROMPT, TEN)
     await until(lambda: heard.finish)
+
+
+# ---- prompts that are scored ----
+
+SCORED = replace(TEN, prompt_logprobs=2)
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("sampling", [SCORED, replace(SCORED, max_tokens=1)], ids=["answered", "scored alone"])
+async def test_a_scored_prompt_is_computed_whole_and_cached_for_others(both: bool, sampling: SamplingParams) -> None:
+    async with WorkerPair(both=both, max_step_tokens=7) as pair:
+        await ask(pair, "first")
+        scored = await ask(pair, "scored", sampling=sampling)
+        assert scored.cached_tokens == 0
+        assert scored.prompt_logprobs is not None
+        assert [*scored.prompt_logprobs.tokens()] == [logprobs_of(token, 2) for token in PROMPT[1:]]
+        last = await ask(pair, "last")
+        assert (last.cached_tokens, last.prompt_logprobs) == (FULL * PAGE_TOKENS, None)
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_a_scored_prompt_leaves_its_pages(both: bool) -> None:
+    async with WorkerPair(both=both) as pair:
+        await ask(pair, "scored", sampling=SCORED)
+        assert (await ask(pair, "next")).cached_tokens == FULL * PAGE_TOKENS
+
+
+async def test_a_later_attempt_of_a_scored_request_reads_the_cache() -> None:
+    async with WorkerPair() as pair:
+        first = await ask(pair, "scored", sampling=SCORED)
+        again = pair.send("scored", PROMPT, SCORED, 2, first.tokens[:3])
+        await until(lambda: again.finish)
+        assert again.tokens == first.tokens
+        assert (again.cached_tokens, again.prompt_logprobs) == (FULL * PAGE_TOKENS, None)
+        await pair.empty()
 
 
 # ---- what routers hear of it ----

@@ -25,6 +25,7 @@ SAMPLINGS = [
     SamplingParams(59, presence_penalty=0.5),
     SamplingParams(2),
     SamplingParams(50, min_tokens=30, stop_token_ids=tuple(range(3, 60))),
+    SamplingParams(40, logit_bias=tuple((token, -100.0) for token in range(3, 500))),
 ]
 WINDOWS = (None, 5, 3)
 

@@ -44,6 +44,11 @@ GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens
         ({"sampling": SamplingParams(1, repetition_penalty=0.0)}, "repetition_penalty"),
         ({"sampling": SamplingParams(1, repetition_penalty=math.inf)}, "repetition_penalty"),
         ({"sampling": SamplingParams(1, logprobs=21)}, "logprobs"),
+        ({"sampling": SamplingParams(1, prompt_logprobs=21)}, "prompt_logprobs"),
+        ({"sampling": SamplingParams(1, logit_bias=((FACTS.vocab_size, 1.0),))}, "logit_bias"),
+        ({"sampling": SamplingParams(1, logit_bias=((1, 101.0),))}, "logit_bias"),
+        ({"sampling": SamplingParams(1, logit_bias=((1, math.nan),))}, "logit_bias"),
+        ({"sampling": SamplingParams(1, logit_bias=((1, 1.0),) * 1025)}, "logit_bias"),
         ({"sampling": SamplingParams(1, stop_token_ids=(FACTS.vocab_size,))}, "stop_token_ids"),
     ],
 )

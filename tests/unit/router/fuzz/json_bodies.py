@@ -42,6 +42,10 @@ _USUAL: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.booleans() | st.integers(0, 5),
     "ignore_eos": st.booleans(),
     "min_tokens": st.integers(0, 2),
+    "echo": st.booleans(),
+    "best_of": st.integers(1, 3),
+    "prompt_logprobs": st.integers(0, 5),
+    "logit_bias": st.dictionaries(st.integers(0, 99).map(str), st.floats(-100, 100), max_size=3),
 }
 _ROLES = st.sampled_from(["system", "user", "assistant", "tool", "developer", "", "USER"])
 _PARTS = st.fixed_dictionaries(

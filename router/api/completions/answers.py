@@ -1,0 +1,35 @@
+"""The complete answers to a call that is not streamed, and the best of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.api.completions.prompt_replies import PromptReply
+from router.requests.answer import Ending
+from router.text.token_scores import TokenScore
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteAnswer:
+    """One complete answer of a request that is not streamed."""
+
+    text: str
+    token_ids: Sequence[int]
+    scores: Sequence[TokenScore]
+    ending: Ending
+    prompt: PromptReply | None = None
+    """What its choice says about its prompt."""
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log probability of its tokens."""
+        return sum(each.chosen.logprob for each in self.scores) / max(1, len(self.scores))
+
+
+def best_of(answers: Sequence[CompleteAnswer], kept: int, made: int) -> list[CompleteAnswer]:
+    """Return for each prompt the `kept` of its `made` answers whose tokens have the highest mean log probability."""
+    if kept == made:
+        return [*answers]
+    best: list[CompleteAnswer] = []
+    for first in range(0, len(answers), made):
+        best += sorted(answers[first : first + made], key=lambda each: each.mean_logprob, reverse=True)[:kept]
+    return best

@@ -1,0 +1,120 @@
+"""What a reply says about its prompts: the echo of `echo`, and the scores of `prompt_logprobs` in vLLM's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from router.api.openai_logprobs import completion_logprobs, entry_text, finite
+from router.requests.choices import Choices
+from router.requests.request import Admitted, ClientRequest
+from router.requests.validation import RequestValidator
+from router.text.token_scores import ScoredToken, TokenScore
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """The form in which a reply has its prompts."""
+
+    echo: bool = False
+    """True if the text of each choice begins with its prompt."""
+    echo_top: int | None = None
+    """Number of alternatives at each token of the echo; None = the echo has no log probabilities."""
+    listed: int | None = None
+    """Number of alternatives in vLLM's `prompt_logprobs`; None = the reply does not have them."""
+    only: bool = False
+    """True if the reply has the prompt alone (`max_tokens` 0): the token that is sampled after it is left out."""
+
+    @property
+    def needed(self) -> bool:
+        """True if a reply says anything about its prompts."""
+        return self.echo or self.listed is not None
+
+    @property
+    def top(self) -> int | None:
+        """The number of alternatives with which the prompt is scored; None = it is not scored."""
+        return max((each for each in (self.echo_top, self.listed) if each is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReply:
+    """The part of a choice about its prompt."""
+
+    form: PromptForm
+    text: str
+    scores: Sequence[TokenScore] = ()
+    """The scores of all tokens, the first one without a log probability; empty if the prompt is not scored."""
+
+    def listed(self) -> dict[str, Any]:
+        """Return vLLM's field `prompt_logprobs`, if asked for; ranks are null behind the most likely tokens."""
+        top = self.form.listed
+        if top is None:
+            return {}
+        found = [_by_id(each.chosen, each.top[:top]) for each in self.scores[1:]]
+        return {"prompt_logprobs": [None, *found] if self.scores else None}
+
+    def echo(self, choice: Mapping[str, Any], answer: Sequence[TokenScore]) -> dict[str, Any]:
+        """Return a choice of a text completion with the prompt before the answer, whose scores are given."""
+        if not self.form.echo:
+            return {**choice}
+        top = self.form.echo_top
+        echoed = {**choice, "text": self.text + choice["text"]}
+        if top is not None and self.scores:
+            shown = [replace(each, top=each.top[:top]) for each in self.scores]
+            moved = [replace(each, offset=each.offset + len(self.text)) for each in answer]
+            logprobs = completion_logprobs([*shown, *moved])
+            logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+            echoed["logprobs"] = logprobs
+        return echoed
+
+
+class PromptReplies:
+    """Makes the `PromptReply` of each prompt of a call, once the first event of its answers has arrived."""
+
+    def __init__(
+        self,
+        form: PromptForm,
+        validator: RequestValidator,
+        requests: Sequence[ClientRequest],
+        admitted: Sequence[Admitted],
+        choices: Choices,
+    ) -> None:
+        self._form = form
+        self._validator = validator
+        self._requests = requests
+        self._admitted = admitted
+        self._choices = choices
+        self._made: dict[int, PromptReply] = {}
+
+    async def of(self, index: int) -> PromptReply | None:
+        """Return what choice number `index` says about its prompt; None if nothing."""
+        if not self._form.needed:
+            return None
+        number = index // self._admitted[0].n
+        if number not in self._made:
+            self._made[number] = await self._make(number)
+        return self._made[number]
+
+    async def _make(self, number: int) -> PromptReply:
+        admitted, prompt = self._admitted[number], self._requests[number].prompt
+        ids, tenant = admitted.prompt_token_ids, admitted.tenant
+        text = ""
+        if self._form.echo:
+            whole = isinstance(prompt, str) and self._requests[number].options.truncate_prompt_tokens is None
+            text = str(prompt) if whole else await self._validator.detokenize(tenant, "", ids)
+        found = self._choices.answers[number * admitted.n].prompt_logprobs
+        scores = () if found is None else await self._validator.spelled(tenant, ids, found)
+        return PromptReply(self._form, text, scores)
+
+
+def _by_id(chosen: ScoredToken, top: Sequence[ScoredToken]) -> dict[str, Any]:
+    ranks = {each.token_id: rank for rank, each in enumerate(top, 1)}
+    return {
+        str(each.token_id): {
+            "logprob": finite(each.logprob),
+            "rank": ranks.get(each.token_id),
+            "decoded_token": entry_text(each.utf8),
+        }
+        for each in (chosen, *top)
+    }
