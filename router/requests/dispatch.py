@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
+from router.access.client_call import served_call
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
 from router.observability.verdict import JointVerdict
@@ -110,6 +111,8 @@ class Dispatcher:
         for some in prompts:
             self._live.add(some)
         self._schedule_pump()
+        prompt_tokens = sum(some[0].queued.prompt_tokens for some in prompts)
+        served_call().queued(first.request_id, self._config.model_name, prompt_tokens)
         return Choices([request.answer for request in requests])
 
     def _enter(self, firsts: Sequence[QueuedRequest], answers: int, tenant: str, n: int) -> None:
