@@ -27,14 +27,6 @@ class RouterConfig:
     """The model name that clients use."""
     controller_address: str
     """host:port of the controller's gRPC server."""
-    model_aliases: tuple[str, ...] = ()
-    """Other names by which clients may call the model; answers have `model_name`."""
-    tokenizer: Path | None = None
-    """A folder with the tokenizer, its configuration and chat templates; None = `model`."""
-    chat_template: str = ""
-    """The chat template, in Jinja, that is used instead of the tokenizer's; "" = the tokenizer's."""
-    generation_config: str = "auto"
-    """`auto`: requests without sampling parameters have those of generation_config.json; `none`: plain sampling."""
     token: str = ""
     """The cluster's secret, which components prove by mutual TLS; empty = no authentication and no encryption."""
     name: str = "router"
@@ -115,6 +107,14 @@ class RouterConfig:
     """Most stop token ids of a request."""
     max_template_kwargs_bytes: int = 16 << 10
     """Largest `chat_template_kwargs` of a request, in bytes of JSON."""
+    model_aliases: tuple[str, ...] = ()
+    """Other names by which clients may call the model; answers have `model_name`."""
+    tokenizer: Path | None = None
+    """A folder with the tokenizer, its configuration and chat templates; None = `model`."""
+    chat_template: str = ""
+    """The chat template, in Jinja, that is used instead of the tokenizer's; "" = the tokenizer's."""
+    generation_config: str = "auto"
+    """`auto`: requests without sampling parameters have those of generation_config.json; `none`: plain sampling."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the HTTP listener (CORS), e.g. "https://chat.example.com"; "*" = all."""
     tool_call_parser: str = "auto"

@@ -193,10 +193,10 @@ def conversation(fields: JsonFields) -> Conversation:
     effort = fields.text("reasoning_effort")
     if effort is not None:
         variables = {"reasoning_effort": effort, **variables}
-    return Conversation(turns, variables, tool_options(fields), _prompt_end(fields), parsed=True)
+    return Conversation(turns, variables, tool_options(fields), prompt_end(fields), parsed=True)
 
 
-def _prompt_end(fields: JsonFields) -> PromptEnd:
+def prompt_end(fields: JsonFields) -> PromptEnd:
     """Take `add_generation_prompt` and `continue_final_message`; the first is false where only the second is given."""
     continued = fields.boolean("continue_final_message")
     if fields.boolean("add_generation_prompt", absent=not continued):

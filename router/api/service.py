@@ -284,6 +284,8 @@ def _options(message: inference_pb2.GenerationOptions) -> Options:
         logprobs=given("logprobs"),
         prompt_logprobs=given("prompt_logprobs"),
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        add_special_tokens=given("add_special_tokens"),
+        truncate_prompt_tokens=given("truncate_prompt_tokens"),
         priority=message.priority,
         slo_class=message.slo_class,
         cache_salt=message.cache_salt,

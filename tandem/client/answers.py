@@ -83,6 +83,8 @@ class Answer:
     completion_tokens: int
     cached_tokens: int
     """Tokens of the prompt whose KV was found in a prefix cache."""
+    prompt_logprobs: Sequence[TokenScore]
+    """One entry for each token of the prompt if they were asked for, else none; the first has no log probability."""
     timeline: Timeline
     """The edges of the request in the cluster, and the workers that served it."""
 
@@ -118,6 +120,7 @@ class AnswerCollector:
     def __init__(self) -> None:
         self._parts: dict[int, _Parts] = {}
         self._answers: dict[int, Answer] = {}
+        self._prompt: list[TokenScore] = []
 
     @property
     def begun(self) -> bool:
@@ -129,7 +132,9 @@ class AnswerCollector:
         kind = message.WhichOneof("event")
         if kind == "complete":
             parts = self._parts.setdefault(message.index, _Parts())
-            self._answers[message.index] = _answer(message, parts)
+            self._answers[message.index] = _answer(message, parts, self._prompt)
+        if kind == "prompt":
+            self._prompt = [_score(each) for each in message.prompt.tokens]
         if kind != "chunk":
             return None
         chunk = _chunk(message)
@@ -151,17 +156,19 @@ def _chunk(message: inference_pb2.GenerateResponse) -> Chunk:
         reasoning=chunk.reasoning,
         tool_calls=[ToolCallDelta(each.index, each.id, each.name, each.arguments) for each in chunk.tool_calls],
         token_ids=list(chunk.token_ids),
-        logprobs=[
-            TokenScore(_scored(score.chosen), [_scored(token) for token in score.top]) for score in chunk.logprobs
-        ],
+        logprobs=[_score(each) for each in chunk.logprobs],
     )
+
+
+def _score(score: inference_pb2.TokenScore) -> TokenScore:
+    return TokenScore(_scored(score.chosen), [_scored(token) for token in score.top])
 
 
 def _scored(token: inference_pb2.ScoredToken) -> ScoredToken:
     return ScoredToken(token.token_id, token.utf8, token.logprob)
 
 
-def _answer(message: inference_pb2.GenerateResponse, parts: _Parts) -> Answer:
+def _answer(message: inference_pb2.GenerateResponse, parts: _Parts, prompt: Sequence[TokenScore]) -> Answer:
     end = message.complete
     reason = types_pb2.FinishReason.Name(end.finish_reason).removeprefix("FINISH_REASON_")
     return Answer(
@@ -177,5 +184,6 @@ def _answer(message: inference_pb2.GenerateResponse, parts: _Parts) -> Answer:
         prompt_tokens=end.prompt_tokens,
         completion_tokens=end.completion_tokens,
         cached_tokens=end.cached_tokens,
+        prompt_logprobs=prompt,
         timeline=convert.timeline_from_proto(end.timeline),
     )

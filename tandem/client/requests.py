@@ -79,6 +79,10 @@ class Options(TypedDict, total=False):
     min_tokens: int
     include_stop_str_in_output: bool
     speculate: bool
+    prompt_logprobs: int
+    logit_bias: Mapping[int, float]
+    add_special_tokens: bool
+    truncate_prompt_tokens: int
     json_schema: Mapping[str, Any] | str
     regex: str
     grammar: str
@@ -96,8 +100,14 @@ class ChatOptions(Options, total=False):
     """False = only the first call is answered."""
     chat_template_kwargs: Mapping[str, Any]
     """Additional variables for the chat template."""
+    add_generation_prompt: bool
+    """False = the prompt ends after the last message."""
+    continue_final_message: bool
+    """True = the answer continues the content of the last message."""
 
 
+_CHAT_FIELDS = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
+"""The options that are fields of `ChatRequest` with the same values."""
 FORMATS = ("json_schema", "regex", "grammar", "choice")
 """The options that are fields of `ResponseFormat`."""
 Prompt = str | Sequence[int]
@@ -128,7 +138,7 @@ def chat_request(conversation: Conversation, options: ChatOptions) -> inference_
         "tools": [_tool(each) for each in given.pop("tools", ())],
         "tool_choice": "" if isinstance(choice, Tool) else choice,
         "tool_function": choice.name if isinstance(choice, Tool) else "",
-        "parallel_tool_calls": given.pop("parallel_tool_calls", None),
+        **{name: given.pop(name) for name in _CHAT_FIELDS if name in given},
         "chat_template_kwargs": _json("chat_template_kwargs", variables) if variables else "",
     }
     request: inference_pb2.ChatRequest = _message(inference_pb2.ChatRequest, fields)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.api.json_fields import JsonFields, UnknownFields
+from router.api.openai_requests import prompt_end
 from router.api.tool_fields import tool_calls, tool_options
 from router.requests.request import Conversation
 from router.text.chat_template import ChatTurn
@@ -25,7 +26,9 @@ def conversation(request: inference_pb2.ChatRequest, variables: Mapping[str, Any
     `variables` are those of the chat template. Raises InvalidArgument for a wrong field.
     """
     turns = tuple(_turn(message, f"messages[{number}]") for number, message in enumerate(request.messages))
-    return Conversation(turns, variables, _tools(request), parsed=True)
+    prompt = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
+    fields = _fields(add_generation_prompt=prompt, continue_final_message=request.continue_final_message)
+    return Conversation(turns, variables, _tools(request), prompt_end(fields), parsed=True)
 
 
 def _turn(message: inference_pb2.ChatMessage, path: str) -> ChatTurn:

@@ -142,6 +142,22 @@ async def test_a_prompt_is_text_or_tokens(cluster: Cluster, talker: Talker, toke
     assert (await talker.call("model")).model == "fake"
 
 
+async def test_prompts_are_scored_cut_and_continued(cluster: Cluster, talker: Talker, tokenizer: Tokenizer) -> None:
+    answer: Answer = await talker.call(
+        "generate", [5, 6, 7, 8], max_tokens=2, truncate_prompt_tokens=3, prompt_logprobs=2, logit_bias={7: -1.5}
+    )
+    assert [score.chosen.token_id for score in answer.prompt_logprobs] == [6, 7, 8]
+    assert [len(score.top) for score in answer.prompt_logprobs] == [0, 2, 2]
+    assert cluster.prefill.prefills[-1].sampling.logit_bias == ((7, -1.5),)
+    conversation = [Message("user", "Hi"), Message("assistant", "Well, ")]
+    await talker.call("chat", conversation, max_tokens=2, continue_final_message=True)
+    prompt = tokenizer.decode_all(cluster.prefill.prefills[-1].prompt_token_ids)
+    assert prompt.endswith("<|im_start|>assistant\nWell, ")
+    await talker.call("chat", conversation[:1], max_tokens=2, add_generation_prompt=False)
+    prompt = tokenizer.decode_all(cluster.prefill.prefills[-1].prompt_token_ids)
+    assert prompt.endswith("Hi<|im_end|>\n")
+
+
 async def test_answers_follow_a_format(cluster: Cluster, talker: Talker) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     process = GrammarProcess()
@@ -182,6 +198,9 @@ async def test_a_request_is_cancelled(cluster: Cluster, talker: Talker, leave: s
         ({"max_tokens": "many"}, "max_tokens"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"nonsense": 1}, "nonsense"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"regex": "a", "choice": ["b"]}, "choice"),
         ({"json_schema": {"a": {1, 2}}}, "json_schema"),
         ({"regex": "("}, "response_format.regex"),

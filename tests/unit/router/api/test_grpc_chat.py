@@ -105,7 +105,9 @@ def test_a_conversation_is_the_same_over_both_listeners() -> None:
         pb.ChatMessage(role="assistant", tool_calls=[CALL], reasoning_content="Hm."),
         pb.ChatMessage(role="tool", content="2", tool_call_id="call_1", name="f"),
     ]
-    over_grpc = pb.ChatRequest(messages=messages, tools=TOOLS, tool_function="g", parallel_tool_calls=False)
+    over_grpc = pb.ChatRequest(
+        messages=messages, tools=TOOLS, tool_function="g", parallel_tool_calls=False, continue_final_message=True
+    )
     function = {"name": "f", "arguments": '{"a": 1}'}
     body = {
         "messages": [
@@ -124,6 +126,7 @@ def test_a_conversation_is_the_same_over_both_listeners() -> None:
         ],
         "tool_choice": {"type": "function", "function": {"name": "g"}},
         "parallel_tool_calls": False,
+        "continue_final_message": True,
     }
     over_http = parse_chat(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED), strict=True).request.prompt
     assert conversation(over_grpc, {}) == over_http

@@ -34,6 +34,8 @@ _OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "stop": st.lists(_TEXT, max_size=3),
     "stop_token_ids": st.lists(_UINT32, max_size=3),
     "ignore_eos": st.booleans(),
+    "add_special_tokens": st.booleans(),
+    "truncate_prompt_tokens": st.integers(-1, 4) | _INT32,
     "slo_class": _TEXT,
     "cache_salt": _TEXT,
 }
@@ -63,6 +65,7 @@ CHAT = st.builds(
     ),
     tools=st.just([]) | _TOOLS,
     tool_choice=st.sampled_from(["", "auto", "none", "required"]) | _TEXT,
+    continue_final_message=st.booleans(),
     tool_function=st.sampled_from(["", "f"]) | _TEXT,
     **_NAMES,
 )
