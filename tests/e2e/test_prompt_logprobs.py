@@ -24,7 +24,8 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=WAYS)
 def client(request: pytest.FixtureRequest, running_cluster: Callable[..., Any]) -> Iterator[openai.OpenAI]:
     cluster = running_cluster(dtype="float32", page_tokens=16, **WAYS[request.param])
-    yield openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0)
+    with openai.OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="unused", max_retries=0) as client:
+        yield client
     cluster.assert_idle_and_sound()
 
 

@@ -287,3 +287,15 @@ def test_trials_leave_no_trace() -> None:
     for trial in draws.trials(torch.bfloat16).values():
         trial()
     assert counted(place(counts, History((2,), [4]))) == {2: (True, 0), 4: (False, 1)}
+
+
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_prompts_are_scored_as_on_a_host(top: int, dtype: torch.dtype) -> None:
+    draws, _, _ = make_draws(2)
+    logits = logits_of(1, 7, dtype)
+    tokens = torch.tensor([3, 9, 59, 0, 30, 7, 12])
+    values, ids = draws.score_tokens(logits.to(DEVICE), tokens.to(DEVICE), top)
+    wanted, best = logprobs.logprobs(logits, tokens, top)
+    torch.testing.assert_close(values.cpu(), wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(ids.cpu(), best)
