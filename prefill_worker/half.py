@@ -280,7 +280,10 @@ class PrefillHalf:
         prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt)
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
         edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
-        return PrefillRequest(task, kv.numbers(tokens), local, Progress(), prefix, token_hash, edges=edges)
+        adapter = self._model.adapter_number(task.adapter)
+        return PrefillRequest(
+            task, kv.numbers(tokens), local, Progress(), prefix, token_hash, edges=edges, adapter=adapter
+        )
 
     def _start(self, request: PrefillRequest) -> StartResult:
         """Allocate the pages of a request, if there are enough."""

@@ -114,6 +114,8 @@ class PrefillRequest:
     """Tokens that are cached, computed or in a step that was launched."""
     in_flight: int = 0
     """Launched steps with a chunk of it that have not ended; 0: the engine does not touch its pages now."""
+    adapter: int = 0
+    """As in `StepRow`."""
     withdrawn: bool = False
     edges: list[EdgeStamp] = field(default_factory=list)
 
@@ -135,7 +137,9 @@ class PrefillRequest:
         draw = self._first_draw() if chunk == self.remaining else None
         self.launched += chunk
         self.in_flight += 1
-        return StepRow(self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), draw)
+        return StepRow(
+            self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), draw, adapter=self.adapter
+        )
 
     def _first_draw(self) -> Draw:
         task = self.task
