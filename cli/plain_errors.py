@@ -19,6 +19,7 @@ INTERRUPTED = 130
 
 SETTINGS = {
     "model": "--model",
+    "max_model_len": "--max-model-len",
     "device": "--device",
     "dtype": "--dtype",
     "quantization": "--quantization",

@@ -90,6 +90,7 @@ class InferenceServicer:
             raise Unavailable(message, retry_after_s=self._config.retry_after_s)
         return inference_pb2.GetModelInfoResponse(
             model=self._config.model_name,
+            aliases=self._config.model_aliases,
             max_context=served.facts.max_context,
             vocab_size=served.facts.vocab_size,
             eos_token_ids=served.facts.eos_token_ids,
