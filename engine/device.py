@@ -142,22 +142,19 @@ def choose_kernels(
 ) -> Kernels:
     """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
     if device.type == "cuda":
-        if config.adapters:
-            from engine.kernels.lora.cuda_lora import LoraCudaKernels as CudaKernels
-        else:
-            from engine.kernels.cuda import CudaKernels
+        from engine.kernels.cuda import CudaKernels
+        from engine.kernels.lora.cuda_lora import LoraCudaKernels
 
-        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
+        chosen = LoraCudaKernels if config.adapters else CudaKernels
+        return chosen(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
     if dtype in {torch.float32, torch.bfloat16}:
         # Imported here, as compiling takes seconds and processes on GPUs need none of it.
-        if config.adapters:
-            from engine.kernels.lora.cpu_lora import LoraCpuKernels as CpuKernels
-        else:
-            from engine.kernels.cpu.kernels import CpuKernels
+        from engine.kernels.cpu.kernels import CpuKernels
+        from engine.kernels.lora.cpu_lora import LoraCpuKernels
 
         # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
         torch.set_num_threads(1)
-        return CpuKernels(dtype, config.threads)
+        return (LoraCpuKernels if config.adapters else CpuKernels)(dtype, config.threads)
     return LoraReferenceKernels() if config.adapters else ReferenceKernels()
 
 

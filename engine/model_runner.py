@@ -106,15 +106,6 @@ class ModelRunner:
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """Return what two workers must share, as (name, value), before KV may move between them."""
-        cache = self.cache
-        return (
-            ("model", self._revision),
-            ("dtype", self.facts.dtype),
-            ("kv_cache_dtype", cache.dtype),
-            (
-                "layout",
-                f"pages,{cache.kv_heads} heads,{cache.layers} layers,{cache.parts} parts,tokens,{cache.head_dim} dims",
-            ),
-            ("windows", ", ".join("none" if group.window is None else str(group.window) for group in cache.groups)),
-            ("page_tokens", str(cache.page_tokens)),
-        )
+        adapters = ", ".join(f"{each.name} {each.identity}" for each in self.facts.adapters)
+        model = (("model", self._revision), ("adapters", adapters or "none"), ("dtype", self.facts.dtype))
+        return *model, *self.cache.compatibility_facts()

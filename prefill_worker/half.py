@@ -26,10 +26,11 @@ from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.decode_peers import LocalDecode
 from prefill_worker.notice import make_notice
+from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.registry import PendingTransfers, RequestRegistry
-from prefill_worker.request import Abortable, EventThread, PrefillRequest, Progress, ProgressUpdates
+from prefill_worker.request import Abortable, EventThread, PrefillRequest, ProgressUpdates
 from wire.ending import reason_to_end
 from wire.errors import Internal, InvalidArgument, TandemError
 from wire.logging.logs import about

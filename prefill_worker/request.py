@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +10,8 @@ from typing import Any, Protocol
 from engine.cache.prefix_cache import Prefix
 from engine.steps.batch import StepRow
 from engine.steps.draws import Draw, History
-from wire.errors import TandemError
-from wire.messages import FinishReason, PrefillTask
+from prefill_worker.progress import Progress
+from wire.messages import PrefillTask
 from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
@@ -24,52 +23,6 @@ class Abortable(Protocol):
     def abort(self) -> None:
         """Aborts the hand-over."""
         ...
-
-
-class Progress:
-    """The engine's progress with one prompt.
-
-    It lives on the event loop: the engine thread's updates arrive there as calls, so nothing here is locked.
-
-    `released` means that the engine never touches this request's pages again.
-    """
-
-    def __init__(self) -> None:
-        self.computed_tokens = 0
-        self.first_token_id: int | None = None
-        self.finish_reason: FinishReason | None = None
-        self.failure: TandemError | None = None
-        self.released = False
-        self._changed = asyncio.Event()
-
-    def advance(self, computed_tokens: int) -> None:
-        """The KV of the first `computed_tokens` positions is in the pages."""
-        self.computed_tokens = computed_tokens
-        self._changed.set()
-
-    def finish(self, first_token_id: int, finish_reason: FinishReason | None) -> None:
-        """The whole prompt is computed; `finish_reason` is set when the first token is the last as well."""
-        self.first_token_id = first_token_id
-        self.finish_reason = finish_reason
-        self.release()
-
-    def release(self, failure: TandemError | None = None) -> None:
-        """The engine is through with this request; `failure` says why if it did not finish by itself."""
-        self.failure = self.failure or failure
-        self.released = True
-        self._changed.set()
-
-    async def beyond(self, tokens: int) -> None:
-        """Wait until more than `tokens` positions are computed or the engine has released the request."""
-        while self.computed_tokens <= tokens and not self.released:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def until_released(self) -> None:
-        """Wait until the engine never touches the pages again."""
-        while not self.released:
-            self._changed.clear()
-            await self._changed.wait()
 
 
 @dataclass(slots=True, eq=False)

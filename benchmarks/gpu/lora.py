@@ -132,7 +132,7 @@ def write_random_adapter(folder: Path, spec: ModelSpec, rank: int) -> Path:
             shapes[f"base_model.model.{module}.lora_A.weight"] = (rank, k)
             shapes[f"base_model.model.{module}.lora_B.weight"] = (n, rank)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
-    tensors = (generator.standard_normal(shape, dtype=np.float32) / 100 for shape in shapes.values())
+    tensors = (generator.standard_normal(shape, dtype=np.float32) * np.float32(0.01) for shape in shapes.values())
     write_float32(folder / "adapter_model.safetensors", shapes, tensors)
     return folder
 

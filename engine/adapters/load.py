@@ -12,6 +12,7 @@ from engine.config.attention import AttentionShape
 from engine.config.model import GroupedQueryAttention, ModelSpec
 from engine.kernels.lora.tables import LoraTables
 from engine.kernels.packed_weight import PackedWeight, Weight
+from engine.models.allocation import allocate_parameters
 from engine.models.families import places_of
 from engine.models.parameters import DenseParameters, Parameters, Place
 from engine.weights.tensor_reader import read_tensors
@@ -53,18 +54,7 @@ def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters)
 
     InvalidArgument for more of them, or a higher rank, than it allows; ModelError for one that does not fit the model.
     """
-    if len(config.adapters) > config.max_loras:
-        raise InvalidArgument(
-            "max_loras", f"{len(config.adapters)} adapters are given, the limit is {config.max_loras}"
-        )
-    folders = []
-    for source in config.adapters:
-        folder = read_adapter(source.path)
-        if folder.rank > config.max_lora_rank:
-            raise InvalidArgument(
-                "max_lora_rank", f"adapter {source.name!r} has rank {folder.rank}, the limit is {config.max_lora_rank}"
-            )
-        folders.append(folder)
+    folders = _read(config)
     facts = tuple(
         AdapterFacts(source.name, folder.identity, str(source.path))
         for source, folder in zip(config.adapters, folders, strict=True)
@@ -72,12 +62,37 @@ def load_adapters(config: EngineConfig, spec: ModelSpec, parameters: Parameters)
     return LoadedAdapters(facts, _load_tables(folders, spec, parameters) if folders else {})
 
 
-def _load_tables(folders: Sequence[AdapterFolder], spec: ModelSpec, parameters: Parameters) -> dict[int, LoraTables]:
+def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises what `load_adapters` would, without memory for weights."""
+    if config.adapters:
+        _place(_read(config), spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+
+
+def _read(config: EngineConfig) -> list[AdapterFolder]:
+    if len(config.adapters) > config.max_loras:
+        raise InvalidArgument("max_loras", f"is {config.max_loras}, and {len(config.adapters)} adapters are given")
+    folders = []
+    for source in config.adapters:
+        folder = read_adapter(source.path)
+        if folder.rank > config.max_lora_rank:
+            raise InvalidArgument(
+                "max_lora_rank", f"is {config.max_lora_rank}, and adapter {source.name!r} has rank {folder.rank}"
+            )
+        folders.append(folder)
+    return folders
+
+
+def _place(folders: Sequence[AdapterFolder], spec: ModelSpec, parameters: Parameters) -> list[list[_Placed]]:
+    """Returns the places of each adapter's updates."""
     places, stacked = places_of(spec, parameters), list(_stacked(spec, parameters))
-    placed = [
-        [_place(folder, module, update, places, stacked) for module, update in folder.updates.items()]
+    return [
+        [_placed(folder, module, update, places, stacked) for module, update in folder.updates.items()]
         for folder in folders
     ]
+
+
+def _load_tables(folders: Sequence[AdapterFolder], spec: ModelSpec, parameters: Parameters) -> dict[int, LoraTables]:
+    placed = _place(folders, spec, parameters)
     rank = max(LEAST_RANK, 1 << (max(folder.rank for folder in folders) - 1).bit_length())
     tables: dict[int, LoraTables] = {}
     for each in (update.stacked for some in placed for update in some):
@@ -109,7 +124,7 @@ def _ends(shape: AttentionShape) -> tuple[int, int, int]:
     return q, q + kv, q + 2 * kv
 
 
-def _place(
+def _placed(
     folder: AdapterFolder, module: str, update: LowRank, places: Mapping[str, Place], stacked: Sequence[_Stacked]
 ) -> _Placed:
     place = places.get(f"{module}.weight")
@@ -120,11 +135,12 @@ def _place(
         raise ModelError(
             f"{folder.path} changes {module} of shape {list(shape)}; the model's has {list(place.stored_shape)}."
         )
-    address = _codes(place.tensor).data_ptr()
+    rows = _codes(place.tensor)
     for each in stacked:
         codes = _codes(each.weight)
-        first = (address - codes.data_ptr()) // (codes.stride(0) * codes.element_size())
-        if 0 <= first < len(codes) and place.shape is None and codes.device == _codes(place.tensor).device:
+        first = (rows.storage_offset() - codes.storage_offset()) // codes.stride(0)
+        same = rows.untyped_storage()._cdata == codes.untyped_storage()._cdata
+        if same and 0 <= first < len(codes) and place.shape is None:
             return _Placed(each, first, place, update)
     raise ModelError(
         f"{folder.path} changes {module}; adapters are served of the linear layers of attention and of dense"

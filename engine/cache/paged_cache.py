@@ -80,6 +80,17 @@ class PagedCache:
         """Type of elements or codes in torch's spelling, e.g. `bfloat16`."""
         return str(self.storage.dtype).removeprefix("torch.")
 
+    def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
+        """Returns what the caches of two workers must share before KV may move between them, as (name, value)."""
+        layout = f"pages,{self.kv_heads} heads,{self.layers} layers,{self.parts} parts,tokens,{self.head_dim} dims"
+        windows = ["none" if group.window is None else str(group.window) for group in self.groups]
+        return (
+            ("kv_cache_dtype", self.dtype),
+            ("layout", layout),
+            ("windows", ", ".join(windows)),
+            ("page_tokens", str(self.page_tokens)),
+        )
+
     @property
     def device(self) -> torch.device:
         """The device of the memory."""

@@ -10,9 +10,10 @@ def tenant_of(key: str | None) -> str:
     return blake2b(key.encode(), digest_size=16, person=_DOMAIN).hexdigest() if key else ""
 
 
-def tenant_salt(tenant: str, salt: str) -> str:
-    """Return the cache salt for a tenant's requests with `salt`, unique for each pair of tenant and salt.
+def tenant_salt(tenant: str, salt: str, adapter: str = "") -> str:
+    """Return the cache salt for a tenant's requests with `salt` and an adapter's hash, unique for each such triple.
 
-    A tenant's name has a fixed length and no slash, so the concatenation is unambiguous.
+    A tenant's name has a fixed length, neither slash nor colon, and so has the hash: the concatenation is unambiguous.
     """
-    return f"{tenant}/{salt}" if tenant or salt else ""
+    own = f"{tenant}/{salt}" if tenant or salt else ""
+    return f"adapter:{adapter}/{own}" if adapter else own

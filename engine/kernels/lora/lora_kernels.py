@@ -108,7 +108,7 @@ class PlainLoraProducts(LoraProducts):
 
     def note_adapters(self, numbers: Tensor | None) -> None:
         """Finds the tokens of each adapter."""
-        found = [] if numbers is None else [number for number in numbers.unique().tolist() if number]
+        found = [] if numbers is None else [number for number in set(numbers.tolist()) if number]
         self._step.tokens = {number - 1: torch.where(numbers == number)[0] for number in found}
 
     def keep_tokens(self, kept: Tensor) -> None:
@@ -139,7 +139,7 @@ class _PlainUpdate:
     def add_to(self, out: Tensor) -> None:
         """See `LoraUpdate`."""
         for slot, some, low in self._found:
-            parts = low.split(self._tables.rank, dim=1)
+            parts = torch.split(low, self._tables.rank, dim=1)
             updates = [
                 part @ self._tables.b[slot, rows.start : rows.stop].T
                 for part, rows in zip(parts, self._tables.part_rows, strict=True)

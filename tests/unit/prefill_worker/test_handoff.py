@@ -15,7 +15,8 @@ from prefill_worker import handoff, write_window
 from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
 from prefill_worker.handoff import Handoff
 from prefill_worker.page_writes import WritingTime
-from prefill_worker.request import PrefillRequest, Progress
+from prefill_worker.progress import Progress
+from prefill_worker.request import PrefillRequest
 from prefill_worker.write_window import WindowRenewals
 from tests.fake_engine import PAGE_TOKENS
 from wire.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable

@@ -6,8 +6,9 @@ import pytest
 
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
+from prefill_worker.progress import Progress
 from prefill_worker.queue import OLDEST_SHARE, PromptQueue, StartResult, WaitingPrompts
-from prefill_worker.request import PrefillRequest, Progress
+from prefill_worker.request import PrefillRequest
 from wire.kv_pages import KvPages
 from wire.messages import PrefillTask, RequestRef, SamplingParams
 
