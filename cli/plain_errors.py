@@ -20,6 +20,7 @@ INTERRUPTED = 130
 SETTINGS = {
     "model": "--model",
     "max_model_len": "--max-model-len",
+    "adapters": "--lora",
     "max_loras": "--max-loras",
     "max_lora_rank": "--max-lora-rank",
     "device": "--device",
