@@ -144,7 +144,7 @@ def test_a_model_may_have_several_names(served: list[Any], tmp_path: Path) -> No
 
 def test_adapters_have_vllms_names_too(served: list[Any], tmp_path: Path) -> None:
     wanted = (("sql", Path("/a")), ("poems", Path("/b")))
-    assert run(*"/m --lora-modules sql=/a poems=/b --max-loras 2".split(), command="serve").exit_code == 0
+    assert run(*["/m", "--lora-modules", "sql=/a", "poems=/b", "--max-loras", "2"], command="serve").exit_code == 0
     assert (served[0].loras, served[0].max_loras) == (wanted, 2)
     served.clear()
     (tmp_path / "a.yaml").write_text("lora: [sql=/a, poems=/b]\n")

@@ -76,9 +76,7 @@ def test_tensors(tensors: dict[str, Any], reason: str, tmp_path: Path) -> None:
         check(tmp_path, write_adapter(tmp_path / "adapter", tensors, r=4, lora_alpha=8))
 
 
-@pytest.mark.parametrize(
-    ("family", "module"), [("mixtral", "experts.1.w1"), ("deepseek_v2", "self_attn.q_a_proj")]
-)
+@pytest.mark.parametrize(("family", "module"), [("mixtral", "experts.1.w1"), ("deepseek_v2", "self_attn.q_a_proj")])
 def test_experts_and_latents(family: str, module: str, tmp_path: Path) -> None:
     adapter = TinyAdapter(family, modules=(module,)).write(tmp_path / "adapter")
     with pytest.raises(ModelError, match="experts or latents"):
