@@ -19,6 +19,7 @@ INTERRUPTED = 130
 
 SETTINGS = {
     "model": "--model",
+    "tokenizer": "--tokenizer",
     "max_model_len": "--max-model-len",
     "adapters": "--lora",
     "max_loras": "--max-loras",

@@ -65,7 +65,7 @@ class LoadedParts:
     """The dtype of the activations, and of weights that are not quantized."""
     facts: ModelFacts
     revision: str
-    """The name of the weights."""
+    """The name of the weights, adapters included."""
     stepper: Stepper
     expert_tokens: ExpertTokens
     compile_grammar: Callable[[str], None]
@@ -115,6 +115,7 @@ def load_parts(
         adapters=adapters,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
+    revision += "".join(f", adapter {each.name} {each.identity}" for each in adapters)
     return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars.check)
 
 

@@ -106,6 +106,4 @@ class ModelRunner:
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """Return what two workers must share, as (name, value), before KV may move between them."""
-        adapters = ", ".join(f"{each.name} {each.identity}" for each in self.facts.adapters)
-        model = (("model", self._revision), ("adapters", adapters or "none"), ("dtype", self.facts.dtype))
-        return *model, *self.cache.compatibility_facts()
+        return (("model", self._revision), ("dtype", self.facts.dtype), *self.cache.facts)

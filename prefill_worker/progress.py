@@ -1,4 +1,4 @@
-"""How far the engine is with one prompt, for the hand-over."""
+"""The engine's progress with one prompt, as its hand-over sees it."""
 
 import asyncio
 

@@ -52,6 +52,8 @@ class PrefillRequest:
     """The hash of the tokens of a local prompt."""
     arrival: int = 0
     """The number of prompts that the queue had taken when it came."""
+    adapter: int = 0
+    """The number of its adapter, as in `StepRow`."""
     handoff: Abortable | None = None
     pages: list[int] = field(default_factory=list)
     """Its pages as `KvPages` lists them; the entries of groups with a window are filled chunk by chunk."""
@@ -67,8 +69,6 @@ class PrefillRequest:
     """Tokens that are cached, computed or in a step that was launched."""
     in_flight: int = 0
     """Launched steps with a chunk of it that have not ended; 0: the engine does not touch its pages now."""
-    adapter: int = 0
-    """As in `StepRow`."""
     withdrawn: bool = False
     edges: list[EdgeStamp] = field(default_factory=list)
 

@@ -30,8 +30,8 @@ class RouterConfig:
     """A folder with the tokenizer, its configuration and chat templates; None = `model`."""
     chat_template: str = ""
     """The chat template, in Jinja, that is used instead of the tokenizer's; "" = the tokenizer's."""
-    generation_config: bool = True
-    """True if requests without sampling parameters have those of the model's generation_config.json."""
+    generation_config: str = "auto"
+    """`auto`: requests without sampling parameters have those of generation_config.json; `none`: plain sampling."""
     token: str = ""
     """The cluster's secret, which components prove by mutual TLS; empty = no authentication and no encryption."""
     name: str = "router"

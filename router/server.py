@@ -136,7 +136,7 @@ async def serve(config: RouterConfig, grace_s: float = 10.0) -> None:
 
 
 def _load(config: RouterConfig) -> tuple[Tokenizer, GenerationDefaults]:
-    defaults = read_generation_defaults(config.model) if config.generation_config else GenerationDefaults()
+    defaults = read_generation_defaults(config.model) if config.generation_config == "auto" else GenerationDefaults()
     return Tokenizer(config.tokenizer_folder, config.chat_template), defaults
 
 

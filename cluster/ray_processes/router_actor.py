@@ -115,7 +115,7 @@ class RouterProcess:
             model_aliases=self._cluster.model_aliases,
             tokenizer=self._cluster.tokenizer,
             chat_template=self._cluster.chat_template,
-            generation_config=self._cluster.generation_config == "auto",
+            generation_config=self._cluster.generation_config,
             controller_address=self.controller_address,
             token=self._token,
             api_keys=self._cluster.api_keys,

@@ -80,17 +80,6 @@ class PagedCache:
         """Type of elements or codes in torch's spelling, e.g. `bfloat16`."""
         return str(self.storage.dtype).removeprefix("torch.")
 
-    def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
-        """Returns what the caches of two workers must share before KV may move between them, as (name, value)."""
-        layout = f"pages,{self.kv_heads} heads,{self.layers} layers,{self.parts} parts,tokens,{self.head_dim} dims"
-        windows = ["none" if group.window is None else str(group.window) for group in self.groups]
-        return (
-            ("kv_cache_dtype", self.dtype),
-            ("layout", layout),
-            ("windows", ", ".join(windows)),
-            ("page_tokens", str(self.page_tokens)),
-        )
-
     @property
     def device(self) -> torch.device:
         """The device of the memory."""
@@ -105,6 +94,19 @@ class PagedCache:
     def device_id(self) -> int:
         """GPU ordinal; 0 for host memory."""
         return self.device.index or 0
+
+    @property
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """What two caches must share, as (name, value), before pages may move between them."""
+        return (
+            ("kv_cache_dtype", self.dtype),
+            (
+                "layout",
+                f"pages,{self.kv_heads} heads,{self.layers} layers,{self.parts} parts,tokens,{self.head_dim} dims",
+            ),
+            ("windows", ", ".join("none" if group.window is None else str(group.window) for group in self.groups)),
+            ("page_tokens", str(self.page_tokens)),
+        )
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:

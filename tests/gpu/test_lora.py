@@ -26,7 +26,7 @@ WIDE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-PROMPT, CHUNK, DECODED = 150, 64, 3
+PROMPT, CHUNK, DECODED, PAGE_TOKENS = 150, 64, 3, 128
 ADAPTERS = [
     TinyAdapter(seed=0, changes=WIDE),
     TinyAdapter(seed=1, rank=16, changes=WIDE),
@@ -40,7 +40,7 @@ def steps() -> list[StepBatch]:
     """Returns the chunks of a prompt for each adapter, mixed steps, and decode steps."""
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 160) for _ in range(PROMPT)] for _ in ORDER]
-    share = -(-(PROMPT + DECODED + 1) // 16)
+    share = -(-(PROMPT + DECODED + 1) // PAGE_TOKENS)
     pages = [list(range(number * share, (number + 1) * share)) for number in range(len(ORDER))]
 
     def row(number: int, start: int, end: int) -> StepRow:
@@ -62,16 +62,16 @@ def steps() -> list[StepBatch]:
 def config_of(folder: Path, adapters: list[Path], **changes: Any) -> EngineConfig:
     sources = tuple(AdapterSource(path.name, path) for path in adapters)
     config = EngineConfig(
-        folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26, page_tokens=16, adapters=sources
+        folder, device="cuda", dtype="float32", kv_cache_bytes=1 << 26, page_tokens=PAGE_TOKENS, adapters=sources
     )
     return replace(config, **changes)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-4), ("bfloat16", 0.25)])
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [("float32", None, 3e-4), ("bfloat16", None, 0.25), ("float16", None, 0.05), ("bfloat16", "int8", 0.25)],
+)
 def test_logits_of_the_plain_kernels(dtype: str, tolerance: float, quantization: str | None, tmp_path: Path) -> None:
-    if quantization and dtype == "float32":
-        pytest.skip("packed weights stand beside 16 bits")
     folder = write_tiny_model(tmp_path / "model", **WIDE)
     adapters = [adapter.write(tmp_path / f"adapter-{number}") for number, adapter in enumerate(ADAPTERS)]
     ours = ModelRunner.load(config_of(folder, adapters, dtype=dtype, quantization=quantization))
@@ -95,4 +95,4 @@ def test_decode_graphs_take_other_adapters_with_each_replay(tmp_path: Path) -> N
             row = StepRow(prompt[start : start + 1], start, [0], draw(), adapter=number)
             found = together.logits(StepBatch([row])).cpu()
             torch.testing.assert_close(found, alone.logits(StepBatch([row])).cpu(), atol=3e-4, rtol=3e-4)
-    assert together.graph_use.misses == 0 or together.graph_use.hits > 0
+    assert together.graph_use.hits >= 5 * len(prompt)

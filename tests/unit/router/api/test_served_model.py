@@ -84,7 +84,7 @@ class TestGenerationConfig:
     class TestNone:
         @pytest.fixture
         def settings(self) -> dict[str, Any]:
-            return {"generation_config": False}
+            return {"generation_config": "none"}
 
         async def test_sampling_is_plain(self, cluster: Cluster, http: httpx.AsyncClient, stub: Any) -> None:
             assert await sampled(cluster, http, stub) == [(1.0, 0, 1.0, 0.0, 1.0)] * 2

@@ -114,4 +114,4 @@ async def test_workers_with_other_adapters_do_not_exchange_kv(engines: Factory, 
         heard = send(pair, "request", "")
         await until(lambda: heard.finish)
         assert heard.error == "FAILED_PRECONDITION"
-        assert "adapters" in heard.message
+        assert "adapter" in heard.message
