@@ -147,6 +147,11 @@ class Kernels(ABC):
         """The largest number of KV pages of all prompts of a step that a CUDA graph may contain; None = any."""
         return None
 
+    @property
+    def trial_tokens(self) -> tuple[int, ...]:
+        """Numbers of tokens of prefill steps whose kernels no other step at the start compiles."""
+        return ()
+
     def end_trials(self) -> None:  # noqa: B027 - most keep nothing
         """Resets the scratch memory that concurrent trials (`engine/cuda/compile_ahead.py`) have used.
 

@@ -22,6 +22,11 @@ class LoraCudaKernels(LoraProducts, CudaKernels):
         self._overlapped = overlaps_launches()
         self._step = threading.local()  # steps that compile kernels run on several threads
 
+    @property
+    def trial_tokens(self) -> tuple[int, ...]:
+        """Steps with all kernels of the updates."""
+        return triton_lora.TRIAL_TOKENS
+
     def note_adapters(self, numbers: Tensor | None) -> None:
         """Keeps the device's tensor."""
         self._step.numbers = numbers

@@ -25,9 +25,14 @@ _OUTPUTS = 128
 """Rows of a product that one program adds to."""
 _GATED_OUTPUTS = 64
 """The same where each has a gate."""
-_PROGRAMS = 264
-"""The columns are split among about so many programs: two for each multiprocessor of an H100."""
-_MOST_SPLITS = 16
+_SPLITS = ((1, 16), (4, 4))
+"""The largest number of token tiles, and among how many programs the columns are split then; beyond they are not.
+
+They are few, so that all kernels are compiled at the start (`TRIAL_TOKENS`). With one tile a product of several parts
+has enough programs with half as many.
+"""
+TRIAL_TOKENS = (16, 32, 64, 128, 512)
+"""Steps of these numbers of tokens use all kernels."""
 
 
 def shrink(
@@ -42,7 +47,9 @@ def shrink(
     slots, rows, _ = tables.a.shape
     tile, parts = _token_tile(tokens), rows // tables.rank
     tiles = triton.cdiv(tokens, tile)
-    splits = min(_MOST_SPLITS, triton.cdiv(k, _COLUMNS), max(1, _PROGRAMS // (parts * tiles * min(slots, tokens))))
+    splits = next((splits for most, splits in _SPLITS if tiles <= most), 1)
+    if tiles == 1 and parts > 1:
+        splits //= 2
     columns = triton.cdiv(triton.cdiv(k, splits), _COLUMNS) * _COLUMNS
     splits = triton.cdiv(k, columns)
     sums = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
@@ -92,7 +99,7 @@ def _token_tile(tokens: int) -> int:
     return next((tile for tile in _TOKEN_TILES if tokens <= tile), _TOKEN_TILES[-1])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _shrink(
     x_ptr, norm_ptr, numbers_ptr, a_ptr, sums_ptr, squares_ptr, tokens, k, columns,
     NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -148,7 +155,7 @@ def _summed(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add(
     sums_ptr, squares_ptr, numbers_ptr, b_ptr, out_ptr, tokens, n, k, eps, first_end, second_end,
     SPLITS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
@@ -187,7 +194,7 @@ def _add(
         wait_for_inputs(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_gated(
     sums_ptr, squares_ptr, numbers_ptr, b_ptr, gate_up_ptr, out_ptr, tokens, width, k, eps,
     SPLITS: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
