@@ -71,7 +71,7 @@ class GpuEngine:
                     pages[row],
                     _draw(sampled, row, number),
                     row if running else None,
-                    self._adapter(row),
+                    adapter=self._adapter(row),
                 )
                 for row in range(batch)
             ]
