@@ -55,6 +55,12 @@ class ClusterConfig:
     """`auto`: requests without sampling parameters have those of generation_config.json; `none`: plain sampling."""
     max_model_len: int | None = None
     """The longest context in tokens, prompt and answer together; None = the model's."""
+    loras: tuple[tuple[str, Path], ...] = ()
+    """Low-rank adapters: the model name by which clients choose each, and its folder."""
+    max_loras: int = 16
+    """Most adapters."""
+    max_lora_rank: int = 64
+    """Highest rank of an adapter."""
     mode: str = Mode.DISAGGREGATED
     """`disaggregated`: `prefill` and `decode` workers; `colocated`: `workers` that do both."""
     prefill: int = 1
@@ -250,6 +256,8 @@ class ClusterConfig:
             ("--log-max-mib", self.log_max_mib),
             ("--default-max-tokens", 1 if self.default_max_tokens is None else self.default_max_tokens),
             ("--max-model-len", 1 if self.max_model_len is None else self.max_model_len),
+            ("--max-loras", self.max_loras),
+            ("--max-lora-rank", self.max_lora_rank),
         ):
             if number < 1:
                 raise InvalidArgument(option, f"{number} is less than 1")

@@ -78,6 +78,7 @@ class SlotColumns:
         self.seeds = np.zeros(0, dtype=np.uint64)
         """`seeded.start_of` of each seed."""
         self.page_count = np.zeros(0, dtype=np.int32)
+        self.adapters = np.zeros(0, dtype=np.int32)
         self.page_table = np.zeros((0, _FIRST_PAGES), dtype=np.int32)
 
     def __len__(self) -> int:
@@ -109,6 +110,7 @@ class SlotColumns:
         self.seeds[at] = start_of(sampling.seed)
         self.answer_offset[at] = 1 - request.prompt_tokens
         self.draw_offset[at] = request.first_draw - request.prompt_tokens
+        self.adapters[at] = request.adapter
         self.page_count[at] = 0
         self.page_table[at] = 0
         self.reschedule(slot)

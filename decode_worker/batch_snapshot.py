@@ -91,6 +91,7 @@ class BatchSnapshot:
             indices,
             columns.page_table,
             columns.page_count,
+            columns.adapters,
             self._longest + step,
             Draws(
                 drawing.samplings,

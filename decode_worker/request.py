@@ -81,6 +81,8 @@ class DecodeRequest:
     """The end conditions of a running request."""
     history: History | None = None
     """The tokens that penalties look back on, for a running request with penalties."""
+    adapter: int = 0
+    """The number of a running request's adapter, as in `StepRow`."""
     edges: list[EdgeStamp] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from engine.config import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS, EngineConfig
 from engine.config.kv import kv_groups
 from engine.config.model import LatentAttention, ModelSpec
 from engine.kernels.base import Kernels
+from engine.kernels.lora.lora_kernels import LoraReferenceKernels
 from engine.kernels.reference import ReferenceKernels
 from engine.weights.checkpoint import stored_dtype
 from wire.errors import InvalidArgument
@@ -142,16 +143,19 @@ def choose_kernels(
     """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
     if device.type == "cuda":
         from engine.kernels.cuda import CudaKernels
+        from engine.kernels.lora.cuda_lora import LoraCudaKernels
 
-        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
+        chosen = LoraCudaKernels if config.adapters else CudaKernels
+        return chosen(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
     if dtype in {torch.float32, torch.bfloat16}:
         # Imported here, as compiling takes seconds and processes on GPUs need none of it.
         from engine.kernels.cpu.kernels import CpuKernels
+        from engine.kernels.lora.cpu_lora import LoraCpuKernels
 
         # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
         torch.set_num_threads(1)
-        return CpuKernels(dtype, config.threads)
-    return ReferenceKernels()
+        return (LoraCpuKernels if config.adapters else CpuKernels)(dtype, config.threads)
+    return LoraReferenceKernels() if config.adapters else ReferenceKernels()
 
 
 def device_name(device: torch.device) -> str:

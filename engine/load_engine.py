@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.adapters.load import load_adapters
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
@@ -18,6 +19,7 @@ from engine.grammar_masks import GrammarMasks
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels, is_cpu
+from engine.kernels.lora.lora_kernels import LoraProducts
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
@@ -30,7 +32,7 @@ from engine.weights.checkpoint import Progress, check_model, load_weights, revis
 from engine.weights.random_weights import fill_randomly, random_revision
 from vocabulary.grammars import Grammars, LazyGrammars
 from wire.errors import InvalidArgument
-from wire.messages import ModelFacts
+from wire.messages import AdapterFacts, ModelFacts
 
 _CPU_CACHE_BYTES = 1 << 30
 
@@ -63,7 +65,7 @@ class LoadedParts:
     """The dtype of the activations, and of weights that are not quantized."""
     facts: ModelFacts
     revision: str
-    """The name of the weights."""
+    """The name of the weights, adapters included."""
     stepper: Stepper
     expert_tokens: ExpertTokens
     compile_grammar: Callable[[str], None]
@@ -86,7 +88,7 @@ def load_parts(
     else:
         torch.cuda.set_device(device)
     chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
-    model = _load_model(config, spec, chosen, dtype, device, progress=progress)
+    model, adapters = _load_model(config, spec, chosen, dtype, device, progress=progress)
 
     grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))
     masks = GrammarMasks(grammars, spec.eos_token_ids)
@@ -110,8 +112,10 @@ def load_parts(
         dtype=str(dtype).removeprefix("torch."),
         summary=model_summary(spec, dtype.itemsize, cache.element_bytes, on_cpu=is_cpu(device)),
         kv_windows=cache.kv_pages.windows,
+        adapters=adapters,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
+    revision += "".join(f", adapter {each.name} {each.identity}" for each in adapters)
     return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars.check)
 
 
@@ -123,7 +127,7 @@ def _load_model(
     device: torch.device,
     *,
     progress: Progress | None,
-) -> DecoderModel:
+) -> tuple[DecoderModel, tuple[AdapterFacts, ...]]:
     try:
         with torch.inference_mode():
             parameters = allocate_parameters(spec, dtype, device)
@@ -131,7 +135,11 @@ def _load_model(
                 fill_randomly(parameters)
             else:
                 load_weights(config.model, spec, parameters, progress)
-            return DecoderModel(spec, parameters, kernels, spec.max_context)
+            adapters = load_adapters(config, spec, parameters)
+            if adapters.tables:
+                assert isinstance(kernels, LoraProducts)
+                kernels.tables = adapters.tables
+            return DecoderModel(spec, parameters, kernels, spec.max_context), adapters.facts
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise

@@ -283,8 +283,10 @@ class PrefillHalf:
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
         edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
         scores = PromptScores(task.question, task.sampling.prompt_logprobs or 0) if task.scores_prompt else None
-        pages = kv.numbers(tokens)
-        return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, scores=scores, edges=edges)
+        return PrefillRequest(
+            task, kv.numbers(tokens), local, Progress(), prefix, token_hash, scores=scores, edges=edges,
+            adapter=self._model.adapter_number(task.adapter),
+        )  # fmt: skip
 
     def _start(self, request: PrefillRequest) -> StartResult:
         """Allocate the pages of a request, if there are enough."""

@@ -53,6 +53,8 @@ class PrefillRequest:
     """The hash of the tokens of a local prompt."""
     arrival: int = 0
     """The number of prompts that the queue had taken when it came."""
+    adapter: int = 0
+    """The number of its adapter, as in `StepRow`."""
     handoff: Abortable | None = None
     pages: list[int] = field(default_factory=list)
     """Its pages as `KvPages` lists them; the entries of groups with a window are filled chunk by chunk."""
@@ -92,8 +94,9 @@ class PrefillRequest:
         self.launched += chunk
         self.in_flight += 1
         return StepRow(
-            self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), draw, scores=self.scores
-        )
+            self.task.prompt_token_ids[start : start + chunk], start, list(self.pages), draw, scores=self.scores,
+            adapter=self.adapter,
+        )  # fmt: skip
 
     def _first_draw(self) -> Draw:
         task = self.task

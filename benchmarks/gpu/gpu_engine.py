@@ -32,8 +32,10 @@ _SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
 class GpuEngine:
     """A runner whose pages this object hands out row by row."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, adapters: Sequence[int] = (0,)) -> None:
+        """Takes `adapters`, the numbers that the rows have in turn."""
         self.runner = runner
+        self._adapters = adapters
         self.shape = runner.spec
 
     def holds(self, rows: int, tokens: int) -> bool:
@@ -63,7 +65,14 @@ class GpuEngine:
         for number in range(steps):
             running = pending is not None
             rows = [
-                StepRow([1000 + row], first + number, pages[row], _draw(sampled, row, number), row if running else None)
+                StepRow(
+                    [1000 + row],
+                    first + number,
+                    pages[row],
+                    _draw(sampled, row, number),
+                    row if running else None,
+                    adapter=self._adapter(row),
+                )
                 for row in range(batch)
             ]
             launched = self.runner.launch(StepBatch(rows))
@@ -83,7 +92,12 @@ class GpuEngine:
     def graph(self, contexts: Sequence[int]) -> StepGraph:
         """Returns the CUDA graph of a step of rows with these contexts, with such a step's inputs in place."""
         rows = zip(contexts, self._pages_of([(context, context + 1) for context in contexts]), strict=True)
-        step = StepBatch([StepRow([1000 + row], context, pages, _GREEDY) for row, (context, pages) in enumerate(rows)])
+        step = StepBatch(
+            [
+                StepRow([1000 + row], context, pages, _GREEDY, adapter=self._adapter(row))
+                for row, (context, pages) in enumerate(rows)
+            ]
+        )
         self.runner.run(step)
         stepper = self.runner.stepper
         assert isinstance(stepper, CudaStepper)
@@ -111,7 +125,9 @@ class GpuEngine:
         pages = self._pages_of([(0, tokens)] * rows)
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
-        return StepBatch([StepRow(drawn[row], 0, pages[row], _GREEDY) for row in range(rows)])
+        return StepBatch(
+            [StepRow(drawn[row], 0, pages[row], _GREEDY, adapter=self._adapter(row)) for row in range(rows)]
+        )
 
     def decode_bytes(self, contexts: Sequence[int]) -> float:
         """Returns the bytes that a decode step of rows with these contexts must read."""
@@ -134,6 +150,9 @@ class GpuEngine:
         """Returns the FLOPs of `rows` prompts of `tokens` tokens."""
         work = StepWork(prefill_tokens=rows * tokens, prefill_pairs=rows * tokens * tokens / 2)
         return float(self._sizes.step_flops(work))
+
+    def _adapter(self, row: int) -> int:
+        return self._adapters[row % len(self._adapters)]
 
     @property
     def _sizes(self) -> ModelSizes:

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from cli.diagnosis.checks import host_problem, port_problem
 from cluster.config import GIB, ClusterConfig
-from engine.config import GPU_PAGE_TOKENS, EngineConfig
+from engine.config import GPU_PAGE_TOKENS, AdapterSource, EngineConfig
 from wire.address import address_of, is_loopback
 from wire.errors import InvalidArgument
 from wire.messages import Role
@@ -115,6 +115,19 @@ def check_page(config: ClusterConfig) -> None:
         )
 
 
+def check_loras(config: ClusterConfig) -> None:
+    """Checks the adapters' folders against the model's; InvalidArgument or ModelError says which cannot be served."""
+    if not config.loras:
+        return
+    from engine.adapters.load import check_adapters
+    from engine.models.load_spec import load_spec
+
+    names = {*config.model_aliases, config.model_name}
+    if taken := [name for name, _ in config.loras if name in names]:
+        raise InvalidArgument("--lora", f"{taken[0]!r} is the model's own name; give the adapter another one")
+    check_adapters(_engine(config), load_spec(config.model))
+
+
 def check_weights(config: ClusterConfig) -> None:
     """Checks the workers' weights with their KV pages; raises InvalidArgument if they exceed the host's memory.
 
@@ -155,6 +168,9 @@ def _engine(config: ClusterConfig) -> EngineConfig:
         kv_cache_dtype=config.kv_cache_dtype,
         page_tokens=config.page_tokens,
         random_weights=config.random_weights,
+        adapters=tuple(AdapterSource(name, path) for name, path in config.loras),
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
     )
 
 

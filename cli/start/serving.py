@@ -21,6 +21,7 @@ from cli.requests.timeline_table import timeline_table
 from cli.start.preflight import (
     check_device,
     check_listeners,
+    check_loras,
     check_memory,
     check_network,
     check_page,
@@ -159,15 +160,16 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
 
         folder = path if config.random_weights else prepare_model(path, progress=progress, codes=True)
         check_device(config)
-        config = replace(config, model=folder)
+        config = replace(config, model=folder, model_name=config.model_name or name)
         check_page(config)
+        check_loras(config)
         check_weights(config)
         warn_of_slow_pages(config)
         tokenizer = config.tokenizer or folder
         template = read_template(config.chat_template, tokenizer) if config.chat_template else ""
         if path.is_dir() or config.tokenizer or template:
             Tokenizer(tokenizer, template)  # raises if it is missing; a converted GGUF file always has one
-    return replace(config, model_name=config.model_name or name, chat_template=template)
+    return replace(config, chat_template=template)
 
 
 @contextmanager

@@ -24,11 +24,12 @@ ALIASES: Mapping[str, Sequence[str]] = {
     "max_step_tokens": ("--max-num-batched-tokens",),
     "max_batch_requests": ("--max-num-seqs",),
     "prefix_cache": ("--enable-prefix-caching",),
+    "lora": ("--lora-modules",),
 }
 """vLLM's names, by the option's own."""
 OFF_ALIASES: Mapping[str, Sequence[str]] = {"prefix_cache": ("--no-enable-prefix-caching",)}
 """The same for the other side of a switch."""
-SEVERAL = frozenset({"--served-model-name"})
+SEVERAL = frozenset({"--served-model-name", "--lora-modules"})
 """Options that take several values, as in vLLM."""
 VARIABLES: Mapping[str, str] = {"address": "TANDEM_RAY_ADDRESS"}
 """Environment variables that are not named after their option: clients read TANDEM_ADDRESS as a router's address."""

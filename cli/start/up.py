@@ -8,6 +8,7 @@ import typer
 from cli.option_groups import option_groups
 from cli.plain_errors import plain_errors
 from cli.start.limit_options import LimitOptions
+from cli.start.lora_options import LoraOptions
 from cli.start.settings import read_settings
 from cli.start.up_options import (
     ClusterOptions,
@@ -42,6 +43,7 @@ def up(
         ),
     ] = None,
     model: ModelOptions,
+    loras: LoraOptions,
     roles: RoleOptions,
     steps: StepOptions,
     engine: EngineOptions,
@@ -67,8 +69,8 @@ def up(
     roles, engine = choose_hardware(roles, engine, joined=bool(places.address))
     settings = ClusterConfig(Path())
     groups: tuple[ClusterOptions, ...]
-    groups = (model, roles, steps, engine, transfer, hardware, places, planner, listeners, limits, outliving, service)
-    for group in groups:
+    groups = (model, loras, roles, steps, engine, transfer, hardware, places, planner, listeners, limits, outliving)
+    for group in (*groups, service):
         settings = group.apply(settings)
     first = answer.first(sampling)
     serve(settings, model.path(), first, once=answer.once)

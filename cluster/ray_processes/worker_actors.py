@@ -106,7 +106,7 @@ class WorkerActors:
 
     def config(self, slot: Slot, assignment: Assignment) -> "WorkerConfig":
         """Returns the config that a worker of `slot` starts with."""
-        from engine.config import EngineConfig
+        from engine.config import AdapterSource, EngineConfig
         from wire.speculation_method import SpeculationMethod
         from worker.config import WorkerConfig
 
@@ -126,6 +126,9 @@ class WorkerActors:
             max_batch_requests=cluster.batch_requests,
             random_weights=cluster.random_weights,
             threads=cluster.threads,
+            adapters=tuple(AdapterSource(name, path) for name, path in cluster.loras),
+            max_loras=cluster.max_loras,
+            max_lora_rank=cluster.max_lora_rank,
         )
         return WorkerConfig(
             worker_id=slot.worker_id,

@@ -8,6 +8,14 @@ CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter to load: the name that clients use, and its folder (`engine/adapters/folder.py`)."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The model to load and the part of the machine to use."""
 
@@ -44,3 +52,9 @@ class EngineConfig:
     """True to replay steps on a GPU as CUDA graphs, where one fits; off only to measure their benefit."""
     threads: int | None = None
     """CPU threads of the engine; None = all cores this process may use."""
+    adapters: tuple[AdapterSource, ...] = ()
+    """Low-rank adapters that requests may name, in the order of their numbers from 1."""
+    max_loras: int = 16
+    """Most adapters."""
+    max_lora_rank: int = 64
+    """Highest rank of an adapter."""

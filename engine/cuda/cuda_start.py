@@ -136,6 +136,10 @@ def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> No
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.spec, probe).max_context)
     trials["a prefill step"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
+    for number in model.kernels.trial_tokens:
+        if number <= tokens:
+            rows = _prompt_rows(number, number, probe)
+            trials[f"a prefill step of {number} tokens"] = partial(stepper.logits, StepBatch(rows))
     for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a mixed step of {slots} decode rows"] = partial(stepper.logits, _mixed_step(slots, probe))
     later = _prompt_rows(tokens, tokens, probe, cached=tokens // 2)

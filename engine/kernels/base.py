@@ -33,6 +33,7 @@ class StepLayout:
     single_rows: host int, how many rows at the front have one token
     max_cached: host int, a bound of the tokens that the other rows had in the cache before; None = it is not known
     group: host int, the number of the group: only `slots` and `page_table` differ between groups
+    adapters: [T] each token's adapter from 1, 0 = none; None = the model has none
     decode_only: every row has one token
 
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, to store nothing, its context 0.
@@ -48,6 +49,7 @@ class StepLayout:
     single_rows: int = 0
     max_cached: int | None = None
     group: int = 0
+    adapters: Tensor | None = None
 
     @property
     def decode_only(self) -> bool:
@@ -145,6 +147,11 @@ class Kernels(ABC):
         """The largest number of KV pages of all prompts of a step that a CUDA graph may contain; None = any."""
         return None
 
+    @property
+    def trial_tokens(self) -> tuple[int, ...]:
+        """Numbers of tokens of prefill steps whose kernels no other step at the start compiles."""
+        return ()
+
     def end_trials(self) -> None:  # noqa: B027 - most keep nothing
         """Resets the scratch memory that concurrent trials (`engine/cuda/compile_ahead.py`) have used.
 
@@ -155,6 +162,12 @@ class Kernels(ABC):
         """Called once for each KV group before a step's first layer, for work that all layers of the group share.
 
         The first group comes last, so that what is launched for all groups is followed by `embed`.
+
+        The default does nothing.
+        """
+
+    def keep_tokens(self, kept: Tensor) -> None:  # noqa: B027 - most have nothing to do
+        """Called in a step once the rest of it is computed for the tokens `kept` [D] int64 only.
 
         The default does nothing.
         """

@@ -72,6 +72,7 @@ class DecoderModel:
         mixed = last.attention.attend(q, layout, cache)
         slots = layouts[0].slots
         if drawn is not None:
+            self.kernels.keep_tokens(drawn)
             hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
         self._finish(last, mixed, hidden, slots)
         return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)

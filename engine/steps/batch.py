@@ -35,7 +35,7 @@ class StepRow(NamedTuple):
     `scores` takes the log probabilities of the row's tokens, if its prompt is scored.
 
     With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
-    which may still be running; the id in `token_ids` then means nothing.
+    which may still be running; the id in `token_ids` then means nothing. `adapter` counts from 1, 0 = the base model.
     """
 
     token_ids: Sequence[int]
@@ -44,6 +44,7 @@ class StepRow(NamedTuple):
     draw: Draw | None
     source: int | None = None
     scores: PromptScores | None = None
+    adapter: int = 0
 
 
 class RowColumns(NamedTuple):
@@ -60,11 +61,13 @@ class RowColumns(NamedTuple):
     sources: NDArray[np.int32]
     """[n], FROM_HOST for rows without."""
     slot_indices: NDArray[np.intp]
-    """[n]: each row's slot in `table` and `page_counts`."""
+    """[n]: each row's slot in `table`, `page_counts` and `adapters`."""
     table: NDArray[np.int32]
     """[slots, at least max(page_counts)]: pages as in `StepRow`; entries behind a slot's last one mean nothing."""
     page_counts: NDArray[np.int32]
     """[slots]: the number of entries of each slot."""
+    adapters: NDArray[np.int32]
+    """[slots], as in `StepRow`."""
     longest: int
     """Tokens that the row of most context attends to, itself included; 0 without rows."""
     draws: Draws
@@ -102,6 +105,7 @@ class TokenRows(Sequence[StepRow]):
             np.arange(len(first)),
             table,
             page_counts,
+            np.array([row.adapter for row in first], dtype=np.int32),
             int(starts.max(initial=-1)) + 1,
             Draws.of([row.draw for row in first if row.draw is not None]),
         )
@@ -141,6 +145,7 @@ class TokenRows(Sequence[StepRow]):
             columns.table[slot, : columns.page_counts[slot]].tolist(),
             columns.draws[at],
             None if source == FROM_HOST else source,
+            int(columns.adapters[slot]),
         )
 
 

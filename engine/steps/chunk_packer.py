@@ -26,6 +26,7 @@ class Sections:
     contexts: Narrow
     table: Narrow
     """[groups, rows, width]"""
+    adapters: Narrow
 
     @classmethod
     def of(cls, words: Words, sizes: StepSizes) -> "Sections":
@@ -43,6 +44,7 @@ class Sections:
             narrow[at.table]
             .reshape(sizes.groups, -1)[:, : sizes.rows * sizes.width]
             .reshape(sizes.groups, sizes.rows, sizes.width),
+            narrow[at.adapters],
         )
 
 
@@ -82,6 +84,7 @@ def _fill_rows(
         into.token_ids[start:end] = row.token_ids
         into.sources[start:end] = _drawn_as(row.source, drawn_before)
         into.positions[start:end] = here
+        into.adapters[start:end] = row.adapter
         _fill_table(into.table[:, index], row, limits)
         pages = into.table[:, index, here // page_tokens]
         into.slots[:, start:end] = pages * np.int64(page_tokens) + here % page_tokens
@@ -106,7 +109,7 @@ def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None
     """Fill the buffer behind these rows, tokens and draws with empty ones, which read and store nothing."""
     into.table[:, rows:] = 0
     into.contexts[rows:] = 0
-    into.token_ids[tokens:] = into.positions[tokens:] = 0
+    into.token_ids[tokens:] = into.positions[tokens:] = into.adapters[tokens:] = 0
     into.sources[tokens:] = FROM_HOST
     into.slots[:, tokens:] = _NOWHERE
     into.row_starts[rows:] = tokens

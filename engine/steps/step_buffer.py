@@ -63,9 +63,9 @@ class StepLimits:
 class StepSizes:
     """The lengths of the buffer's sections, in elements.
 
-    In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table. Each begins at
-    a multiple of 16 bytes, as kernels are compiled once more for addresses that do not. Slots and page table have one
-    part for each group, in which tokens and rows are padded to such a multiple as well.
+    In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table, adapters. Each
+    begins at a multiple of 16 bytes, as kernels are compiled once more for addresses that do not. Slots and page table
+    have one part for each group, in which tokens and rows are padded to such a multiple as well.
     """
 
     tokens: int
@@ -93,7 +93,7 @@ class StepSizes:
     @property
     def narrow(self) -> list[int]:
         """The lengths of the int32 sections, in elements."""
-        return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table]
+        return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table, self.tokens]
 
     @property
     def wide_room(self) -> list[int]:
@@ -112,7 +112,7 @@ class StepSizes:
 
     @property
     def starts(self) -> Words:
-        """[11] of all sections and groups, see `_Bounds`."""
+        """[12] of all sections and groups, see `_Bounds`."""
         return bounds_of(self).starts
 
 
@@ -128,6 +128,7 @@ class _Bounds:
     row_starts: slice
     contexts: slice
     table: slice
+    adapters: slice
     wide: int
     """Words before the first of 32 bits."""
     words: int
@@ -143,10 +144,10 @@ def bounds_of(sizes: StepSizes) -> _Bounds:
     """Asked for in each step, and the same in most of them."""
     wide, narrow = sizes.wide_room, sizes.narrow_room
     token_ids, slots, drawn = _slices(wide, sizes.wide)
-    positions, sources, row_starts, contexts, table = _slices(narrow, sizes.narrow)
+    positions, sources, row_starts, contexts, table, adapters = _slices(narrow, sizes.narrow)
     begin = sum(wide)
     words = begin + sum(narrow) // 2
-    sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table
+    sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table, adapters
     starts = [section.start for section in sections]
     return _Bounds(
         *sections, begin, words, np.array([*starts[:3], begin, *starts[3:], sizes.group_slots, sizes.group_table])
@@ -180,6 +181,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
     slot_indices,
     table,
     page_counts,
+    adapters,
     end,
     width,
     limits,
@@ -190,18 +192,18 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
 
     position_offset [n] int64: positions, less `step`; token_ids [n] int64; sources [n] int32: rows of the step before;
     drawn_before int64: the draw of each of those rows, empty = its own number; slot_indices [n]: each row's slot in
-    table [slots, entries] int32 and in page_counts [slots] int32: page n of group g is entry n · groups + g, and
-    page_counts has the numbers of entries. limits [3 + groups] int64: tokens of a page, size of the vocabulary, pages
-    of the cache, and each group's window, 0 = none. Pages that the row does not see are not looked at.
+    table [slots, entries] int32, in page_counts and in adapters [slots] int32: page n of group g is entry n · groups +
+    g, and page_counts has the numbers of entries. limits [3 + groups] int64: tokens of a page, size of the vocabulary,
+    pages of the cache, and each group's window, 0 = none. Pages that the row does not see are not looked at.
 
     Returns FINE, or the fault of the last row that has one, for `fault_of`.
     """
     page_tokens, vocab_size, pages, windows = limits[0], limits[1], limits[2], limits[3:]
-    groups, group_slots, group_table = len(windows), at[9], at[10]
+    groups, group_slots, group_table = len(windows), at[10], at[11]
     narrow = words[at[3] :].view(np.int32)
     ids, slots, drawn = words[at[0] :], words[at[1] :], words[at[2] :]
     positions, from_rows, row_starts = narrow[at[4] :], narrow[at[5] :], narrow[at[6] :]
-    contexts, into = narrow[at[7] :], narrow[at[8] :]
+    contexts, into, adapted = narrow[at[7] :], narrow[at[8] :], narrow[at[9] :]
     found = FINE
     for row in range(len(position_offset)):
         slot = slot_indices[row]
@@ -218,6 +220,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
         from_rows[row] = drawn_before[source] if source >= 0 and len(drawn_before) else source
         row_starts[row] = row
         contexts[row] = position + 1
+        adapted[row] = adapters[slot]
         used, wrong = min(width, has), 0
         for group in range(groups):
             slots[group * group_slots + row] = (table[slot, page * groups + group] - page) * page_tokens + position
@@ -233,7 +236,7 @@ def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled fu
         if wrong:
             found = row * _FAULTS + WRONG_PAGE
     for row in range(len(position_offset), end):
-        ids[row] = positions[row] = contexts[row] = 0
+        ids[row] = positions[row] = contexts[row] = adapted[row] = 0
         from_rows[row] = -1
         row_starts[row] = row
     for group in range(groups):

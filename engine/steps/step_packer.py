@@ -109,6 +109,7 @@ class StepPacker:
             rows.slot_indices,
             rows.table,
             rows.page_counts,
+            rows.adapters,
             end,
             sizes.width,
             self._row_limits,
@@ -149,7 +150,7 @@ def view_step(
     wide = sum(sizes.wide_room)
     token_ids, slots, drawn = _cut(words[:wide], sizes.wide_room, sizes.wide)
     narrow = words[wide:].view(torch.int32)
-    positions, sources, row_starts, contexts, table = _cut(narrow, sizes.narrow_room, sizes.narrow)
+    positions, sources, row_starts, contexts, table, adapters = _cut(narrow, sizes.narrow_room, sizes.narrow)
     slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
     layouts = tuple(
         StepLayout(
@@ -163,6 +164,7 @@ def view_step(
             single_rows=single_rows,
             max_cached=max_cached,
             group=group,
+            adapters=adapters,
         )
         for group in range(sizes.groups)
     )

@@ -23,9 +23,10 @@ def tenant_named(name: str) -> str:
     return blake2b(name.encode(), digest_size=16, person=_NAME_DOMAIN).hexdigest()
 
 
-def tenant_salt(tenant: str, salt: str) -> str:
-    """Return the cache salt for a tenant's requests with `salt`, unique for each pair of tenant and salt.
+def tenant_salt(tenant: str, salt: str, adapter: str = "") -> str:
+    """Return the cache salt for a tenant's requests with `salt` and an adapter's hash, unique for each such triple.
 
-    A tenant's id has a fixed length and no slash, so the concatenation is unambiguous.
+    A tenant's id has a fixed length, neither slash nor colon, and so has the hash: the concatenation is unambiguous.
     """
-    return f"{tenant}/{salt}" if tenant or salt else ""
+    own = f"{tenant}/{salt}" if tenant or salt else ""
+    return f"adapter:{adapter}/{own}" if adapter else own

@@ -146,7 +146,7 @@ class _HttpListener:
         shape = ReplyShape(
             chat=chat,
             request_id=choices.request_id,
-            model=self.config.model_name,
+            model=self.config.model_name if admitted.adapter is None else admitted.adapter.name,
             created=received.unix_nanos // 10**9,
             stream_options=call.stream_options,
             prompts=[each.prompt_token_ids for each in admitted],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
-from router.requests.validation import check_model
+from router.requests.validation import find_adapter
 
 _METHODS = ["GET", "HEAD"]
 
@@ -23,13 +22,16 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
 
     def card(name: str) -> dict[str, Any]:
         served = dispatcher.pool.model
-        return model_card(name, config.model, started, served.facts.max_context if served else None)
+        adapter = find_adapter(name, config, served)
+        root, parent = (str(config.model), None) if adapter is None else (adapter.path, config.model_name)
+        return model_card(name, root, started, served.facts.max_context if served else None, parent)
 
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [card(name) for name in config.model_names]})
+        served = dispatcher.pool.model
+        adapters = () if served is None else (adapter.name for adapter in served.facts.adapters)
+        return JSONResponse({"object": "list", "data": [card(name) for name in (*config.model_names, *adapters)]})
 
     async def model(name: str) -> JSONResponse:
-        check_model(name, config)
         return JSONResponse(card(name))
 
     async def tandem_version() -> JSONResponse:
@@ -40,19 +42,22 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
     app.add_api_route("/version", tandem_version, methods=_METHODS)
 
 
-def model_card(name: str, folder: Path, created: int, max_context: int | None) -> dict[str, Any]:
+def model_card(
+    name: str, root: str, created: int, max_context: int | None, parent: str | None = None
+) -> dict[str, Any]:
     """Return one entry of /v1/models.
 
-    As in vLLM, `root` is the model's folder, where load generators on this host find the tokenizer, and
-    `max_model_len` is its context in tokens, None until a worker has loaded it.
+    As in vLLM, `root` is the model's folder, where load generators on this host find the tokenizer, or that of the
+    adapter whose base model is `parent`, and `max_model_len` is its context in tokens, None until a worker has loaded
+    it.
     """
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "tandem",
-        "root": str(folder),
-        "parent": None,
+        "root": root,
+        "parent": parent,
         "max_model_len": max_context,
         "permission": [_permission(name, created)],
     }

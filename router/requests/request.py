@@ -19,7 +19,7 @@ from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
 from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.tools import ToolOptions
-from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
+from wire.messages import AdapterFacts, FinishReason, Lease, RequestRef, SamplingParams
 from wire.tracing.request_trace import RequestTrace, TraceContext
 from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
@@ -145,7 +145,9 @@ class Admitted:
     include_stop: bool = False
     """The same as in `Options`."""
     cache_salt: str = ""
-    """The salt of this tenant (`router/access/tenants.py`)."""
+    """The salt of this tenant and adapter (`router/access/tenants.py`)."""
+    adapter: AdapterFacts | None = None
+    """The adapter of the base model; None = the base model itself."""
     tenant: str = ""
     slo: SloClass = BEST_EFFORT
     digests: tuple[bytes, ...] = ()

@@ -33,6 +33,7 @@ from wire.messages import (
     PROMPT_SCORES_MAX,
     REPETITION_MAX,
     REPETITION_MIN,
+    AdapterFacts,
     PromptLogprobs,
     SamplingParams,
 )
@@ -49,11 +50,15 @@ _GREEDY_BELOW = 1e-5
 """Temperatures below this would overflow float32; the most likely token has all the probability there anyway."""
 
 
-def check_model(name: str, config: RouterConfig) -> None:
-    """Raise NotFound if `name` is none of the served model's names."""
-    if name not in config.model_names:
-        served = " or ".join(map(repr, config.model_names))
-        raise NotFound(f"model: {shown(name)} is not served here; this router serves {served}")
+def find_adapter(name: str, config: RouterConfig, served: ServedModel | None) -> AdapterFacts | None:
+    """Return the adapter that clients call `name`, None for the base model; NotFound if it is none of their names."""
+    adapters = {} if served is None else {adapter.name: adapter for adapter in served.facts.adapters}
+    if name in config.model_names:
+        return None
+    if name not in adapters:
+        names = " or ".join(map(repr, (*config.model_names, *adapters)))
+        raise NotFound(f"model: {shown(name)} is not served here; this router serves {names}")
+    return adapters[name]
 
 
 class RequestValidator:
@@ -96,7 +101,7 @@ class RequestValidator:
 
     async def tokenize(self, request: ClientRequest, *, spell: bool) -> tuple[list[int], list[str] | None, int]:
         """Return a prompt's ids, their spellings if `spell`, and the model's context in tokens."""
-        self._check_model(request.model)
+        self._adapter(request.model)
         served = self._served()
         self._prompts.check(request)
         self._check_variables(request)
@@ -110,7 +115,7 @@ class RequestValidator:
 
     async def detokenize(self, tenant: str, model: str, ids: tuple[int, ...]) -> str:
         """Return the text of token ids, special tokens included."""
-        self._check_model(model)
+        self._adapter(model)
         return await self._prompts.text(tenant, ids, self._served())
 
     def check_token_count(self, count: int) -> None:
@@ -120,7 +125,7 @@ class RequestValidator:
             raise too_long("prompt", field="prompt", prompt=count, answer=1, limit=context, context=context)
 
     async def _admit(self, request: ClientRequest) -> Admitted:
-        self._check_model(request.model)
+        adapter = self._adapter(request.model)
         served = self._served()
         request_id = _checked_id(request.request_id)
         self._prompts.check(request)
@@ -131,7 +136,7 @@ class RequestValidator:
         max_tokens = self._checked_length(field_of(request), len(ids), request.options, served)
         _check_range("min_tokens", request.options.min_tokens, 0, max_tokens)
         grammar = await self._grammar(request, served)
-        salt = tenant_salt(request.tenant, request.options.cache_salt)
+        salt = tenant_salt(request.tenant, request.options.cache_salt, "" if adapter is None else adapter.identity)
         digests = await self._prompts.page_digests(request.tenant, ids, salt, served.page_tokens)
         sampling = self._sampling(request.options, max_tokens, grammar)
         _check_scores(sampling.prompt_scores(len(ids)))
@@ -144,6 +149,7 @@ class RequestValidator:
             priority=request.options.priority,
             edges=(request.received, EdgeStamp.now(Edge.TOKENIZED)),
             cache_salt=salt,
+            adapter=adapter,
             tenant=request.tenant,
             slo=self._classes[request.options.slo_class or self._config.default_slo_class],
             digests=digests,
@@ -204,9 +210,8 @@ class RequestValidator:
 
     # ---- the options ----
 
-    def _check_model(self, name: str) -> None:
-        if name:
-            check_model(name, self._config)
+    def _adapter(self, name: str) -> AdapterFacts | None:
+        return find_adapter(name, self._config, self._model()) if name else None
 
     def _check_options(self, options: Options, served: ServedModel) -> None:
         _check_range("max_tokens", options.max_tokens, 1, INT32_MAX)

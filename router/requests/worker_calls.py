@@ -69,6 +69,7 @@ class DispatchCalls:
         asked = prefill if decode is None else decode
         admitted, token_ids, answered = request.admitted, request.token_ids, request.answered
         sampling, salt = admitted.sampling, admitted.cache_salt
+        adapter = "" if admitted.adapter is None else admitted.adapter.identity
         try:
             destination = None
             if decode is not None:
@@ -82,6 +83,7 @@ class DispatchCalls:
                     answered=answered,
                     cache_salt=salt,
                     gap_target_s=decode.state.gap_target(request.queued.slo),
+                    adapter=adapter,
                 )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill
@@ -95,6 +97,7 @@ class DispatchCalls:
                         destination,
                         answered=answered,
                         cache_salt=salt,
+                        adapter=adapter,
                     )
                 )
                 if _current(request, ref):

@@ -2,7 +2,7 @@
 
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import cluster_pb2, types_pb2
-from wire.messages import Absence, Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Absence, AdapterFacts, Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.policy_name import PolicyName
 
 
@@ -45,6 +45,10 @@ def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
             dtype=value.model.dtype,
             summary=value.model.summary,
             kv_windows=[window or 0 for window in value.model.kv_windows],
+            adapters=[
+                cluster_pb2.AdapterFacts(name=each.name, identity=each.identity, path=each.path)
+                for each in value.model.adapters
+            ],
         ),
         pages_total=value.pages_total,
         page_tokens=value.page_tokens,
@@ -76,6 +80,7 @@ def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
             model.dtype,
             tuple(model.summary),
             tuple(window or None for window in model.kv_windows) or (None,),
+            tuple(AdapterFacts(each.name, each.identity, each.path) for each in model.adapters),
         ),
         pages_total=message.pages_total,
         page_tokens=message.page_tokens,

@@ -40,6 +40,7 @@ def reservation_to_proto(value: Reservation) -> worker_pb2.ReserveRequest:
         answered=value.answered,
         cache_salt=value.cache_salt,
         gap_target_s=value.gap_target_s if value.gap_target_s < math.inf else 0.0,
+        adapter=value.adapter,
     )
 
 
@@ -54,6 +55,7 @@ def reservation_from_proto(message: worker_pb2.ReserveRequest) -> Reservation:
         answered=message.answered,
         cache_salt=message.cache_salt,
         gap_target_s=message.gap_target_s or math.inf,
+        adapter=message.adapter,
     )
 
 
@@ -97,6 +99,7 @@ def prefill_task_to_proto(value: PrefillTask) -> worker_pb2.PrefillRequest:
         destination=None if value.destination is None else destination_to_proto(value.destination),
         answered=value.answered,
         cache_salt=value.cache_salt,
+        adapter=value.adapter,
     )
 
 
@@ -110,4 +113,5 @@ def prefill_task_from_proto(message: worker_pb2.PrefillRequest) -> PrefillTask:
         destination=destination_from_proto(message.destination) if message.HasField("destination") else None,
         answered=message.answered,
         cache_salt=message.cache_salt,
+        adapter=message.adapter,
     )

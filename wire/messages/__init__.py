@@ -9,7 +9,7 @@ from wire.messages.events import RequestEvent, RoutedEvent, RoutedTokens, StepEv
 from wire.messages.finish import ErrorDetail, FinishReason
 from wire.messages.leases import GrantedLease, Lease
 from wire.messages.load import WorkerInspection, WorkerLoad
-from wire.messages.membership import Absence, Membership, ModelFacts, WorkerInfo
+from wire.messages.membership import Absence, AdapterFacts, Membership, ModelFacts, WorkerInfo
 from wire.messages.references import PeerRef, RequestRef
 from wire.messages.sampling import (
     CACHE_SALT_MAX,
@@ -39,6 +39,7 @@ __all__ = [
     "REPETITION_MAX",
     "REPETITION_MIN",
     "Absence",
+    "AdapterFacts",
     "Assignment",
     "Destination",
     "ErrorDetail",

@@ -2,9 +2,19 @@
 
 from dataclasses import dataclass
 
+from wire.errors import FailedPrecondition
 from wire.kv_pages import KvPages
 from wire.messages.assignment import Assignment, Role
 from wire.messages.references import PeerRef
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """A loaded adapter: the name that clients use, the hash of its files, and its folder, for display only."""
+
+    name: str
+    identity: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,14 @@ class ModelFacts:
     summary: tuple[str, ...] = ()
     """Parameters, KV cache, attention and experts, a line each, for display only."""
     kv_windows: tuple[int | None, ...] = (None,)
+    adapters: tuple[AdapterFacts, ...] = ()
+
+    def adapter_number(self, identity: str) -> int:
+        """Return the number of an adapter from 1, 0 for "", the base model; FailedPrecondition for an unknown one."""
+        known = ["", *(adapter.identity for adapter in self.adapters)]
+        if identity not in known:
+            raise FailedPrecondition(f"No adapter with the hash {identity[:64]} is loaded here.")
+        return known.index(identity)
 
 
 @dataclass(frozen=True, slots=True)

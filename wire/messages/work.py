@@ -21,6 +21,8 @@ class _Continued:
     sampling: SamplingParams
     answered: int = field(default=0, kw_only=True)
     cache_salt: str = field(default="", kw_only=True)
+    adapter: str = field(default="", kw_only=True)
+    """The hash of its adapter, "" = the base model; the cache salt is another one for each."""
 
     @property
     def scores_prompt(self) -> bool:

@@ -13,6 +13,7 @@ Settings = tuple[tuple[str, str], ...]
 
 _SERVED = (
     *("model", "model_name", "random_weights", "device", "dtype", "page_tokens", "max_model_len", "tokenizer"),
+    "adapters",
     *("token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
 )
 """The settings that decide what a worker serves and which workers it is compatible with."""

@@ -142,6 +142,20 @@ def test_a_model_may_have_several_names(served: list[Any], tmp_path: Path) -> No
         assert "give each model name once" in refused.output
 
 
+def test_adapters_have_vllms_names_too(served: list[Any], tmp_path: Path) -> None:
+    wanted = (("sql", Path("/a")), ("poems", Path("/b")))
+    assert run(*["/m", "--lora-modules", "sql=/a", "poems=/b", "--max-loras", "2"], command="serve").exit_code == 0
+    assert (served[0].loras, served[0].max_loras) == (wanted, 2)
+    served.clear()
+    (tmp_path / "a.yaml").write_text("lora: [sql=/a, poems=/b]\n")
+    assert run("--config", str(tmp_path / "a.yaml")).exit_code == 0
+    assert served[0].loras == wanted
+    for given, reason in ((["sql"], "is not NAME=PATH"), (["=/a"], "is not NAME=PATH"), (["a=/a", "a=/b"], "twice")):
+        refused = run(*(word for each in given for word in ("--lora", each)))
+        assert refused.exit_code == 2
+        assert reason in refused.output
+
+
 def test_serve_takes_the_model_as_an_argument(served: list[Any], tmp_path: Path) -> None:
     assert run("/m", "--port", "0", command="serve", TANDEM_MODEL="/other").exit_code == 0
     assert served[:2] == [served[0], Path("/m")]

@@ -114,10 +114,12 @@ def scattered(rows: list[StepRow], dice: random.Random) -> TokenRows:
     places = dice.sample(range(2 * len(rows)), len(rows))
     table = np.full((2 * len(rows), 16), 99, dtype=np.int32)
     held = np.full(len(table), 16, dtype=np.int32)
+    adapters = np.full(len(table), 77, dtype=np.int32)
     number = dice.randrange(20)
     for place, each in zip(places, rows, strict=True):
         table[place, : len(each.page_ids)] = each.page_ids
         held[place] = len(each.page_ids)
+        adapters[place] = each.adapter
     columns = RowColumns(
         np.array([each.token_ids[0] for each in rows]),
         np.array([each.start - number for each in rows]),
@@ -126,6 +128,7 @@ def scattered(rows: list[StepRow], dice: random.Random) -> TokenRows:
         np.array(places),
         table,
         held,
+        adapters,
         max(each.start for each in rows) + 1,
         Draws.of([DRAW] * len(rows)),
     )
@@ -146,6 +149,7 @@ def test_rows_are_packed_as_one_by_one(seed: int) -> None:
         ]
         lengths = dice.choices(range(2, 9), k=dice.choice((0, 0, 2)))
         prompts = [row([7] * count, 3, [5, 6, 8], draw=dice.choice((None, DRAW))) for count in lengths]
+        answers, prompts = ([each._replace(adapter=dice.randrange(4)) for each in some] for some in (answers, prompts))
         batch = StepBatch(prompts, scattered(answers, dice))
         least = packer.sizes(batch)
         pad, behind = dice.randrange(4), dice.randrange(3) if prompts else 0
@@ -174,6 +178,8 @@ def assert_packed(step: PackedStep, rows: list[StepRow | None], singles: int, dr
             source = -1 if each is None or each.source is None else each.source
             assert step.token_ids[at] == token
             assert layout.positions[at] == position
+            assert layout.adapters is not None
+            assert layout.adapters[at] == (0 if each is None else each.adapter)
             assert layout.slots[at] == (-1 if each is None else pages[position // 4] * 4 + position % 4)
             assert step.sources[at] == (drawn_before[source] if drawn_before and source >= 0 else source)
             at += 1
@@ -181,6 +187,8 @@ def assert_packed(step: PackedStep, rows: list[StepRow | None], singles: int, dr
             drawn.append(at - 1)
     assert layout.row_starts[len(rows)] == at
     assert (layout.slots[at:] == -1).all()
+    assert layout.adapters is not None
+    assert not layout.adapters[at:].any()
     if step.drawn is not None:
         assert step.drawn.tolist() == drawn + [0] * (len(step.drawn) - len(drawn))
     else:

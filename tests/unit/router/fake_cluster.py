@@ -19,6 +19,7 @@ from wire.cost_parameters import UNMEASURED
 from wire.errors import ResourceExhausted, RoleClosed, StaleEpoch, TandemError
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from wire.messages import (
+    AdapterFacts,
     ErrorDetail,
     FinishReason,
     GrantedLease,
@@ -129,6 +130,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     not_ready: str = ""
     closing: Role | None = None
     """The roles that it announces as closing; requests for them are rejected."""
+    adapters: tuple[AdapterFacts, ...] = ()
     answer: Callable[[Sequence[int], int], int] = answer_token
     switches: Switches = field(default_factory=Switches)
     peers: dict[str, "FakeWorker"] = field(default_factory=dict)
@@ -174,7 +176,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     @property
     def info(self) -> WorkerInfo:
-        facts = ModelFacts("fake", VOCAB_SIZE, self.max_context, (EOS,), "float32", ("1 B parameters",))
+        summary = ("1 B parameters",)
+        facts = ModelFacts("fake", VOCAB_SIZE, self.max_context, (EOS,), "float32", summary, adapters=self.adapters)
         return WorkerInfo(
             PeerRef(self.worker_id, self.incarnation), self.role, self.address, facts, self.pages_total,
             self.page_tokens, 64, self.max_step_tokens, "cpu", "in-memory", self.not_ready, closing=self.closing,

@@ -188,7 +188,7 @@ class CostParameters(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_noise: _Optional[float] = ..., wave_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "prefill_worker_id", "prefill_incarnation", "answered", "cache_salt", "gap_target_s")
+    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "prefill_worker_id", "prefill_incarnation", "answered", "cache_salt", "gap_target_s", "adapter")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,7 @@ class ReserveRequest(_message.Message):
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     GAP_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     request_id: str
     attempt: int
@@ -209,7 +210,8 @@ class ReserveRequest(_message.Message):
     answered: int
     cache_salt: str
     gap_target_s: float
-    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ...) -> None: ...
+    adapter: str
+    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., gap_target_s: _Optional[float] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease", "duration_s", "held_tokens")
@@ -222,7 +224,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt")
+    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt", "adapter")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +233,7 @@ class PrefillRequest(_message.Message):
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     request_id: str
     attempt: int
@@ -239,7 +242,8 @@ class PrefillRequest(_message.Message):
     destination: Destination
     answered: int
     cache_salt: str
-    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "lease")

@@ -1,0 +1,1 @@
+"""Products of low-rank adapters (LoRA), many adapters in one step."""

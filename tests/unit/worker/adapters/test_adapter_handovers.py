@@ -1,0 +1,117 @@
+"""Requests with adapters on real engines: handed over, colocated, with cached prefixes and with drafts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.config import AdapterSource
+from engine.model_runner import ModelRunner
+from tests.adapters import TinyAdapter
+from tests.factories import tiny_engine_config, write_tiny_model
+from tests.worker_pair import Heard, WorkerPair, until
+from wire.errors import FailedPrecondition
+from wire.messages import SamplingParams
+from wire.speculation_method import SpeculationMethod
+from worker.process import layout_of
+
+PROMPT = [3 + number % 7 for number in range(70)]
+"""Four full pages; it repeats, so that drafts are proposed."""
+SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
+ADAPTERS = [TinyAdapter(seed=1), TinyAdapter(seed=2, rank=7)]
+
+Factory = Callable[[int], Any]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Factory:
+    """A factory of engines with both adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = write_tiny_model(folder / "model")
+    sources = tuple(
+        AdapterSource(str(number), adapter.write(folder / str(number))) for number, adapter in enumerate(ADAPTERS)
+    )
+    return lambda _pages: made(ModelRunner.load(tiny_engine_config(model, adapters=sources)))
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> list[Factory]:
+    """Factories of engines of the base model, and of those into which each adapter is merged."""
+    folder = tmp_path_factory.mktemp("merged")
+    models = [write_tiny_model(folder / "base")]
+    models += [adapter.merged(folder / str(number)) for number, adapter in enumerate(ADAPTERS)]
+    return [lambda _pages, model=model: made(ModelRunner.load(tiny_engine_config(model))) for model in models]
+
+
+def made(runner: Any) -> Any:
+    runner.layout, runner.let_go = layout_of(runner.cache), lambda: None
+    return runner
+
+
+def identities(pair: WorkerPair) -> list[str]:
+    """Returns the hashes of both adapters, behind that of no adapter."""
+    return ["", *(adapter.identity for adapter in pair.prefill.engine.facts.adapters)]
+
+
+def send(pair: WorkerPair, name: str, adapter: str, prompt: Sequence[int] = PROMPT) -> Heard:
+    """Sends a request as the router does, whose salts differ by adapter."""
+    heard = pair.heard[name] = Heard([])
+    reservation = pair.reservation(name, list(prompt), SAMPLING)
+    lease = pair.decode.worker.reserve(replace(reservation, adapter=adapter, cache_salt=adapter)).lease
+    task = pair.task(name, list(prompt), SAMPLING, lease)
+    pair.prefill.worker.prefill(replace(task, adapter=adapter, cache_salt=adapter))
+    return heard
+
+
+async def answers(pair: WorkerPair, adapters: Sequence[str]) -> list[list[int]]:
+    heard = [send(pair, f"request {number}", adapter) for number, adapter in enumerate(adapters)]
+    for each in heard:
+        await until(lambda each=each: each.finish)
+    return [each.tokens for each in heard]
+
+
+@pytest.fixture
+async def wanted(merged: list[Factory]) -> list[list[int]]:
+    """The answers of the base model and of both merged models."""
+    found = []
+    for factory in merged:
+        async with WorkerPair(both=True, make_engine=factory, max_step_tokens=32) as pair:
+            found += await answers(pair, [""])
+    assert len({tuple(each) for each in found}) == 3, "the adapters change nothing"
+    return found
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["colocated", "handed over"])
+@pytest.mark.parametrize("speculate", [SpeculationMethod.OFF, SpeculationMethod.NGRAM])
+async def test_answers_are_those_of_the_merged_models(
+    engines: Factory, wanted: list[list[int]], both: bool, speculate: SpeculationMethod
+) -> None:
+    """All at once, each twice: the second ones read the first ones' cached pages where the adapter is the same."""
+    async with WorkerPair(both=both, make_engine=engines, max_step_tokens=32, speculate=speculate) as pair:
+        names = identities(pair)
+        assert await answers(pair, names) == wanted
+        for number, (name, tokens) in enumerate(zip(names, wanted, strict=True)):
+            again = send(pair, f"again {number}", name)
+            await until(lambda again=again: again.finish)
+            assert (again.tokens, again.cached_tokens) == (tokens, 64)
+
+
+async def test_an_unknown_adapter_is_refused(engines: Factory) -> None:
+    async with WorkerPair(make_engine=engines) as pair:
+        with pytest.raises(FailedPrecondition, match="No adapter with the hash"):
+            send(pair, "other", "00" * 16)
+        task = replace(pair.task("other", PROMPT, replace(SAMPLING, max_tokens=1), None), adapter="00" * 16)
+        with pytest.raises(FailedPrecondition, match="No adapter with the hash"):
+            pair.prefill.worker.prefill(task)
+        await pair.prefill.empty()
+
+
+async def test_workers_with_other_adapters_do_not_exchange_kv(engines: Factory, merged: list[Factory]) -> None:
+    """The handshake fails: one worker's adapter is not loaded by the other."""
+    given = iter([engines(0), merged[0](0)])
+    async with WorkerPair(make_engine=lambda _pages: next(given)) as pair:
+        heard = send(pair, "request", "")
+        await until(lambda: heard.finish)
+        assert heard.error == "FAILED_PRECONDITION"
+        assert "adapter" in heard.message
