@@ -123,6 +123,7 @@ class WorkerActors:
             max_step_tokens=cluster.max_step_tokens,
             max_batch_requests=cluster.batch_requests,
             random_weights=cluster.random_weights,
+            draft_graphs=SpeculationMethod(cluster.speculate) not in (SpeculationMethod.AUTO, SpeculationMethod.OFF),
             threads=cluster.threads,
         )
         return WorkerConfig(
