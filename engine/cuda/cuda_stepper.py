@@ -117,8 +117,7 @@ class CudaStepper:
         # Counted after `pack`, which may refuse the step.
         if graph is not None:
             words = memory.reserve(graph.input_words)
-            step = words.numpy()[: graph.sizes.words]
-            self._packer.pack(batch, graph.sizes, step, self._draw_of_row, graph.chunks_at)
+            self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row, graph.chunks_at)
             if graph.groups is not None:
                 fill_draft_groups(batch.tokens, graph.groups, words.numpy()[graph.sizes.words :])
             self.graph_use.hits += 1

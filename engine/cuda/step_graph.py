@@ -36,7 +36,7 @@ class StepGraph:
     @property
     def input_words(self) -> int:
         """The number of words that `replay` takes."""
-        return self.sizes.words + (0 if self.groups is None else self.groups.words)
+        return self.sizes.words if self.groups is None else self.sizes.words + self.groups.words
 
     def replay(self, words: Tensor) -> Tensor:
         """Runs the step packed into pinned `words` [input_words] → logits [sizes.drawn, vocab].

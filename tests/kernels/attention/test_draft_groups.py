@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-from decode_worker.drafting_batch import RowsWithDrafts
-from decode_worker.drafts import RowDrafts, StepDrafts
 from engine.config.attention import AttentionShape
 from engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan, make_plan
 from engine.steps.batch import StepRow, TokenRows
 from engine.steps.draft_groups import DraftGroupSizes, fill_draft_groups, groups_needed
 from engine.steps.draws import Draw
+from tests.draft_rows import with_drafts
 from tests.kernels.decode_cases import DEVICE, NO_PAGE, ON_GPU, REFERENCE, SHAPES, attention_of, fixed, torch_of
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, with_sinks
@@ -95,15 +94,9 @@ def dot_in_order(_: object, a: Any, b: Any, d: Any, *__: object) -> Any:
 
 
 def rows_with_drafts(counts: Sequence[int]) -> TokenRows:
-    """Returns the rows of requests with so many rows each, as a drafting batch makes them."""
+    """Returns the rows of requests with so many rows each."""
     draw = Draw(SamplingParams(1), 0)
-    newest = TokenRows.of([StepRow([0], 0, [0], draw) for _ in counts])
-    drafts, first = [], len(counts)
-    for row, count in enumerate(counts):
-        if count > 1:
-            drafts.append(RowDrafts(row, [0] * (count - 1), 1, first))
-            first += count - 1
-    return RowsWithDrafts(newest, StepDrafts(drafts), 0) if drafts else newest
+    return with_drafts([StepRow([0], 0, [0], draw) for _ in counts], [[0] * (count - 1) for count in counts])
 
 
 def groups_of(batch: TokenRows, sizes: DraftGroupSizes) -> NDArray[np.int32]:

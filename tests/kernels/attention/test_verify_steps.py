@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode_worker.drafting_batch import RowsWithDrafts
-from decode_worker.drafts import RowDrafts, StepDrafts
 from engine.config import EngineConfig
 from engine.cuda.sampler_cuda import DeviceSampler
 from engine.cuda.verify_graphs import VerifyGraphs, VerifySize
@@ -22,9 +20,10 @@ from engine.kernels.cuda import CudaKernels
 from engine.kernels.triton_launch import overlaps_launches
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
-from engine.steps.batch import StepBatch, StepRow, TokenRows
+from engine.steps.batch import StepBatch, StepRow
 from engine.steps.draft_groups import fill_draft_groups
 from engine.steps.draws import Draw
+from tests.draft_rows import with_drafts
 from wire.messages import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,12 +56,7 @@ def engine(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[ModelRunner,
 def verifying(drafts: Sequence[Sequence[int]]) -> StepBatch:
     """Returns the step behind the prompts: a token of each request, and its drafts."""
     newest = [StepRow([n + 11], len(each), PAGES[n], DRAW) for n, each in enumerate(PROMPTS)]
-    found, first = [], len(newest)
-    for row, tokens in enumerate(drafts):
-        if tokens:
-            found.append(RowDrafts(row, tokens, 1, first))
-            first += len(tokens)
-    return StepBatch([], RowsWithDrafts(TokenRows.of(newest), StepDrafts(found), 0))
+    return StepBatch([], with_drafts(newest, drafts))
 
 
 def verify_step(runner: ModelRunner, size: VerifySize, batch: StepBatch) -> tuple[Tensor, Tensor]:

@@ -5,15 +5,14 @@ from typing import Any, cast
 
 import pytest
 
-from decode_worker.drafting_batch import RowsWithDrafts
-from decode_worker.drafts import RowDrafts, StepDrafts
 from engine.cuda.step_graph import StepGraph
 from engine.cuda.verify_graphs import DRAFTS, MOST_ROWS, VerifyGraphs, VerifySize, most_groups, verify_sizes
 from engine.kernels.base import Kernels
-from engine.steps.batch import StepBatch, StepRow, TokenRows
+from engine.steps.batch import StepBatch, StepRow
 from engine.steps.draft_groups import groups_needed
 from engine.steps.draws import Draw
 from engine.steps.step_buffer import StepSizes
+from tests.draft_rows import with_drafts
 from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -75,13 +74,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> VerifyGraphs:
 
 def drafting(counts: Sequence[int]) -> StepBatch:
     """Returns a step of requests with so many drafts each."""
-    newest = TokenRows.of([StepRow([5], 3, range(9), DRAW) for _ in counts])
-    drafts, first = [], len(counts)
-    for row, count in enumerate(counts):
-        if count:
-            drafts.append(RowDrafts(row, [0] * count, 1, first))
-            first += count
-    return StepBatch([], RowsWithDrafts(newest, StepDrafts(drafts), 0) if drafts else newest)
+    newest = [StepRow([5], 3, range(9), DRAW) for _ in counts]
+    return StepBatch([], with_drafts(newest, [[0] * count for count in counts]))
 
 
 @pytest.mark.parametrize(
