@@ -22,6 +22,8 @@ from engine.steps.batch import TokenRows
 
 DRAFTS_MAX = 7
 """The most drafts of one request in a step."""
+ROWS_MAX = 256
+"""The most rows of a step with drafts: with more, products take so much longer that drafts hardly pay."""
 GAIN_MIN = 1.03
 """The least predicted gain in tokens per second for which a step has drafts: predictions err by a few percent."""
 PROBE_EVERY = 64
@@ -63,8 +65,15 @@ class Candidate:
     draft: Draft
     survival: list[float]
     """The worth of each draft: the probability that it is accepted."""
-    context: int
-    """The tokens that the newest token's row attends to, itself included."""
+    context: int | None
+    """The tokens that the newest token's row attends to, itself included.
+
+    None where attention reads the request's KV once, whatever its drafts.
+    """
+
+    def context_of(self, draft: int) -> int:
+        """Return the tokens whose KV is read for the row of a draft, from 0, in addition to the rows before it."""
+        return 0 if self.context is None else self.context + draft + 1
 
     def first(self, drafts: int) -> "Candidate":
         """Return the candidate with so many of its drafts."""
@@ -91,6 +100,10 @@ class Speculation:
         self._speedup = 1.0
         self._plain_s = self._verify_s = 1.0
         """The predicted seconds of the newest step with drafts, and of the same step without."""
+
+    def read_kv_once(self) -> None:
+        """Predict the steps of an engine whose attention reads a request's KV once, whatever its drafts."""
+        self._batch.kv_read_once = True
 
     def waits(self, bounds: StepBounds | None) -> bool:
         """Return True if the next step cannot, or should not, be planned before the tokens of the last one are here.
@@ -163,7 +176,7 @@ class Speculation:
             candidates = [self._candidate(request, unknown).first(self.fixed_drafts) for request in eligible]
             return [each for each in candidates if each.survival]
         chosen: list[Candidate] = []
-        if self._acceptance.best() > break_even(bounds.cost, work):
+        if self._acceptance.best() > break_even(bounds.cost, work, kv_read_once=self._batch.kv_read_once):
             candidates = [self._candidate(request, unknown) for request in eligible]
             chosen = with_most_tokens(bounds, work, [each for each in candidates if each.survival])
         if not chosen and self._steps_without >= PROBE_EVERY:
@@ -183,8 +196,8 @@ class Speculation:
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
         survival = self._acceptance.survival(draft.match, len(draft.token_ids))
-        position = self._batch.next_position(request)
-        return Candidate(request, Draft(draft.token_ids[unknown:], draft.match), survival[unknown:], position + 1)
+        context = None if self._batch.kv_read_once else self._batch.next_position(request) + 1
+        return Candidate(request, Draft(draft.token_ids[unknown:], draft.match), survival[unknown:], context)
 
     def _tell(self, request: DecodeRequest) -> None:
         """Bring the proposer up to date."""
@@ -205,15 +218,15 @@ class Speculation:
         return left
 
 
-def break_even(cost: StepCost, work: StepWork) -> float:
+def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) -> float:
     """Return the least probability of acceptance for which one draft more pays in a step with `work`.
 
-    1 where nothing is known of the duration.
+    1 where nothing is known of the duration. `kv_read_once`: a draft's row reads no KV that another does not read.
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:
         return 1.0
-    context = work.decode_context_tokens // work.decode_rows
+    context = 0 if kv_read_once else work.decode_context_tokens // work.decode_rows
     more = cost.decode_step_seconds(work.decode_rows + 1, work.decode_context_tokens + context)
     return work.decode_rows * (more - seconds) / seconds
 
@@ -221,7 +234,7 @@ def break_even(cost: StepCost, work: StepWork) -> float:
 def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
     """Return the work of a step with rows for all drafts of the candidates."""
     rows = sum(len(each.survival) for each in candidates)
-    context = sum(len(each.survival) * each.context + sum(range(len(each.survival) + 1)) for each in candidates)
+    context = sum(each.context_of(draft) for each in candidates for draft in range(len(each.survival)))
     return StepWork(
         decode_rows=work.decode_rows + rows,
         decode_context_tokens=work.decode_context_tokens + context,
@@ -240,9 +253,9 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
     counts: Counter[int] = Counter()
     ranked = sorted(((worth, index) for index, each in enumerate(candidates) for worth in each.survival), reverse=True)
     for worth, index in ranked:
-        rows, context, tokens = rows + 1, context + candidates[index].context + counts[index] + 1, tokens + worth
+        rows, context, tokens = rows + 1, context + candidates[index].context_of(counts[index]), tokens + worth
         seconds = bounds.cost.decode_step_seconds(rows, context)
-        if tokens / seconds <= best or seconds > bounds.seconds or rows > bounds.rows:
+        if tokens / seconds <= best or seconds > bounds.seconds or rows > min(bounds.rows, ROWS_MAX):
             break
         best = tokens / seconds
         counts[index] += 1

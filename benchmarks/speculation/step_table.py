@@ -115,14 +115,14 @@ class StepTable:
                 off_per_s, off_s, misses = await off.figures(
                     self._prompts(batch), self._most(1), WARM_UP_STEPS, self._steps
                 )
-            plain = {"off_tokens_per_s": round(off_per_s, 1), "off_ms": _ms(off_s), "off_graph_misses": misses}
+            plain: Figures = {"off_tokens_per_s": round(off_per_s, 1), "off_ms": _ms(off_s), "off_graph_misses": misses}
             chance = Chance(0.0)
             async with CountingWorker.open(self._runner, self._engine, SpeculationMethod.NGRAM) as drafting:
                 drafting.speculation._proposer = ChanceProposer()
                 with chance.accepting():
                     for alpha in self._alphas:
                         chance.alpha = alpha
-                        row = {"batch": batch, "alpha": alpha, **plain}
+                        row: Figures = {"batch": batch, "alpha": alpha, **plain}
                         row |= await self._with_drafts(drafting, batch, off_per_s)
                         found.append(row)
                         console.print(row)
