@@ -74,7 +74,7 @@ def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def statistic(rule: Rule, sampling: SamplingParams) -> tuple[float, int, int]:
-    """Chi-square of the joint of two tokens against the model's, its degrees of freedom, and pairs that filters drop."""
+    """Chi-square of the joint of two tokens against the model's, its degrees of freedom, and dropped pairs."""
     generator = torch.Generator().manual_seed(3)
     head = torch.randn(VOCAB, generator=generator)
     tail = 2 * torch.randn(VOCAB, VOCAB, generator=generator)
