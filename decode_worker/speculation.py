@@ -9,6 +9,9 @@ second of the whole step rise (TurboSpec, arXiv 2406.14066). Where no drafts pay
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
 
 from costs.acceptance import Acceptance
 from costs.step_cost import StepCost
@@ -77,6 +80,8 @@ class Candidate:
 
     def first(self, drafts: int) -> "Candidate":
         """Return the candidate with so many of its drafts."""
+        if drafts >= len(self.survival):
+            return self
         draft = Draft(self.draft.token_ids[:drafts], self.draft.match)
         return Candidate(self.request, draft, self.survival[:drafts], self.context)
 
@@ -197,7 +202,9 @@ class Speculation:
         draft = self._proposer.propose(request, most + unknown)
         survival = self._acceptance.survival(draft.match, len(draft.token_ids))
         context = None if self._batch.kv_read_once else self._batch.next_position(request) + 1
-        return Candidate(request, Draft(draft.token_ids[unknown:], draft.match), survival[unknown:], context)
+        if unknown:
+            draft, survival = Draft(draft.token_ids[unknown:], draft.match), survival[unknown:]
+        return Candidate(request, draft, survival, context)
 
     def _tell(self, request: DecodeRequest) -> None:
         """Bring the proposer up to date."""
@@ -247,18 +254,28 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
 
     Empty if the gain is less than GAIN_MIN.
     """
-    rows, context, tokens = work.decode_rows, work.decode_context_tokens, float(work.decode_rows)
-    seconds = bounds.cost.decode_step_seconds(rows, context)
-    plain = best = tokens / seconds
-    counts: Counter[int] = Counter()
-    ranked = sorted(((worth, index) for index, each in enumerate(candidates) for worth in each.survival), reverse=True)
-    for worth, index in ranked:
-        rows, context, tokens = rows + 1, context + candidates[index].context_of(counts[index]), tokens + worth
-        seconds = bounds.cost.decode_step_seconds(rows, context)
-        if tokens / seconds <= best or seconds > bounds.seconds or rows > min(bounds.rows, ROWS_MAX):
-            break
-        best = tokens / seconds
-        counts[index] += 1
-    if best < GAIN_MIN * plain:
+    if not candidates:
         return []
-    return [candidates[index].first(count) for index, count in counts.items()]
+    counts = [len(each.survival) for each in candidates]
+    worth = np.fromiter(chain.from_iterable(each.survival for each in candidates), np.float64, sum(counts))
+    index = np.repeat(np.arange(len(counts)), counts)
+    draft = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # The most worth first, and of equal worth the first draft of a request before the next one.
+    order = np.lexsort((draft, -index, -worth))
+    worth, index, draft = worth[order], index[order], draft[order]
+    read = np.array([-1 if each.context is None else each.context for each in candidates])[index]
+    read = np.where(read < 0, 0, read + draft + 1)
+    rows, context = work.decode_rows, work.decode_context_tokens
+    parameters = bounds.cost.parameters
+    more_s = parameters.row_s * np.arange(1, len(worth) + 1) + parameters.context_s * np.cumsum(read)
+    seconds = bounds.cost.decode_step_seconds(rows, context) + more_s
+    plain = rows / bounds.cost.decode_step_seconds(rows, context)
+    rates = (rows + np.cumsum(worth)) / seconds
+    before = np.concatenate(([plain], rates[:-1]))
+    refused = (rates <= before) | (seconds > bounds.seconds)
+    most = max(0, min(bounds.rows, ROWS_MAX) - rows)
+    added = min(most, int(refused.argmax()) if refused.any() else len(worth))
+    if not added or rates[added - 1] < GAIN_MIN * plain:
+        return []
+    chosen = np.bincount(index[:added], minlength=len(counts)).tolist()
+    return [each.first(count) for each, count in zip(candidates, chosen, strict=True) if count]
