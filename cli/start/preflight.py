@@ -28,10 +28,11 @@ def check_listeners(config: ClusterConfig) -> None:
             "--host",
             f"cannot listen on {config.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
         )
-    check_guarded("--host", config.host, config.api_keys, insecure=config.insecure)
+    check_guarded("--host", config.host, guarded=config.guarded, insecure=config.insecure)
     for option, host, port in (
         ("--grpc-port", config.host, config.grpc_port),
         ("--http-port", config.host, config.http_port),
+        ("--operations-port", config.host, config.operations_port),
         # On a joined Ray the controller's address is not known yet.
         ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
         ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),
@@ -98,12 +99,12 @@ def check_page(config: ClusterConfig) -> None:
 
     from engine.cache.paged_cache import cache_bytes
     from engine.device import parse_kv_dtype, parse_page_tokens
-    from engine.models.load_spec import load_spec
+    from engine.models.load_spec import bounded, load_spec
 
     if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
         return
     engine = _engine(config)
-    device, shape = torch.device(config.device), load_spec(config.model)
+    device, shape = torch.device(config.device), bounded(load_spec(config.model), config.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
     if config.worker_kv_cache_bytes < needed:
@@ -123,10 +124,10 @@ def check_weights(config: ClusterConfig) -> None:
 
     from engine.device import parse_dtype
     from engine.models.allocation import weight_bytes
-    from engine.models.load_spec import load_spec, quantized_at_load
+    from engine.models.load_spec import bounded, load_spec, quantized_at_load
 
     # Also where another host or a GPU has the weights: a checkpoint that is quantized already is refused here.
-    stored = load_spec(config.model)
+    stored = bounded(load_spec(config.model), config.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
     if not config.on_cpu or config.ray_address:
         return
@@ -159,7 +160,7 @@ def _engine(config: ClusterConfig) -> EngineConfig:
 
 def warn_if_open(config: ClusterConfig) -> None:
     """Prints a warning where unauthorized clients could use the cluster."""
-    if not config.api_keys and not is_loopback(config.host):
+    if not config.guarded and not is_loopback(config.host):
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
             "set --api-key (or TANDEM_API_KEY) so that clients must present a key[/]"

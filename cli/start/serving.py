@@ -12,7 +12,9 @@ from rich.markup import escape
 
 from cli.connection import state
 from cli.connection.client import RouterClient, Sampling
+from cli.connection.secret_files import first_key
 from cli.models.default_model import NAME, find_default_model
+from cli.models.hub_model import hub_model
 from cli.observe.log_folder import new_log_folder
 from cli.requests.answering import answer_one
 from cli.requests.timeline_table import timeline_table
@@ -29,8 +31,10 @@ from cli.start.preflight import (
 from cli.start.start_view import StartView
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster, Endpoints
+from router.text.chat_template_files import read_template
 from router.text.tokenizer import Tokenizer
-from wire.errors import TandemError
+from wire.errors import InvalidArgument, TandemError
+from wire.security.client_tls import NO_TLS, ClientTls
 
 STOPPED = "[dim]stopped; nothing is left running[/]"
 NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers that served before live on[/]"
@@ -51,6 +55,8 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
     case, nothing of the cluster is left behind but workers that are to outlive it.
     """
     console = Console(highlight=False, soft_wrap=True)
+    if first is not None and config.tls is not None and config.tls.client_ca is not None:
+        raise InvalidArgument("--prompt", "cannot be combined with --tls-client-ca; use `tandem generate`")
     with _one_interrupt():
         check_listeners(config)
         check_network(config)
@@ -95,6 +101,8 @@ def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: Fir
         ends.controller,
         ends.token,
         metrics=ends.metrics,
+        operations=ends.operations,
+        certificate="" if config.tls is None else str(config.tls.certificate),
         stop_grace_s=config.stop_grace_s,
     )
     try:
@@ -118,7 +126,10 @@ def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
 def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: FirstPrompt) -> None:
     """Streams the first answer and shows its timeline."""
     console.print(f"\n{first.text}\n", style="bold", markup=False)
-    client = RouterClient(ends.grpc, config.api_keys[0] if config.api_keys else "")
+    key_file = "" if config.api_key_file is None else str(config.api_key_file)
+    key = first_key("--api-key-file", next(iter(config.api_keys), ""), key_file)
+    tls = NO_TLS if config.tls is None else ClientTls(pinned=str(config.tls.certificate))
+    client = RouterClient(ends.grpc, key, tls)
     answer = answer_one(client, first.text, first.sampling)
     console.print()
     console.print(timeline_table(answer))
@@ -128,7 +139,7 @@ def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
     return (
         f"\n{config.model_name} is served at\n"
         f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
-        f"  OpenAI  http://{ends.http.removeprefix('http://')}/v1\n"
+        f"  OpenAI  {'http' if config.tls is None else 'https'}://{ends.http.removeprefix('http://')}/v1\n"
         f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
         f"  logs    {config.log_folder}"
     )
@@ -136,8 +147,14 @@ def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
 
 def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> ClusterConfig:
     """Returns the config with a checked model folder and the model name for clients."""
-    path = model or find_default_model()
-    with view.step(f"checking {path.name}") as progress:
+    hub = None if model is None else hub_model(model)
+    if hub is not None:
+        with view.step(f"fetching {hub.name}") as progress:
+            path = hub.download(progress)
+    else:
+        path = model or find_default_model()
+    name = hub.name if hub else NAME if model is None else path.stem if path.is_file() else path.resolve().name
+    with view.step(f"checking {name}") as progress:
         from engine.weights.gguf import prepare_model
 
         folder = path if config.random_weights else prepare_model(path, progress=progress, codes=True)
@@ -146,10 +163,11 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         check_page(config)
         check_weights(config)
         warn_of_slow_pages(config)
-        if path.is_dir():
-            Tokenizer(path)  # raises if it is missing; a converted GGUF file always has one
-    name = NAME if model is None else path.stem if path.is_file() else path.resolve().name
-    return replace(config, model_name=name)
+        tokenizer = config.tokenizer or folder
+        template = read_template(config.chat_template, tokenizer) if config.chat_template else ""
+        if path.is_dir() or config.tokenizer or template:
+            Tokenizer(tokenizer, template)  # raises if it is missing; a converted GGUF file always has one
+    return replace(config, model_name=config.model_name or name, chat_template=template)
 
 
 @contextmanager

@@ -113,6 +113,8 @@ class WorkerActors:
         cluster = self._cluster
         engine = EngineConfig(
             model=cluster.model,
+            tokenizer=cluster.tokenizer,
+            max_model_len=cluster.max_model_len,
             device=slot.device,
             dtype=cluster.dtype,
             kv_cache_dtype=cluster.kv_cache_dtype,
@@ -133,7 +135,7 @@ class WorkerActors:
             model_name=cluster.model_name or cluster.model.name,
             controller_address=self.controller_address,
             token=self._token,
-            metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.api_keys else ""),
+            metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.guarded else ""),
             step_deadline_s=cluster.step_deadline_s,
             prefix_cache=cluster.prefix_cache,
             speculate=SpeculationMethod(cluster.speculate),

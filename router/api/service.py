@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -14,16 +14,18 @@ import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from router.access.client_call import served_call
+from router.access.grpc_access import GrpcAccess
 from router.api.client_gone import unless_gone
+from router.api.grpc_chat.answer_chunks import AnswerChunks
+from router.api.grpc_chat.conversation import conversation
 from router.api.model_routes import installed_version
 from router.config import RouterConfig
 from router.requests.answer import AnswerChunk, Ending
 from router.requests.answer_format import AnswerFormat
 from router.requests.dispatch import Dispatcher
-from router.requests.request import Admitted, ClientRequest, Conversation, Options, Prompt
-from router.requests.tenants import tenant_of
+from router.requests.request import Admitted, ClientRequest, Options, Prompt
 from router.requests.validation import RequestValidator
-from router.text.chat_template import ChatTurn
 from router.text.request_items import check_template_kwargs_size
 from router.text.request_reader import check_message_count
 from router.text.token_scores import ScoredToken, TokenScore
@@ -31,8 +33,7 @@ from vocabulary.grammar_process import GrammarKind
 from wire import convert
 from wire.errors import InvalidArgument, TandemError, Unavailable
 from wire.generated.tandem.v1 import inference_pb2
-from wire.rpc import AUTHORIZATION, values_of
-from wire.security.credentials import matching_key
+from wire.rpc import values_of
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
 
@@ -55,7 +56,7 @@ class InferenceServicer:
     """Serves the client's gRPC methods.
 
     Each method takes the bytes of its request, so that a large one is parsed outside the event loop. Raises typed
-    errors, which the server's interceptor turns into status codes.
+    errors, which the server's interceptor turns into status codes. `GrpcAccess` has checked the caller before.
     """
 
     def __init__(self, config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> None:
@@ -74,9 +75,9 @@ class InferenceServicer:
         caller = self._caller(context)
         return self._answer(inference_pb2.ChatRequest, request, partial(self._from_chat, caller), caller)
 
-    async def Abort(self, request: bytes, context: _Context) -> inference_pb2.AbortResponse:
+    async def Abort(self, request: bytes, _context: _Context) -> inference_pb2.AbortResponse:
         """Cancel a request by its client's id."""
-        tenant = self._tenant(context)
+        tenant = served_call().caller.tenant
         asked = await self._validator.reader.message(tenant, inference_pb2.AbortRequest, request, lambda each: each)
         if not asked.request_id:
             raise InvalidArgument("request_id", "is empty; name the request to abort")
@@ -90,6 +91,7 @@ class InferenceServicer:
             raise Unavailable(message, retry_after_s=self._config.retry_after_s)
         return inference_pb2.GetModelInfoResponse(
             model=self._config.model_name,
+            aliases=self._config.model_aliases,
             max_context=served.facts.max_context,
             vocab_size=served.facts.vocab_size,
             eos_token_ids=served.facts.eos_token_ids,
@@ -130,15 +132,12 @@ class InferenceServicer:
         """Return the numbers of waiting and running requests."""
         return inference_pb2.GetLoadsResponse(waiting=self._dispatcher.waiting, running=self._dispatcher.running)
 
-    def _tenant(self, context: _Context) -> str:
-        shown_keys = values_of(context.invocation_metadata(), AUTHORIZATION)
-        return tenant_of(matching_key(shown_keys, self._config.api_keys))
-
     def _caller(self, context: _Context) -> _Caller:
         gone = asyncio.get_running_loop().create_future()
         # A cancelled call may leave its generator suspended until it is collected; the context's callback runs at once.
         context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
-        return _Caller(EdgeStamp.now(Edge.RECEIVED), self._tenant(context), _traceparent(context), gone)
+        tenant = served_call().caller.tenant
+        return _Caller(EdgeStamp.now(Edge.RECEIVED), tenant, _traceparent(context), gone)
 
     def _from_generate(self, caller: _Caller, request: inference_pb2.GenerateRequest) -> ClientRequest:
         prompt: Prompt = request.text
@@ -149,8 +148,9 @@ class InferenceServicer:
 
     def _from_chat(self, caller: _Caller, request: inference_pb2.ChatRequest) -> ClientRequest:
         check_message_count(len(request.messages), self._config.max_messages)
-        turns = tuple(ChatTurn(message.role, message.content) for message in request.messages)
-        return self._client_request(caller, request, Conversation(turns, self._variables(request.chat_template_kwargs)))
+        return self._client_request(
+            caller, request, conversation(request, self._variables(request.chat_template_kwargs))
+        )
 
     def _client_request(
         self, caller: _Caller, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, prompt: Prompt
@@ -186,17 +186,18 @@ class InferenceServicer:
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         admitted = await unless_gone(self._admitted(kind, request, build, caller.tenant), caller.gone)
         choices = self._dispatcher.submit(admitted)
+        parts = AnswerChunks(admitted.syntax)
         caller.gone.add_done_callback(lambda _: choices.close())
         try:
             while not choices.over:
                 index, event = await choices.next()
-                made = _complete(event) if isinstance(event, Ending) else _chunk(event)
-                yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
+                for made in _messages(parts, index, event):
+                    yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
         finally:
             choices.close()
 
 
-def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+def add_inference(servicer: InferenceServicer | GrpcAccess, server: grpc.aio.Server) -> None:
     """Register this servicer's methods as `tandem.v1.Inference` on a server."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -217,11 +218,17 @@ def _traceparent(context: _Context) -> str:
     return only(values_of(context.invocation_metadata(), TRACEPARENT))
 
 
-def _chunk(event: AnswerChunk) -> dict[str, Any]:
-    chunk = inference_pb2.Chunk(
-        text=event.text, token_ids=event.token_ids, logprobs=[_score(score) for score in event.scores]
-    )
-    return {"chunk": chunk}
+def _messages(parts: AnswerChunks, index: int, event: AnswerChunk | Ending) -> Iterator[dict[str, Any]]:
+    if isinstance(event, AnswerChunk):
+        scores = [_score(score) for score in event.scores]
+        fields = parts.feed(index, event.text)
+        yield {"chunk": inference_pb2.Chunk(**fields, token_ids=event.token_ids, logprobs=scores)}
+        return
+    if rest := parts.finish(index):
+        yield {"chunk": inference_pb2.Chunk(**rest)}
+    complete = _complete(event)
+    complete.finish_reason = parts.finish_reason(index, complete.finish_reason)
+    yield {"complete": complete}
 
 
 def _score(score: TokenScore) -> inference_pb2.TokenScore:
@@ -232,8 +239,8 @@ def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
     return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
 
 
-def _complete(ending: Ending) -> dict[str, Any]:
-    complete = inference_pb2.Complete(
+def _complete(ending: Ending) -> inference_pb2.Complete:
+    return inference_pb2.Complete(
         finish_reason=convert.finish_to_proto(ending.finish_reason),
         matched_stop=ending.matched_stop,
         prompt_tokens=ending.prompt_tokens,
@@ -241,7 +248,6 @@ def _complete(ending: Ending) -> dict[str, Any]:
         cached_tokens=ending.cached_tokens,
         timeline=convert.timeline_to_proto(ending.timeline),
     )
-    return {"complete": complete}
 
 
 def _options(message: inference_pb2.GenerationOptions) -> Options:

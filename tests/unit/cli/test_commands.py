@@ -50,7 +50,7 @@ def test_of_several_keys_in_the_environment_the_first_is_shown(
     """`tandem up` in a pod has them all in its environment, which other commands there share."""
     shown: list[str] = []
 
-    def remember(_client: object, _address: str, api_key: str = "") -> None:
+    def remember(_client: object, _address: str, api_key: str = "", _tls: object = None) -> None:
         shown.append(api_key)
         raise Unavailable("enough")
 
@@ -469,7 +469,7 @@ def test_a_model_that_cannot_be_served_is_one_sentence(kind: str, tmp_path: Path
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert path.name in result.stderr
-    assert ("Tandem does not download models" in result.stderr) is (kind == "missing")
+    assert ("does not exist; give a folder" in result.stderr) is (kind == "missing")
 
 
 @pytest.mark.parametrize(
