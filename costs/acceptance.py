@@ -17,6 +17,8 @@ class Acceptance:
     def __init__(self) -> None:
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
         """By class and position: the probability, and the weight of what it rests on."""
+        self._survivals: dict[int, list[float]] = {}
+        """What `survival` returned of each class, the longest, since something was learned: requests ask alike."""
 
     def rate(self, match: int, position: int) -> float:
         """Return the probability for the draft at `position`, from 0, of a class."""
@@ -28,14 +30,14 @@ class Acceptance:
 
     def survival(self, match: int, drafts: int) -> list[float]:
         """Return the probability that each of so many drafts is accepted together with all before it."""
-        found, product = [], 1.0
-        for position in range(drafts):
-            product *= self.rate(match, position)
-            found.append(product)
-        return found
+        found = self._survivals.setdefault(match, [])
+        for position in range(len(found), drafts):
+            found.append((found[-1] if found else 1.0) * self.rate(match, position))
+        return found[:drafts]
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
         """Learn from a verified draft: those behind the first one that was rejected tell nothing."""
+        self._survivals.pop(match, None)
         for position in range(min(accepted + 1, drafted)):
             rate, weight = self._known(match, position)
             weight = min(weight + 1.0, WINDOW)

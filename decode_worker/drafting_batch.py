@@ -21,7 +21,7 @@ class RowsWithDrafts(TokenRows):
     __slots__ = ("_newest",)
 
     def __init__(self, newest: TokenRows, drafts: StepDrafts, context_tokens: int) -> None:
-        """The rows of the drafts attend to `context_tokens`, themselves included."""
+        """`context_tokens`: whose KV is read for the rows of the drafts in addition."""
         super().__init__(
             len(newest) + len(drafts), newest.context_tokens + context_tokens, lambda: drafts.extend(newest.columns)
         )
@@ -41,6 +41,8 @@ class DraftingBatch(RunningBatch):
         super().__init__(slots, kv)
         self._drafts: StepDrafts | None = None
         """The drafts of the step in flight, which is the only one then."""
+        self.kv_read_once = False
+        """True where attention reads a request's KV once, whatever its drafts: their rows add no context then."""
 
     @property
     def verifies(self) -> bool:
@@ -90,6 +92,8 @@ class DraftingBatch(RunningBatch):
         if rows is None or snapshot is None or not drafts:
             return rows
         self._drafts = found = self._step_drafts(snapshot, drafts)
+        if self.kv_read_once:
+            return RowsWithDrafts(rows, found, 0)
         starts = self._columns.position_offset[snapshot.indices[found.base_rows]] + found.distances
         context = int(starts.sum()) + len(found) * self._next_step
         return RowsWithDrafts(rows, found, context)

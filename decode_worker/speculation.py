@@ -9,6 +9,9 @@ second of the whole step rise (TurboSpec, arXiv 2406.14066). Where no drafts pay
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
 
 from costs.acceptance import Acceptance
 from costs.step_cost import StepCost
@@ -22,6 +25,8 @@ from engine.steps.batch import TokenRows
 
 DRAFTS_MAX = 7
 """The most drafts of one request in a step."""
+ROWS_MAX = 256
+"""The most rows of a step with drafts: with more, products take so much longer that drafts hardly pay."""
 GAIN_MIN = 1.03
 """The least predicted gain in tokens per second for which a step has drafts: predictions err by a few percent."""
 PROBE_EVERY = 64
@@ -63,11 +68,20 @@ class Candidate:
     draft: Draft
     survival: list[float]
     """The worth of each draft: the probability that it is accepted."""
-    context: int
-    """The tokens that the newest token's row attends to, itself included."""
+    context: int | None
+    """The tokens that the newest token's row attends to, itself included.
+
+    None where attention reads the request's KV once, whatever its drafts.
+    """
+
+    def context_of(self, draft: int) -> int:
+        """Return the tokens whose KV is read for the row of a draft, from 0, in addition to the rows before it."""
+        return 0 if self.context is None else self.context + draft + 1
 
     def first(self, drafts: int) -> "Candidate":
         """Return the candidate with so many of its drafts."""
+        if drafts >= len(self.survival):
+            return self
         draft = Draft(self.draft.token_ids[:drafts], self.draft.match)
         return Candidate(self.request, draft, self.survival[:drafts], self.context)
 
@@ -91,6 +105,10 @@ class Speculation:
         self._speedup = 1.0
         self._plain_s = self._verify_s = 1.0
         """The predicted seconds of the newest step with drafts, and of the same step without."""
+
+    def read_kv_once(self) -> None:
+        """Predict the steps of an engine whose attention reads a request's KV once, whatever its drafts."""
+        self._batch.kv_read_once = True
 
     def waits(self, bounds: StepBounds | None) -> bool:
         """Return True if the next step cannot, or should not, be planned before the tokens of the last one are here.
@@ -163,7 +181,7 @@ class Speculation:
             candidates = [self._candidate(request, unknown).first(self.fixed_drafts) for request in eligible]
             return [each for each in candidates if each.survival]
         chosen: list[Candidate] = []
-        if self._acceptance.best() > break_even(bounds.cost, work):
+        if self._acceptance.best() > break_even(bounds.cost, work, kv_read_once=self._batch.kv_read_once):
             candidates = [self._candidate(request, unknown) for request in eligible]
             chosen = with_most_tokens(bounds, work, [each for each in candidates if each.survival])
         if not chosen and self._steps_without >= PROBE_EVERY:
@@ -183,8 +201,10 @@ class Speculation:
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
         survival = self._acceptance.survival(draft.match, len(draft.token_ids))
-        position = self._batch.next_position(request)
-        return Candidate(request, Draft(draft.token_ids[unknown:], draft.match), survival[unknown:], position + 1)
+        context = None if self._batch.kv_read_once else self._batch.next_position(request) + 1
+        if unknown:
+            draft, survival = Draft(draft.token_ids[unknown:], draft.match), survival[unknown:]
+        return Candidate(request, draft, survival, context)
 
     def _tell(self, request: DecodeRequest) -> None:
         """Bring the proposer up to date."""
@@ -205,15 +225,15 @@ class Speculation:
         return left
 
 
-def break_even(cost: StepCost, work: StepWork) -> float:
+def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) -> float:
     """Return the least probability of acceptance for which one draft more pays in a step with `work`.
 
-    1 where nothing is known of the duration.
+    1 where nothing is known of the duration. `kv_read_once`: a draft's row reads no KV that another does not read.
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:
         return 1.0
-    context = work.decode_context_tokens // work.decode_rows
+    context = 0 if kv_read_once else work.decode_context_tokens // work.decode_rows
     more = cost.decode_step_seconds(work.decode_rows + 1, work.decode_context_tokens + context)
     return work.decode_rows * (more - seconds) / seconds
 
@@ -221,7 +241,7 @@ def break_even(cost: StepCost, work: StepWork) -> float:
 def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
     """Return the work of a step with rows for all drafts of the candidates."""
     rows = sum(len(each.survival) for each in candidates)
-    context = sum(len(each.survival) * each.context + sum(range(len(each.survival) + 1)) for each in candidates)
+    context = sum(each.context_of(draft) for each in candidates for draft in range(len(each.survival)))
     return StepWork(
         decode_rows=work.decode_rows + rows,
         decode_context_tokens=work.decode_context_tokens + context,
@@ -234,18 +254,28 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
 
     Empty if the gain is less than GAIN_MIN.
     """
-    rows, context, tokens = work.decode_rows, work.decode_context_tokens, float(work.decode_rows)
-    seconds = bounds.cost.decode_step_seconds(rows, context)
-    plain = best = tokens / seconds
-    counts: Counter[int] = Counter()
-    ranked = sorted(((worth, index) for index, each in enumerate(candidates) for worth in each.survival), reverse=True)
-    for worth, index in ranked:
-        rows, context, tokens = rows + 1, context + candidates[index].context + counts[index] + 1, tokens + worth
-        seconds = bounds.cost.decode_step_seconds(rows, context)
-        if tokens / seconds <= best or seconds > bounds.seconds or rows > bounds.rows:
-            break
-        best = tokens / seconds
-        counts[index] += 1
-    if best < GAIN_MIN * plain:
+    if not candidates:
         return []
-    return [candidates[index].first(count) for index, count in counts.items()]
+    counts = [len(each.survival) for each in candidates]
+    worth = np.fromiter(chain.from_iterable(each.survival for each in candidates), np.float64, sum(counts))
+    index = np.repeat(np.arange(len(counts)), counts)
+    draft = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # The most worth first, and of equal worth the first draft of a request before the next one.
+    order = np.lexsort((draft, -index, -worth))
+    worth, index, draft = worth[order], index[order], draft[order]
+    read = np.array([-1 if each.context is None else each.context for each in candidates])[index]
+    read = np.where(read < 0, 0, read + draft + 1)
+    rows, context = work.decode_rows, work.decode_context_tokens
+    parameters = bounds.cost.parameters
+    more_s = parameters.row_s * np.arange(1, len(worth) + 1) + parameters.context_s * np.cumsum(read)
+    seconds = bounds.cost.decode_step_seconds(rows, context) + more_s
+    plain = rows / bounds.cost.decode_step_seconds(rows, context)
+    rates = (rows + np.cumsum(worth)) / seconds
+    before = np.concatenate(([plain], rates[:-1]))
+    refused = (rates <= before) | (seconds > bounds.seconds)
+    most = max(0, min(bounds.rows, ROWS_MAX) - rows)
+    added = min(most, int(refused.argmax()) if refused.any() else len(worth))
+    if not added or rates[added - 1] < GAIN_MIN * plain:
+        return []
+    chosen = np.bincount(index[:added], minlength=len(counts)).tolist()
+    return [each.first(count) for each, count in zip(candidates, chosen, strict=True) if count]

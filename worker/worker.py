@@ -259,6 +259,8 @@ class Worker:
             max_batch_requests=decode_batch(config.role, config.engine),
             proposer=make_proposer(config.speculate, asynchronous=asynchronous),
         )
+        if decode.speculation is not None and config.engine.draft_graphs and asynchronous:
+            decode.speculation.read_kv_once()
         return Halves(config, cache, model, prefill=prefill, decode=decode, admission=admission)
 
     def _make_loop(self, engine: LoadedEngine) -> StepLoop:

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
@@ -70,9 +70,7 @@ class LocalWorker:
 
     @classmethod
     @asynccontextmanager
-    async def open(
-        cls, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod
-    ) -> AsyncIterator["LocalWorker"]:
+    async def open(cls, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> AsyncIterator[Self]:
         """Run a worker that drafts by `method`, until the context ends."""
         found = cls(runner, engine, method)
         found.worker.start()
@@ -98,7 +96,15 @@ class LocalWorker:
         self.worker.prefill(PrefillTask(ROUTER, ref, tuple(prompt), sampling, Destination(ME, "", lease)))
         return answer
 
+    def refs(self) -> list[RequestRef]:
+        """Return all requests that were sent."""
+        return [RequestRef(request_id, 1) for request_id in self._answers]
+
+    def answer_of(self, event: RequestEvent) -> Answer:
+        """Return the answer of the request that an event belongs to."""
+        return self._answers[event.ref.request_id]
+
     async def _read(self) -> None:
         async for step in self.worker.attach(ROUTER).messages():
             for event in step.each():
-                self._answers[event.ref.request_id].take(event)
+                self.answer_of(event).take(event)

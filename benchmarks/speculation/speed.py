@@ -1,26 +1,32 @@
 """Measures how many times as fast answers are with drafts: `python -m benchmarks.speculation.speed`.
 
 SmolLM2 answers real text. Each prompt set is answered by one worker without drafts and by another with them, by turns
-in equal batches, so that what else the machine does hits both; their tokens must be the same. The last line is JSON.
+in equal batches, so that what else the machine does hits both; their tokens must be the same. With `--shape` the model
+has random weights, and drafts are accepted by chance (`step_table.py`). The last line is JSON.
 """
 
 import argparse
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.results import run_facts, save_result
+from benchmarks.speculation import step_table
 from benchmarks.speculation.local_worker import LocalWorker
 from benchmarks.speculation.prompt_sets import SETS, encode_prompts
+from benchmarks.speculation.step_table import StepTable
 from cli.models.default_model import find_default_model
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
-from engine.weights.gguf import prepare_model
+from engine.models.shapes import write_shape
+from engine.weights.gguf import default_cache, prepare_model
 from router.text.tokenizer import Tokenizer
 from wire.messages import SamplingParams
 from wire.speculation_method import SpeculationMethod
@@ -108,7 +114,7 @@ async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, obj
     )
     runners = [ModelRunner.load(engine) for _ in range(2)]
     rows: list[dict[str, object]] = []
-    for batch in chosen.batch:
+    for batch in chosen.batch or (1,):
         for name in chosen.sets:
             prompts = encode_prompts(tokenizer, name)[: chosen.prompts]
             row = await measure_set(runners, engine, chosen.method, prompts, batch=batch, most=chosen.tokens)
@@ -117,6 +123,31 @@ async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, obj
     console.print(table_of(rows))
     dtype = runners[0].facts.dtype
     return {"model": folder.name, "method": chosen.method, "dtype": dtype, "rows": rows, **run_facts(chosen.device)}
+
+
+async def measure_shape(chosen: argparse.Namespace, folder: Path, console: Console) -> dict[str, object]:
+    """Return the figures of a model of random weights; see `StepTable`."""
+    on_gpu = chosen.device != "cpu"
+    batches = chosen.batch or list(step_table.WANTED)
+    engine = EngineConfig(
+        folder,
+        device=chosen.device,
+        dtype="bfloat16" if on_gpu and chosen.dtype == "auto" else chosen.dtype,
+        kv_cache_bytes=None if on_gpu else KV_BYTES,
+        max_batch_requests=max(batches),
+        random_weights=True,
+        draft_graphs=True,
+        threads=chosen.threads,
+    )
+    began = time.perf_counter()
+    runner = ModelRunner.load(engine)
+    start_s = round(time.perf_counter() - began, 1)
+    console.print(f"started in {start_s} s")
+    table = StepTable(runner, engine, context=chosen.context, steps=chosen.steps)
+    rows = await table.rows(batches, console)
+    console.print(step_table.table_of(rows))
+    facts = {"context": chosen.context, "steps": chosen.steps, "start_s": start_s, "drafts": "accepted by chance"}
+    return {"model": chosen.shape, "dtype": runner.facts.dtype, **facts, "rows": rows, **run_facts(chosen.device)}
 
 
 def table_of(rows: Sequence[dict[str, object]]) -> Table:
@@ -133,7 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation.speed", description=__doc__.splitlines()[0])
     parser.add_argument("--method", default=SpeculationMethod.NGRAM.value, help="how drafts are proposed (ngram)")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="prompt sets (all)")
-    parser.add_argument("--batch", nargs="+", type=at_least(1), default=[1], help="requests at a time (1)")
+    parser.add_argument("--shape", help="a model's shape, of random weights (llama-3-8b, ...)")
+    parser.add_argument("--batch", nargs="+", type=at_least(1), help="requests at a time (1; 1 to 128 of a shape)")
+    parser.add_argument("--context", type=at_least(1), default=1024, help="tokens of a shape's prompts (1024)")
+    parser.add_argument("--steps", type=at_least(2), default=100, help="steps of a shape's figure (100)")
     parser.add_argument("--prompts", type=at_least(1), default=48, help="prompts of each set (48)")
     parser.add_argument("--tokens", type=at_least(2), default=96, help="most tokens of an answer (96)")
     parser.add_argument("--device", default="cpu", help="as in `tandem up` (cpu)")
@@ -142,7 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     chosen = parser.parse_args(arguments)
     with exit_on_error():
-        result = asyncio.run(measure(chosen, Console()))
+        if chosen.shape:
+            folder = write_shape(chosen.shape, default_cache() / f"shape-{chosen.shape}")
+            result = asyncio.run(measure_shape(chosen, folder, Console()))
+        else:
+            result = asyncio.run(measure(chosen, Console()))
         if chosen.save:
             print("saved", save_result(f"speculation-speed-{result['model']}", result))
     print(json.dumps(result))

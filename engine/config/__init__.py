@@ -50,6 +50,8 @@ class EngineConfig:
     """True to draw weights at random instead of reading them: the model's folder then needs only config.json."""
     cuda_graphs: bool = True
     """True to replay steps on a GPU as CUDA graphs, where one fits; off only to measure their benefit."""
+    draft_graphs: bool = False
+    """True to capture CUDA graphs of steps that verify drafts, which only workers with speculative decoding need."""
     threads: int | None = None
     """CPU threads of the engine; None = all cores this process may use."""
     adapters: tuple[AdapterSource, ...] = ()

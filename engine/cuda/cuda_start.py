@@ -20,6 +20,7 @@ from engine.cuda.penalty_counts import PenaltyCounts
 from engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
 from engine.cuda.sampler_cuda import DeviceSampler
 from engine.cuda.token_draws import TokenDraws
+from engine.cuda.verify_graphs import VerifyGraphs, VerifySize, most_groups, verify_sizes
 from engine.grammar_masks import GrammarMasks
 from engine.host_stepper import forward_over
 from engine.kernels.triton_launch import overlaps_launches
@@ -46,15 +47,16 @@ _ANY = SamplingParams(max_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Rows of the decode steps and sizes of the prefill and mixed steps that get graphs."""
+    """Rows of the decode steps, and sizes of the prefill and mixed steps and of those with drafts, that get graphs."""
 
     rows: list[int]
     prompts: list[PromptSize]
+    verify: list[VerifySize]
 
     @property
     def largest(self) -> "_Sizes":
         """The sizes whose memory holds the others."""
-        return _Sizes(self.rows[-1:], largest(self.prompts))
+        return _Sizes(self.rows[-1:], largest(self.prompts), self.verify[-1:])
 
 
 def start_on_gpu(
@@ -73,6 +75,8 @@ def start_on_gpu(
     model's kernels.
     """
     with naming_the_setting(device), _refusing_small_gpus(device):
+        for rows, groups in most_groups(_verify_sizes(config, model)).items():
+            model.kernels.reserve_draft_groups(groups, rows)
         probe = _one_row(config, model, page_tokens, kv_dtype, device)
         _compile(config, model, probe)
         steps = _measure_steps(config, model, probe) if config.kv_cache_bytes is None else 0
@@ -129,11 +133,12 @@ def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache)
 def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> None:
     """Compiles most kernels of all steps, while there is memory to run many at a time."""
     device = probe.device
-    stepper = _make_stepper(config, model, probe, _Sizes([], []), None)
+    stepper = _make_stepper(config, model, probe, _Sizes([], [], []), None)
     # Draws first: steps of many rows wait for a library that compiles, and occupy the compiler threads.
     trials: dict[str, Trial] = {**stepper.draws.trials(model.dtype)}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
+        trials |= stepper.verify.trials(_verify_sizes(config, model))
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.spec, probe).max_context)
     trials["a prefill step"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     for number in model.kernels.trial_tokens:
@@ -165,13 +170,19 @@ def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:
 
 def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
     if not config.cuda_graphs:
-        return _Sizes([], [])
-    rows = graph_sizes(config.max_batch_requests)
+        return _Sizes([], [], [])
+    rows, verify = graph_sizes(config.max_batch_requests), _verify_sizes(config, model)
     if not model.kernels.prompts_capturable:
-        return _Sizes(rows, [])
+        return _Sizes(rows, [], verify)
     prompts = prompt_graph_sizes(model.spec, config.max_step_tokens, config.max_batch_requests)
     most = model.kernels.capturable_tokens
-    return _Sizes(rows, [size for size in prompts if most is None or size.tokens <= most])
+    return _Sizes(rows, [size for size in prompts if most is None or size.tokens <= most], verify)
+
+
+def _verify_sizes(config: EngineConfig, model: DecoderModel) -> list[VerifySize]:
+    if not (config.cuda_graphs and config.draft_graphs):
+        return []
+    return verify_sizes(model.kernels, config.max_batch_requests, config.max_step_tokens)
 
 
 def _make_stepper(
@@ -195,6 +206,8 @@ def _make_stepper(
         prompts.capture(sizes.prompts, progress)
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)
+        verify = VerifyGraphs(packer, forward, sampler, drawn, pool)
+        verify.capture(sizes.verify, progress)
         counts = PenaltyCounts(model.spec.vocab_size, config.max_batch_requests, device)
         draws = TokenDraws(sampler, counts, drawn, model.spec.eos_token_ids, masks, pdl=overlaps_launches())
-    return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts)
+    return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts, verify=verify)

@@ -9,10 +9,12 @@ from torch import Tensor
 from engine.cuda.cuda_graphs import DecodeGraphs
 from engine.cuda.prompt_graphs import PromptGraphs
 from engine.cuda.token_draws import DrawMemory, TokenDraws
+from engine.cuda.verify_graphs import VerifyGraphs
 from engine.graph_use import GraphUse
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from engine.steps.draft_groups import fill_draft_groups
 from engine.steps.prompt_scoring import StepScoring
 from engine.steps.scored_step import with_scoring
 from engine.steps.step_buffer import StepSizes
@@ -49,6 +51,7 @@ class CudaStepper:
         *,
         graphs: DecodeGraphs,
         prompts: PromptGraphs,
+        verify: VerifyGraphs,
     ) -> None:
         """Takes `drawn` [rows] int64, in which `draws` leaves every step's tokens for the next one."""
         self._packer = packer
@@ -57,6 +60,7 @@ class CudaStepper:
         self._drawn = drawn
         self.graphs = graphs
         self.prompts = prompts
+        self.verify = verify
         self.graph_use = GraphUse()
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
@@ -117,12 +121,14 @@ class CudaStepper:
 
         Graphs compute the logits of draws only, so none runs a step that scores a prompt.
         """
-        decode = self.graphs.fitting(batch)
+        decode = self.verify.fitting(batch) or self.graphs.fitting(batch)
         graph = None if batch.scored else decode or self.prompts.fitting(batch, sizes)
         # Counted after `pack`, which may refuse the step.
         if graph is not None:
-            words = memory.reserve(graph.sizes.words)
+            words = memory.reserve(graph.input_words)
             self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row, graph.chunks_at)
+            if graph.groups is not None:
+                fill_draft_groups(batch.tokens, graph.groups, words.numpy()[graph.sizes.words :])
             self.graph_use.hits += 1
             self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
             logits = graph.replay(words)

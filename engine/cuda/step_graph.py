@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.steps.batch import StepBatch
+from engine.steps.draft_groups import DraftGroupSizes
 from engine.steps.step_buffer import StepSizes
 from engine.steps.step_packer import PackedStep, StepPacker, view_step
 
@@ -29,9 +30,16 @@ class StepGraph:
     logits: Tensor
     chunks_at: int | None = None
     """The `chunks_at` of `StepPacker.pack`."""
+    groups: DraftGroupSizes | None = None
+    """The groups of a step that verifies drafts, whose table is behind the words of `sizes`."""
+
+    @property
+    def input_words(self) -> int:
+        """The number of words that `replay` takes."""
+        return self.sizes.words if self.groups is None else self.sizes.words + self.groups.words
 
     def replay(self, words: Tensor) -> Tensor:
-        """Runs the step packed into pinned `words` [sizes.words] → logits [sizes.drawn, vocab].
+        """Runs the step packed into pinned `words` [input_words] → logits [sizes.drawn, vocab].
 
         The logits are valid until the next replay of any graph.
         """
@@ -48,15 +56,18 @@ def empty_step(
     singles: int,
     max_row_tokens: int,
     context: int,
+    more_words: int = 0,
 ) -> tuple[Tensor, PackedStep]:
     """Returns an empty step of `sizes`: its input words on `device`, and its tensors, which are views of them.
 
-    Its first `singles` rows have one token each, the others up to `max_row_tokens`.
+    Behind the step's words come `more_words` zeros. Its first `singles` rows have one token each, the others up to
+    `max_row_tokens`.
     """
-    host = torch.empty(sizes.words, dtype=torch.int64)
-    packer.pack(StepBatch([]), sizes, host.numpy(), chunks_at=singles)
+    host = torch.zeros(sizes.words + more_words, dtype=torch.int64)
+    packer.pack(StepBatch([]), sizes, host[: sizes.words].numpy(), chunks_at=singles)
     words = host.to(device)
-    return words, view_step(words, sizes, max_row_tokens=max_row_tokens, max_context=context, single_rows=singles)
+    step = words[: sizes.words]
+    return words, view_step(step, sizes, max_row_tokens=max_row_tokens, max_context=context, single_rows=singles)
 
 
 def capture_step(
@@ -66,6 +77,7 @@ def capture_step(
     *,
     pool: Pool,
     chunks_at: int | None = None,
+    groups: DraftGroupSizes | None = None,
 ) -> StepGraph:
     """Captures the graph of `compute`, which reads `words` and returns logits, in the memory of `pool`."""
     compute()  # compiles kernels, which a capture cannot
@@ -74,7 +86,7 @@ def capture_step(
     with torch.cuda.graph(graph, pool=pool):
         logits = compute()
     # The tensor itself would keep its memory from the graphs captured after this one.
-    return StepGraph(sizes, words, graph, borrow(logits), chunks_at)
+    return StepGraph(sizes, words, graph, borrow(logits), chunks_at, groups)
 
 
 class _Borrowed:

@@ -18,6 +18,22 @@ from engine.kernels.packed_weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
+class DraftGroups:
+    """The rows of one token that attention computes together, as they are of one request: its KV is read once.
+
+    A group is a row and up to `rows` - 1 rows of the positions behind it, which follow one another.
+
+    table [groups + 1, 3] int32, on the device: the group's first row, the row of the next position, and the number of
+          rows; 0 = no group, behind all others. The last entry begins with the number of rows that are in groups: those
+          behind are padding.
+    rows  host int, the most rows of a group
+    """
+
+    table: Tensor
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """The positions and cache slots of a step's tokens, shared by all layers of a group (`engine/config/kv.py`).
 
@@ -34,6 +50,7 @@ class StepLayout:
     max_cached: host int, a bound of the tokens that the other rows had in the cache before; None = it is not known
     group: host int, the number of the group: only `slots` and `page_table` differ between groups
     adapters: [T] each token's adapter from 1, 0 = none; None = the model has none
+    draft_groups: where all rows have one token and some verify drafts, which of them attention computes together
     decode_only: every row has one token
 
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, to store nothing, its context 0.
@@ -50,6 +67,7 @@ class StepLayout:
     max_cached: int | None = None
     group: int = 0
     adapters: Tensor | None = None
+    draft_groups: DraftGroups | None = None
 
     @property
     def decode_only(self) -> bool:
@@ -151,6 +169,19 @@ class Kernels(ABC):
     def trial_tokens(self) -> tuple[int, ...]:
         """Numbers of tokens of prefill steps whose kernels no other step at the start compiles."""
         return ()
+
+    def draft_group_rows(self, drafts: int) -> int:
+        """Returns the most rows of a group (`DraftGroups`) in steps where a request has up to `drafts` drafts.
+
+        1, the default: attention computes each row by itself, and steps need no groups.
+        """
+        return 1
+
+    def reserve_draft_groups(self, groups: int, rows: int) -> None:  # noqa: B027 - most have no scratch for them
+        """Allocates the scratch memory of steps with up to `groups` groups of up to `rows` rows, before any such step.
+
+        The default does nothing.
+        """
 
     def end_trials(self) -> None:  # noqa: B027 - most keep nothing
         """Resets the scratch memory that concurrent trials (`engine/cuda/compile_ahead.py`) have used.

@@ -13,6 +13,7 @@ from engine.config.model import MixtureOfExperts, ModelSpec
 from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
 from engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
 from engine.kernels.attention.triton_attention import DecodeAttention
+from engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan
 from engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
 from engine.kernels.experts import packed_experts
 from engine.kernels.experts.triton_experts import ExpertKernels
@@ -66,6 +67,7 @@ class CudaKernels(Kernels):
             )
         self._dtype = dtype
         self._max_decode_rows = max_decode_rows
+        self._device, self._kv_dtype = device, kv_dtype
         self._pdl = overlaps_launches()
         self._experts = ExpertKernels(self._pdl)
         gpu = device.type == "cuda"
@@ -76,6 +78,8 @@ class CudaKernels(Kernels):
             shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True, kv_dtype=kv_dtype)
             for shape in model.attention_shapes
         }
+        self._grouped: dict[tuple[AttentionShape, int], DecodeAttention] = {}
+        """Decode attention of rows that verify drafts, by the most rows of a group."""
         self._copies: Tensor | None = None
         if kv_dtype is not None and is_quantized(kv_dtype) and not why_no_flash(device, dtype):
             self._copies = make_copies(model, page_tokens, dtype, device)
@@ -112,6 +116,25 @@ class CudaKernels(Kernels):
         """See `QuantizedPrefill.most_pages`."""
         return self._prefill.most_pages if self._decode and isinstance(self._prefill, QuantizedPrefill) else None
 
+    def draft_group_rows(self, drafts: int) -> int:
+        """Returns as many rows as fill a tile with the heads of a key head; latent attention has no groups."""
+        return group_rows(self._decode, drafts)
+
+    def reserve_draft_groups(self, groups: int, rows: int) -> None:
+        """See `Kernels`."""
+        for shape in self._decode:
+            self._grouped[shape, rows] = DecodeAttention(
+                shape,
+                groups,
+                self._device,
+                self._dtype,
+                self._pdl,
+                early=True,
+                choose=make_group_plan,
+                kv_dtype=self._kv_dtype,
+                tokens=rows,
+            )
+
     def prepare(self, linear: Linear) -> Linear:
         """Rearranges a packed weight's scales; dequantizes one that there is no product for."""
         return products.prepared(linear, self._dtype)
@@ -122,7 +145,7 @@ class CudaKernels(Kernels):
 
     def end_trials(self) -> None:
         """Resets decode attention's counters."""
-        for attention in self._decode.values():
+        for attention in (*self._decode.values(), *self._grouped.values()):
             attention.reset()
 
     def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
@@ -131,8 +154,14 @@ class CudaKernels(Kernels):
         self._latent.begin_step(cache, layout, single)
         if self._decode and single < len(layout.context_lens):
             self._prefill.begin_step(cache, layout, single)
-        if single and layout.group == 0:  # the page table's contents do not matter
-            for attention in self._decode.values():
+        if not single or layout.group:  # the page table's contents do not matter
+            return
+        groups = layout.draft_groups
+        for shape, attention in self._decode.items():
+            if groups is not None:
+                grouped = self._grouped[shape, groups.rows]
+                grouped.begin_step(cache, layout.page_table, layout.context_lens, groups.table)
+            else:
                 attention.begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
@@ -277,9 +306,10 @@ class CudaKernels(Kernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes decode attention of the rows of one token and prefill attention of the others."""
-        single = self._single_rows(layout)
+        single, groups = self._single_rows(layout), layout.draft_groups
         if single == len(layout.context_lens):
-            return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens, sinks=sinks)
+            decode = self._decode[shape] if groups is None else self._grouped[shape, groups.rows]
+            return decode(q, cache, layer, layout.page_table, layout.context_lens, sinks=sinks)
         if single == 0:
             return self._prefill(q, cache, layer, layout, shape, 0, sinks).flatten(1)
         return self._mixed_attention(q, cache, layer, layout, shape, sinks, single=single)
@@ -322,6 +352,8 @@ class CudaKernels(Kernels):
 
         Prefill attention computes the others.
         """
+        if layout.draft_groups is not None:
+            return layout.single_rows
         return min(layout.single_rows, self._max_decode_rows)
 
 

@@ -8,6 +8,9 @@ single row, and rows of float32, are split individually. The grid depends on the
 require: the length of the ranges, and the rows that each meets, are computed on the device from the rows' contexts,
 once per step. The last program of a row and key head to finish merges the partial results in the order of the ranges,
 so the same inputs give the same bits.
+
+Rows that verify drafts are computed by groups of up to `tokens` rows of one request: the queries of all its rows fill
+one tile, each sees the positions up to its own, and the request's KV is read once.
 """
 
 import threading
@@ -18,19 +21,18 @@ import triton
 from torch import Tensor
 
 from engine.config.attention import AttentionShape
-from engine.kernels.attention.triton_attention_kernels import (
-    TileRange,
-    persistent_attention_kernel,
-    plan_tile_ranges_kernel,
-    split_attention_kernel,
-)
+from engine.kernels.attention.triton_attention_kernels import persistent_attention_kernel, split_attention_kernel
 from engine.kernels.attention.triton_attention_plan import LEAST_DOT, Plan, PlanFunction, make_plan
+from engine.kernels.attention.triton_attention_ranges import TileRange, plan_tile_ranges_kernel
 from engine.kernels.attention.triton_attention_tiles import LOG2_E
 from engine.kernels.kv_cache import KvCache, codes_of
 from engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
 
 MERGED_ELEMENTS = 8192
-"""Partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128."""
+"""Partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128.
+
+Half as many where its tile of queries, which it still holds, is larger than the smallest.
+"""
 LINE_BYTES = 128
 """A line of the L2 cache."""
 INTERPRETER_SMS = 8
@@ -49,6 +51,7 @@ class _Step(NamedTuple):
     capacity: int
     plan: Plan
     tile_ranges: Tensor
+    groups: Tensor | None
 
 
 class DecodeAttention:
@@ -59,7 +62,7 @@ class DecodeAttention:
     a counter for each row and key head, 0 between calls.
 
     shape      heads, scale, window and soft cap; head_dim is a multiple of 16
-    max_rows   most rows of a call
+    max_rows   most rows of a call, or most groups
     dtype      of queries, and of keys and values that are not quantized
     kv_dtype   of the cache; None = dtype
     pdl        launch with programmatic dependent launch (see triton_launch)
@@ -67,6 +70,7 @@ class DecodeAttention:
                (a copy or another graph may), so with `pdl` they are read, and the first keys and values brought into
                the L2 cache, while the kernel before still runs
     choose     the plan of a call; tuning and tests pass their own
+    tokens     most rows of a group; 1 = each row is computed by itself, and the calls have no groups
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class DecodeAttention:
         early: bool = False,
         choose: PlanFunction = make_plan,
         kv_dtype: torch.dtype | None = None,
+        tokens: int = 1,
     ) -> None:
         if shape.heads % shape.kv_heads:
             raise ValueError(f"{shape.heads} query heads do not divide into {shape.kv_heads} key heads")
@@ -90,12 +95,13 @@ class DecodeAttention:
         self._pdl = pdl
         self._early = early
         self._choose = choose
+        self._tokens = tokens
         self._plans: dict[tuple[int, int], Plan] = {}
         self._sms = INTERPRETER_SMS
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         most = max(self._plan(rows, ENDLESS).partials(rows) for rows in range(1, max_rows + 1))
-        room = most * shape.heads
+        room = most * shape.heads * tokens
         self._partials = torch.empty(room, shape.head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(room, dtype=torch.float32, device=device)
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
@@ -107,28 +113,38 @@ class DecodeAttention:
         """Resets the counters after calls that may have overlapped, whose results are undefined."""
         self._counters.zero_()
 
-    def begin_step(self, cache: KvCache, page_table: Tensor, context_lens: Tensor) -> None:
+    def begin_step(
+        self, cache: KvCache, page_table: Tensor, context_lens: Tensor, groups: Tensor | None = None
+    ) -> None:
         """Called once before the calls of a step by the same thread, with the arguments of these calls.
+
+        `groups` as `DraftGroups.table`, where a group may have several rows.
 
         Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later kernels see what it
         writes. ValueError for more than `max_rows` rows, or a dtype other than that of the scratch.
         """
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
+        if (groups is None) != (self._tokens == 1):
+            raise ValueError(f"groups of {self._tokens} rows need a table, and only they")
+        if groups is not None:
+            rows = len(groups) - 1
         if rows > self._max_rows:
             raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
         if codes_of(cache).dtype != self._kv_dtype:
             raise ValueError(f"a cache of {codes_of(cache).dtype}, but scratch for {self._kv_dtype}")
         plan = self._plan(rows, capacity)
         tile_ranges = self._tile_ranges(rows, plan.units)
-        self._begun.step = _Step(rows, capacity, plan, tile_ranges)
+        self._begun.step = _Step(rows, capacity, plan, tile_ranges, groups)
         if plan.units:
             plan_tile_ranges_kernel[plan.units,](
                 context_lens,
+                context_lens if groups is None else groups,
                 tile_ranges,
                 rows,
                 WINDOW=self._shape.window or 0,
                 BLOCK_TOKENS=plan.block_tokens,
                 ROWS_TILE=ROWS_TILE,
+                TOKENS=self._tokens,
                 num_warps=1,
             )
 
@@ -156,15 +172,16 @@ class DecodeAttention:
         alone        the launch does not overlap the one before it in its stream
         → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
         """
-        rows, heads, head_dim = q.shape
+        tokens, heads, head_dim = q.shape
         shape, held = self._shape, codes_of(cache)
         page_tokens = held.shape[4]
         step: _Step | None = getattr(self._begun, "step", None)
+        rows = tokens if step is None or step.groups is None else step.rows
         if step is None or (step.rows, step.capacity) != (rows, page_table.shape[1] * page_tokens):
-            raise ValueError(f"{rows} rows of a step that began with others")
+            raise ValueError(f"{tokens} rows of a step that began with others")
         chosen = step.plan
         if out is None:
-            out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
+            out = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
         pdl = self._pdl and not alone
         kernel: Any
         if chosen.units:
@@ -189,6 +206,8 @@ class DecodeAttention:
             page_table.stride(0),
             shape.scale * LOG2_E.value,
             q if sinks is None else sinks,
+            context_lens if step.groups is None else step.groups,
+            tokens,
             **cut,
             **self._constants(page_tokens, chosen.block_tokens, held.element_size()),
             HEAD_STRIDE=held.stride(3),
@@ -210,16 +229,22 @@ class DecodeAttention:
         group = shape.heads // shape.kv_heads
         group_padded = triton.next_power_of_2(group)
         dim_padded = triton.next_power_of_2(shape.head_dim)
+        group_tile = max(LEAST_DOT, group_padded * self._tokens)
+        merged_tile = group_padded if self._tokens == 1 else group_tile
+        large = self._tokens > 1 and group_tile > LEAST_DOT
+        merged_elements = MERGED_ELEMENTS // 2 if large else MERGED_ELEMENTS
         return {
             "GROUP": group,
-            "GROUP_TILE": max(LEAST_DOT, group_padded),
+            "GROUP_TILE": group_tile,
             "GROUP_PADDED": group_padded,
             "KV_HEADS": shape.kv_heads,
             "HEAD_DIM": shape.head_dim,
             "DIM_PADDED": dim_padded,
             "PAGE_TOKENS": page_tokens,
             "BLOCK_TOKENS": block_tokens,
-            "MERGED_SPLITS": max(1, MERGED_ELEMENTS // (group_padded * dim_padded)),
+            "MERGED_TILE": merged_tile,
+            "MERGED_SPLITS": max(1, merged_elements // (merged_tile * dim_padded)),
+            "TOKENS": self._tokens,
             "LINES": max(1, dim_padded * item_bytes // LINE_BYTES),
             "WINDOW": shape.window or 0,
             "SOFTCAP": (shape.softcap or 0.0) * LOG2_E.value,

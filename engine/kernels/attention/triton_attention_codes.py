@@ -11,7 +11,14 @@ divided by them.
 import triton
 import triton.language as tl
 
-from engine.kernels.attention.triton_attention_tiles import LOG2_E, page_of_tile, token_offsets
+from engine.kernels.attention.triton_attention_tiles import (
+    LOG2_E,
+    finite,
+    heads_of,
+    is_seen,
+    page_of_tile,
+    token_offsets,
+)
 from engine.kernels.triton_launch import INTERPRETED
 from engine.kernels.triton_math import tanh
 
@@ -113,7 +120,7 @@ def _scales_at(
 @triton.jit
 def attend_to_codes(
     q_at,
-    q_head_stride,
+    held,
     keys,
     values,
     table,
@@ -126,8 +133,10 @@ def attend_to_codes(
     log2_scale,
     sinks,
     split,
+    contexts,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
@@ -135,20 +144,16 @@ def attend_to_codes(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Computes what `attend` does, for the queries at `q_at`, one of a head every `q_head_stride`."""
+    """Computes what `attend` does, for the queries at `q_at` [GROUP_TILE], where they are `held`."""
     WORDS: tl.constexpr = HEAD_DIM // 2
     FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     wide: tl.constexpr = q_at.dtype.element_ty == tl.float32
     dtype: tl.constexpr = tl.float32 if wide else tl.float16
     token = tl.arange(0, BLOCK_TOKENS)
     word = tl.arange(0, DIM_PADDED // 2)
-    head = tl.arange(0, GROUP_TILE)
-    even, odd, unit = _split_query(
-        q_at + head[:, None] * q_head_stride + 2 * word[None, :],
-        (head < GROUP)[:, None] & (word < WORDS)[None, :],
-        dtype,
-    )
+    even, odd, unit = _split_query(q_at[:, None] + 2 * word[None, :], held[:, None] & (word < WORDS)[None, :], dtype)
     BIASED: tl.constexpr = not FP8 and not wide
     FACTOR: tl.constexpr = TINY if BIASED and not _WIDE else 1.0
     first_scores = tl.zeros([GROUP_TILE, BLOCK_TOKENS], tl.float32)
@@ -183,10 +188,12 @@ def attend_to_codes(
             scores = tanh(scores / SOFTCAP) * SOFTCAP
         value_scale = tl.load(value_scale_at, mask=seen, other=1.0)
         value_scale = tl.where(value_scale < LEAST_SCALE, LEAST_SCALE, value_scale)
-        scores = tl.where(seen[None, :], scores + _log2(value_scale)[None, :], float("-inf"))
+        visible = is_seen(position, seen, contexts, WINDOW, TOKENS)
+        scores = tl.where(visible, scores + _log2(value_scale)[None, :], float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(highest - higher)
+        base = finite(higher, TOKENS)
+        weight = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(weight * _reciprocal(value_scale)[None, :], axis=1)
         value = tl.load((values + offset).to(tl.pointer_type(tl.int16), bitcast=True) + cells, mask=loaded, other=0)
         weight = weight.to(dtype)
@@ -196,6 +203,7 @@ def attend_to_codes(
     if SINKS:  # noqa: SIM102 - a constant
         if split == 0:
             # Behind the loop: a sink above all scores would make the weights, which contain scales, too small.
+            head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
             sink = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
             highest = tl.where(highest == float("-inf"), sink, highest)
             total += tl.exp2(tl.minimum(sink - highest, _MOST_EXPONENT))

@@ -3,10 +3,12 @@
 Measured in whole steps, see docs/decisions/0006-gpu-decode-step.md. No Triton.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+
+from engine.config.attention import AttentionShape
 
 LEAST_DOT = 16
 """The least number of rows of a tile that the matrix units take."""
@@ -21,6 +23,12 @@ NEARLY = 15 / 16
 """The part of these programs from which on a number that divides rows of one length evenly is used instead."""
 MOST_SPLITS = 32
 """The largest useful number of splits: more make a row no faster, as its last program has to merge them."""
+MOST_GROUP_SPLITS, LEAST_GROUP_TILES = 16, 4
+"""The same for a group of several rows, whose last program merges as many times as much, and the shortest range."""
+GROUP_TILE_MAX = 32
+"""The largest tile of a group: larger ones need more registers than leave room for a second program."""
+GROUP_ROWS_MAX = 8
+"""The most rows of a group: of a request with seven drafts."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
 """Splits and shortest range of float32, whatever the batch."""
 
@@ -102,3 +110,32 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
         return replace(tile, splits=min(resident, most))
     whole = resident // rows * rows
     return replace(tile, units=min(whole if whole >= NEARLY * resident else resident, rows * most))
+
+
+def group_rows(shapes: Iterable[AttentionShape], drafts: int) -> int:
+    """Returns the most rows of a group (`DecodeAttention`) in steps where a request has up to `drafts` drafts.
+
+    The rows' queries fill the matrix units' smallest tile if it holds all rows of a request, else `GROUP_TILE_MAX`. 1
+    where the heads of a key head fill it, and without shapes.
+    """
+    heads = max((1 << (shape.heads // shape.kv_heads - 1).bit_length() for shape in shapes), default=GROUP_TILE_MAX)
+    tile = LEAST_DOT if (drafts + 1) * heads <= LEAST_DOT else GROUP_TILE_MAX
+    return max(1, min(GROUP_ROWS_MAX, tile // heads))
+
+
+def make_group_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
+    """Returns the plan of `rows` groups, see `make_plan`; of float32 the same.
+
+    Their tiles of queries are larger: `SMALL_TILE` gets more warps, and `ROUNDS_TILE` takes the place of `LARGE_TILE`,
+    whose registers would not do.
+    """
+    plan = make_plan(rows, kv_heads, head_dim, capacity, dtype, sms)
+    if dtype == torch.float32:
+        return plan
+    if plan.splits > 1:
+        plan = replace(plan, splits=min(plan.splits, MOST_GROUP_SPLITS), least_tiles=LEAST_GROUP_TILES)
+    if plan.block_tokens == SMALL_TILE.block_tokens:
+        plan = replace(plan, warps=2 * plan.warps)
+    elif dtype.itemsize > 1 and plan.block_tokens == LARGE_TILE.block_tokens:
+        plan = replace(ROUNDS_TILE, units=plan.units)
+    return plan

@@ -1,4 +1,4 @@
-"""The device functions of decode attention: loads of a row's keys and values, attention, and the merge.
+"""The device functions of decode attention: loads of a row's keys and values, and attention.
 
 Tiles of BLOCK_TOKENS positions are counted from position 0. Where a page holds whole tiles, a tile's keys are one
 contiguous range in one page; else each token's page is looked up. Page ids are read one tile ahead of their use. Scores
@@ -26,12 +26,6 @@ def first_seen(context, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def tiles_of(context, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Returns the number of tiles that such a row sees."""
-    return tl.cdiv(context, BLOCK_TOKENS) - first_seen(context, WINDOW) // BLOCK_TOKENS
-
-
-@triton.jit
 def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """Returns the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
     start = tile * BLOCK_TOKENS
@@ -53,6 +47,73 @@ def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKE
         within = (tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)) % PAGE_TOKENS
         offset = (page.to(tl.int64) * page_stride + within * ROW)[:, None]
     return offset
+
+
+@triton.jit
+def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns the head [SIZE] within its group of each query of a tile: TOKENS times those of a key head."""
+    head = tl.arange(0, SIZE)
+    if TOKENS > 1:
+        head = head % GROUP_PADDED
+    return head
+
+
+@triton.jit
+def group_of(
+    row, groups, context_lens, GROUP_TILE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Returns the first row of group number `row` and its count of rows, then its contexts and rows.
+
+    The contexts are those of its first and of its last row, then of each query [GROUP_TILE], then come the rows of the
+    queries. Queries of no row have the last row's context. See `engine.kernels.base.DraftGroups`; with one token each
+    row is a group, and all are scalars.
+    """
+    if TOKENS == 1:
+        count = 1
+        first = row
+        rows = row
+        shortest = tl.load(context_lens + row)
+        longest = shortest
+        contexts = shortest
+    else:
+        first = tl.load(groups + 3 * row)
+        follow = tl.load(groups + 3 * row + 1)
+        count = tl.load(groups + 3 * row + 2)
+        shortest = tl.load(context_lens + first, mask=count > 0, other=0)
+        more = tl.maximum(count - 1, 0)
+        longest = shortest + more
+        token = tl.arange(0, GROUP_TILE) // GROUP_PADDED
+        rows = tl.where(token == 0, first, follow + token - 1)
+        contexts = shortest + tl.minimum(token, more)
+    return first, count, shortest, longest, contexts, rows
+
+
+@triton.jit
+def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns which queries [SIZE] of a tile are a head of one of `count` rows."""
+    held = heads_of(SIZE, GROUP_PADDED, TOKENS) < GROUP
+    if TOKENS > 1:
+        held = held & (tl.arange(0, SIZE) // GROUP_PADDED < count)
+    return held
+
+
+@triton.jit
+def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns which positions each query sees, of those that any query of its tile sees, as [1 or queries, tokens]."""
+    visible = seen[None, :]
+    if TOKENS > 1:
+        visible = visible & (position[None, :] < contexts[:, None])
+        if WINDOW > 0:
+            visible = visible & (position[None, :] >= (contexts - WINDOW)[:, None])
+    return visible
+
+
+@triton.jit
+def finite(highest, TOKENS: tl.constexpr):
+    """Returns running maxima that may be subtracted: 0 for a query of several tokens that has seen nothing yet."""
+    if TOKENS > 1:
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+    return highest
 
 
 @triton.jit
@@ -120,8 +181,10 @@ def attend(
     log2_scale,
     sinks,
     split,
+    contexts,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
@@ -129,9 +192,12 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    TOKENS: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
     """Computes attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, whose page is `page`, to `end`.
+
+    Positions from `begin` to `context` are loaded; with several TOKENS each query sees those of its own `contexts`.
 
     The first range (`split` 0) of a row includes the score of its sink, if SINKS: `sinks` points to those of the key
     head. SOFTCAP is in units of log2, 0 = none. Returns the running maximum and sum [GROUP_TILE] of its scores, and the
@@ -147,7 +213,7 @@ def attend(
     total = tl.zeros([GROUP_TILE], tl.float32)
     mixed = tl.zeros([GROUP_TILE, DIM_PADDED], tl.float32)
     if SINKS:
-        head = tl.arange(0, GROUP_TILE)
+        head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
         if split == 0:
             highest = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
             total += 1.0
@@ -165,99 +231,13 @@ def attend(
         scores = _dot(query, tl.trans(key), WIDE_DOT) * log2_scale
         if SOFTCAP > 0:
             scores = tanh(scores / SOFTCAP) * SOFTCAP
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = tl.where(is_seen(position, seen, contexts, WINDOW, TOKENS), scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(highest - higher)
+        base = finite(higher, TOKENS)
+        weight = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(weight, axis=1)
         value = tl.load(values + offset + cells, mask=loaded, other=0.0)
         mixed = mixed * fade[:, None] + _dot(weight.to(value.dtype), value, WIDE_DOT)
         highest = higher
     return highest, total, mixed
-
-
-@triton.jit
-def _merge(
-    partials,
-    partial_lse,
-    count,
-    GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    MERGED_SPLITS: tl.constexpr,
-):
-    """Returns the softmax-weighted sum of `count` normalised partial results → [GROUP_PADDED, DIM_PADDED] float32."""
-    split = tl.arange(0, MERGED_SPLITS)
-    group = tl.arange(0, GROUP_PADDED)
-    dim = tl.arange(0, DIM_PADDED)
-    highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PADDED], tl.float32)
-    merged = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
-    cell = split[:, None] * GROUP + group[None, :]
-    element = cell[:, :, None] * HEAD_DIM + dim[None, None, :]
-    for first in tl.range(0, count, MERGED_SPLITS):
-        present = (first + split < count)[:, None] & (group < GROUP)[None, :]
-        loaded = present[:, :, None] & (dim < HEAD_DIM)[None, None, :]
-        values = tl.load(partials + first * GROUP * HEAD_DIM + element, mask=loaded, other=0.0, cache_modifier=".cg")
-        # A padded head gets a finite weight; any number does, as it is not stored.
-        absent = tl.where(group < GROUP, float("-inf"), 0.0)[None, :]
-        lse = tl.load(partial_lse + first * GROUP + cell, mask=present, other=float("-inf"), cache_modifier=".cg")
-        lse = tl.where(present, lse, absent)
-        higher = tl.maximum(highest, tl.max(lse, axis=0))
-        weight = tl.exp2(lse - higher[None, :])
-        fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(weight, axis=0)
-        merged = merged * fade[:, None] + tl.sum(values * weight[:, :, None], axis=0)
-        highest = higher
-    return merged / total[:, None]
-
-
-@triton.jit
-def deliver(
-    highest,
-    total,
-    mixed,
-    lane,
-    split,
-    active,
-    first_partial,
-    out,
-    partials,
-    partial_lse,
-    counters,
-    GROUP: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    MERGED_SPLITS: tl.constexpr,
-):
-    """Stores the result of `attend` for range number `split` of the row and key head `lane`.
-
-    If it is the only `active` one it is the final result, else the partial result number `first_partial` + `split`; the
-    last program to arrive merges them.
-    """
-    head = tl.arange(0, GROUP_TILE)
-    dim = tl.arange(0, DIM_PADDED)
-    held = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
-    out_row = out + lane * (GROUP * HEAD_DIM)
-    out_cells = head[:, None] * HEAD_DIM + dim[None, :]
-    if active == 1:
-        tl.store(out_row + out_cells, result.to(out.dtype.element_ty), mask=held)
-    else:
-        lane_partials = partials + first_partial * (GROUP * HEAD_DIM)
-        lane_lse = partial_lse + first_partial * GROUP
-        tl.store(lane_partials + split * (GROUP * HEAD_DIM) + out_cells, result, mask=held)
-        tl.store(lane_lse + split * GROUP + head, highest + tl.log2(total), mask=head < GROUP)
-        # All warps' stores come before the one thread that counts.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + lane, 1, sem="acq_rel", scope="gpu")
-        if arrived == active - 1:
-            merged = _merge(lane_partials, lane_lse, active, GROUP, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS)
-            member = tl.arange(0, GROUP_PADDED)
-            kept = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-            merged_cells = member[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept)
-            tl.store(counters + lane, 0)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from engine.config.attention import AttentionShape
 from engine.kernels.attention import triton_attention_kernels as kernels
 from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.attention.triton_attention_kernels import TileRange
 from engine.kernels.attention.triton_attention_plan import Plan, PlanFunction, make_plan
+from engine.kernels.attention.triton_attention_ranges import TileRange
 from engine.kernels.triton_launch import overlaps_launches
 from tests.kernels import tile_range_model
 from tests.kernels.decode_cases import DEVICE, ON_GPU, attention_of, check, decode_step, fixed, rows_of

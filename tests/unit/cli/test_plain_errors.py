@@ -37,5 +37,5 @@ def test_every_setting_of_an_engine_is_an_option_of_up() -> None:
     )
     assert set(SETTINGS.values()) <= up | others
     assert {SETTINGS[field.name] for field in fields(EngineConfig) if field.name in SETTINGS} <= up
-    by_others = {"cuda_graphs"}  # of benchmarks and tests
+    by_others = {"cuda_graphs", "draft_graphs"}  # of benchmarks and tests, and of workers with --speculate
     assert {field.name for field in fields(EngineConfig)} - by_others <= SETTINGS.keys()

@@ -174,6 +174,13 @@ def test_settings_reach_the_engine() -> None:
     assert (engine.memory_fraction, engine.kv_cache_bytes, engine.max_batch_requests) == (0.5, None, 256)
 
 
+def test_engines_of_workers_that_draft_capture_their_steps() -> None:
+    methods = {"auto": False, "off": False, "ngram": True, "suffix": True}
+    configs = {method: ClusterConfig(model=Path("m"), device="cuda", speculate=method) for method in methods}
+    engines = {method: worker_config(each, plan(each, gpus=1)[0]).engine for method, each in configs.items()}
+    assert {method: engine.draft_graphs for method, engine in engines.items()} == methods
+
+
 def test_a_chosen_gpu_is_kept() -> None:
     slots = plan(ClusterConfig(model=Path("m"), device="cuda:3"), gpus=8)
     assert {slot.device for slot in slots} == {"cuda:3"}

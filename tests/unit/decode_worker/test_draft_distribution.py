@@ -3,22 +3,28 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from decode_worker.drafts import RowDrafts, StepDrafts
 from engine.sampler import sample
-from engine.sampling_filters import draw_filtered, has_filters
+from engine.sampling_filters import draw_filtered, has_filters, invert
 from engine.steps.draws import Draw
+from engine.steps.seeded import start_of, uniforms
 from wire.messages import SamplingParams
 
-VOCAB, SEEDS = 32, 10_000
-FILTERS = [
-    SamplingParams(2, temperature=1.0),
-    SamplingParams(2, temperature=0.8, top_p=0.9),
-    SamplingParams(2, temperature=1.0, top_k=20, min_p=0.02),
-]
+VOCAB, SEEDS = 32, 100_000
+FILTERS = {
+    "all tokens": SamplingParams(2, temperature=1.0),
+    "temperature": SamplingParams(2, temperature=0.8),
+    "top-p": SamplingParams(2, temperature=0.8, top_p=0.9),
+    "top-k": SamplingParams(2, temperature=1.0, top_k=20),
+    "min-p": SamplingParams(2, temperature=1.0, min_p=0.02),
+    "all filters": SamplingParams(2, temperature=1.2, top_k=24, top_p=0.95, min_p=0.01),
+}
+STARTS = np.array([start_of(seed) for seed in range(SEEDS)], dtype=np.uint64)
 Rule = Callable[[Sequence[int], Sequence[int], Sequence[int]], list[list[int]]]
 """From the draws of the newest tokens' rows, the drafts and the draws of their rows: the tokens of each request."""
 
@@ -38,47 +44,53 @@ def trusting(first: Sequence[int], drafts: Sequence[int], second: Sequence[int])
     return found
 
 
-def draw(logits: Tensor, sampling: SamplingParams, seeds: Sequence[int], index: int) -> list[int]:
-    """Draw number `index` of each seed's sequence."""
-    tokens: list[int] = sample(logits, [Draw(replace(sampling, seed=seed), index) for seed in seeds]).tolist()
-    return tokens
+def draw(logits: Tensor, sampling: SamplingParams, index: int) -> list[int]:
+    """Draw number `index` of each seed's sequence, as `sample` does for each seed by itself."""
+    probabilities = soft(logits, sampling)
+    numbers = torch.from_numpy(uniforms(STARTS[: len(logits)], np.full(len(logits), index)))[:, None]
+    filtered = has_filters(sampling)
+    tokens = draw_filtered(probabilities, [sampling] * len(logits), numbers) if filtered else None
+    drawn: list[int] = (invert(probabilities, numbers) if tokens is None else tokens).tolist()
+    return drawn
 
 
-def statistic(rule: Rule, sampling: SamplingParams, probabilities: Callable[[Tensor], Tensor]) -> tuple[float, int]:
-    """Chi-square of the joint of two tokens against the model's, and its degrees of freedom."""
+def soft(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    return torch.softmax((logits - logits.amax(-1, keepdim=True)) / sampling.temperature, dim=-1)
+
+
+def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """The probabilities [rows, VOCAB] float64 that temperature and filters leave, one token after the other."""
+    found = torch.zeros(logits.shape, dtype=torch.float64)
+    for row, probabilities in zip(found, soft(logits.double(), sampling), strict=True):
+        ranked = sorted(range(VOCAB), key=lambda token: (-float(probabilities[token]), token))
+        best = ranked[: sampling.top_k or VOCAB]
+        total, before = float(probabilities[best].sum()), 0.0
+        for token in best:
+            weight = float(probabilities[token])
+            if weight >= sampling.min_p * float(probabilities[best[0]]) and before < sampling.top_p * total:
+                row[token] = weight
+            before += weight
+    return found / found.sum(-1, keepdim=True)
+
+
+def statistic(rule: Rule, sampling: SamplingParams) -> tuple[float, int, int]:
+    """Chi-square of the joint of two tokens against the model's, its degrees of freedom, and dropped pairs."""
     generator = torch.Generator().manual_seed(3)
     head = torch.randn(VOCAB, generator=generator)
     tail = 2 * torch.randn(VOCAB, VOCAB, generator=generator)
-    seeds = list(range(SEEDS))
-    drafts = [seed % VOCAB if seed % 3 else int(head.argmax()) for seed in seeds]
-    first = draw(head.expand(SEEDS, -1), sampling, seeds, 0)
-    runs = rule(first, drafts, draw(tail[drafts], sampling, seeds, 1))
-    plain = draw(tail[first], sampling, seeds, 1)
+    drafts = [seed % VOCAB if seed % 3 else int(head.argmax()) for seed in range(SEEDS)]
+    first = draw(head.expand(SEEDS, -1), sampling, 0)
+    runs = rule(first, drafts, draw(tail[drafts], sampling, 1))
+    plain = draw(tail[first], sampling, 1)
     pairs = torch.tensor([(*run, token)[:2] for run, token in zip(runs, plain, strict=True)])
-    counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64).index_put_(
-        (pairs[:, 0], pairs[:, 1]), torch.ones(SEEDS, dtype=torch.float64), accumulate=True
-    )
-    expected = SEEDS * (probabilities(head[None])[0][:, None] * probabilities(tail)).double()
+    counts = torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2).view(VOCAB, VOCAB).double()
+    expected = SEEDS * kept(head[None], sampling)[0][:, None] * kept(tail, sampling)
     common = expected >= 5
     rare_counts, rare = counts[~common].sum(), expected[~common].sum()
     found = ((counts - expected)[common].square() / expected[common]).sum()
     if rare > 0:
         found += (rare_counts - rare) ** 2 / rare
-    return float(found), int(common.sum()) - (0 if rare > 0 else 1)
-
-
-def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """The probabilities of tokens after temperature and filters, by many evenly spread numbers."""
-    soft = torch.softmax(logits / sampling.temperature, dim=-1)
-    if not has_filters(sampling):
-        return soft
-    points = 4096
-    numbers = ((torch.arange(points, dtype=torch.float64) + 0.5) / points)[:, None]
-    found = []
-    for row in soft:
-        drawn = draw_filtered(row.expand(points, -1), [sampling] * points, numbers)
-        found.append(torch.bincount(drawn, minlength=VOCAB) / points)
-    return torch.stack(found)
+    return float(found), int(common.sum()) - (0 if rare > 0 else 1), int(counts[expected == 0].sum())
 
 
 def limit(degrees: int) -> float:
@@ -87,13 +99,23 @@ def limit(degrees: int) -> float:
     return float(degrees * (1 - spread + 3.0902 * spread**0.5) ** 3)
 
 
-@pytest.mark.parametrize("sampling", FILTERS, ids=["all tokens", "top-p", "top-k and min-p"])
+@pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS)
 def test_answers_follow_the_model(sampling: SamplingParams) -> None:
-    found, degrees = statistic(matching, sampling, lambda logits: kept(logits, sampling))
+    found, degrees, dropped = statistic(matching, sampling)
+    assert not dropped
     assert degrees > 100
     assert found < limit(degrees)
 
 
-def test_a_broken_rule_is_detected() -> None:
-    found, degrees = statistic(trusting, FILTERS[0], lambda logits: kept(logits, FILTERS[0]))
-    assert found > limit(degrees)
+@pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS)
+def test_a_broken_rule_is_detected(sampling: SamplingParams) -> None:
+    found, degrees, _ = statistic(trusting, sampling)
+    assert found > 2 * limit(degrees)
+
+
+@pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS)
+def test_draws_are_those_of_the_sampler(sampling: SamplingParams) -> None:
+    logits = 2 * torch.randn(500, VOCAB, generator=torch.Generator().manual_seed(5))
+    for index in (0, 1):
+        draws = [Draw(replace(sampling, seed=seed), index) for seed in range(len(logits))]
+        assert draw(logits, sampling, index) == sample(logits, draws).tolist()

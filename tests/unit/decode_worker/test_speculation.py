@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ import pytest
 from costs.acceptance import PRIOR, WINDOW, Acceptance
 from costs.step_cost import StepCost
 from costs.step_work import StepWork
-from decode_worker.speculation import GAIN_MIN, Candidate, StepBounds, break_even, with_drafts, with_most_tokens
+from decode_worker.speculation import (
+    GAIN_MIN,
+    ROWS_MAX,
+    Candidate,
+    StepBounds,
+    break_even,
+    with_drafts,
+    with_most_tokens,
+)
 from engine.speculation.proposer import Draft
 from wire.cost_parameters import CostParameters
 
@@ -61,6 +70,23 @@ def test_the_bounds_of_a_step_hold() -> None:
     assert chosen(CHEAP, many, rows=4) == [3]
     assert chosen(CHEAP, many, seconds=10.71e-3) == [2]
     assert chosen(CHEAP, many, seconds=1e-3) == []
+
+
+def test_rows_that_read_no_kv_add_no_context() -> None:
+    cost = StepCost(CostParameters(base_s=10e-3, row_s=0.0, context_s=20e-6))
+    each = candidate(0.9, 0.9)
+    once = replace(each, context=None)
+    assert with_drafts(ONE, [each]) == StepWork(decode_rows=3, decode_context_tokens=303, draft_rows=2)
+    assert with_drafts(ONE, [once]) == StepWork(decode_rows=3, decode_context_tokens=100, draft_rows=2)
+    assert break_even(cost, ONE) == pytest.approx(2 / 12)
+    assert break_even(cost, ONE, kv_read_once=True) == 0
+    poor = candidate(0.1)
+    assert chosen(cost, poor) == []
+    assert chosen(cost, replace(poor, context=None)) == [1]
+
+
+def test_a_step_has_no_more_rows_than_graphs_have() -> None:
+    assert sum(chosen(CHEAP, *[candidate(*[0.9] * 7) for _ in range(100)])) == ROWS_MAX - 100
 
 
 def test_the_break_even_is_the_cost_of_a_row() -> None:

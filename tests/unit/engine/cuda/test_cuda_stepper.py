@@ -19,8 +19,13 @@ from wire.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=4, page_tokens=16)
 DRAW = Draw(SamplingParams(max_tokens=1), 0)
+SIZES = StepSizes(tokens=8, rows=2, width=4, drawn=2)
 GRAPH = SimpleNamespace(
-    chunks_at=None, sizes=StepSizes(tokens=8, rows=2, width=4, drawn=2), replay=lambda words: torch.zeros(2, 50)
+    chunks_at=None,
+    groups=None,
+    input_words=SIZES.words,
+    sizes=SIZES,
+    replay=lambda words: torch.zeros(2, 50),
 )
 
 
@@ -31,7 +36,7 @@ def stepper_with(graph: object, monkeypatch: pytest.MonkeyPatch) -> CudaStepper:
     draws, none = SimpleNamespace(make_memory=lambda: None), SimpleNamespace(fitting=lambda *_: None)
     prompts = SimpleNamespace(fitting=lambda *_: graph)
     parts: list[Any] = [StepPacker(LIMITS), lambda *_: torch.zeros(1, 50), draws, torch.zeros(8, dtype=torch.int64)]
-    return CudaStepper(*parts, graphs=cast(Any, none), prompts=cast(Any, prompts))
+    return CudaStepper(*parts, graphs=cast(Any, none), prompts=cast(Any, prompts), verify=cast(Any, none))
 
 
 def compute(stepper: CudaStepper, *token_ids: int) -> None:

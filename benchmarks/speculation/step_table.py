@@ -1,0 +1,191 @@
+"""Measures decode steps with drafts beside those without, by batch and rate of acceptance, of a real worker.
+
+Each batch is answered by a worker without drafts, then by another with every fixed number of drafts and with as many
+as it chooses itself. Drafts are accepted by chance (`chance.py`). A figure is taken over some steps in which all
+requests run.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.speculation.chance import Chance, ChanceProposer
+from benchmarks.speculation.local_worker import ROUTER, LocalWorker
+from decode_worker.speculation import DRAFTS_MAX
+from engine.config import EngineConfig
+from engine.cuda.verify_graphs import DRAFTS, MOST_ROWS
+from engine.model_runner import ModelRunner
+from wire.messages import SamplingParams
+from wire.speculation_method import SpeculationMethod
+
+WANTED = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
+"""The number of drafts that a batch is measured with besides `DRAFTS`."""
+ALPHAS = (0.7, 0.8)
+WARM_UP_STEPS, LEARNING_STEPS = 20, 100
+"""Steps before the measured ones: with a fixed number of drafts, and where the worker learns how many pay."""
+_PROMPT_STEPS = 100
+"""More steps than the prompts of a batch take, meanwhile others decode already."""
+_POLL_S = 0.002
+
+Figures = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The tokens of all requests up to a step, and the time at which they arrived."""
+
+    step: int
+    tokens: int
+    at_s: float
+
+
+class CountingWorker(LocalWorker):
+    """Counts the tokens of steps, at little cost for the thread that runs them."""
+
+    def __init__(self, runner: ModelRunner, engine: EngineConfig, method: SpeculationMethod) -> None:
+        super().__init__(runner, engine, method)
+        self.runner = runner
+        self._tokens = 0
+        self._marks: list[_Mark] = []
+
+    async def figures(
+        self, prompts: Sequence[Sequence[int]], most: int, before: int, steps: int
+    ) -> tuple[float, float, int]:
+        """Return the tokens per second, the seconds of a step, and the steps without a graph.
+
+        They are taken over about `steps` steps in which all of `prompts` are answered, each by at most `most` tokens,
+        behind the first `before` of such steps. RuntimeError if an answer ends before half of them.
+        """
+        answers = [self.send(prompt, SamplingParams(most, ignore_eos=True)) for prompt in prompts]
+        await _until(lambda: all(answer.token_ids for answer in answers))
+        first, misses = self._marks[-1].step + before, self.runner.graph_use.misses
+        last = first + steps
+        await _until(lambda: self._marks[-1].step >= last or any(answer.finished.is_set() for answer in answers))
+        misses = self.runner.graph_use.misses - misses
+        window = [mark for mark in self._marks if mark.step >= first]
+        self.worker.abort(ROUTER, self.refs())
+        await _until(lambda: not self.worker._halves.open_requests())
+        self._marks.clear()
+        if not window or window[-1].step - window[0].step < steps // 2:
+            raise RuntimeError(f"answers of {most} tokens end before {steps} steps with all of them")
+        start, end = window[0], window[-1]
+        seconds = end.at_s - start.at_s
+        return (end.tokens - start.tokens) / seconds, seconds / (end.step - start.step), misses
+
+    async def _read(self) -> None:
+        async for step in self.worker.attach(ROUTER).messages():
+            for event in step.events:
+                self.answer_of(event).take(event)
+            self._tokens += sum(len(event.token_ids) for event in step.events)
+            self._tokens += sum(len(columns.token_ids) for columns in step.tokens)
+            self._marks.append(_Mark(step.step, self._tokens, time.perf_counter()))
+
+
+class StepTable:
+    """The measurement of one engine."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        engine: EngineConfig,
+        *,
+        context: int,
+        steps: int,
+        alphas: Sequence[float] = ALPHAS,
+        drafts: Sequence[int] = DRAFTS,
+    ) -> None:
+        """Takes the tokens of each prompt, the steps of a figure, and the fixed numbers of drafts."""
+        self._runner = runner
+        self._engine = engine
+        self._context = context
+        self._steps = steps
+        self._alphas = alphas
+        self._drafts = drafts
+
+    async def rows(self, batches: Sequence[int], console: Console) -> list[Figures]:
+        """Return the figures of each batch and rate, and print them as they come."""
+        found: list[Figures] = []
+        for batch in batches:
+            async with CountingWorker.open(self._runner, self._engine, SpeculationMethod.OFF) as off:
+                off_per_s, off_s, misses = await off.figures(
+                    self._prompts(batch), self._most(1), WARM_UP_STEPS, self._steps
+                )
+            plain: Figures = {"off_tokens_per_s": round(off_per_s, 1), "off_ms": _ms(off_s), "off_graph_misses": misses}
+            chance = Chance(0.0)
+            async with CountingWorker.open(self._runner, self._engine, SpeculationMethod.NGRAM) as drafting:
+                drafting.speculation._proposer = ChanceProposer()
+                with chance.accepting():
+                    for alpha in self._alphas:
+                        chance.alpha = alpha
+                        row: Figures = {"batch": batch, "alpha": alpha, **plain}
+                        row |= await self._with_drafts(drafting, batch, off_per_s)
+                        found.append(row)
+                        console.print(row)
+        return found
+
+    async def _with_drafts(self, worker: CountingWorker, batch: int, off_per_s: float) -> Figures:
+        fixed: dict[str, Figures] = {}
+        ratios: dict[int, float] = {}
+        for drafts in sorted({*self._drafts, WANTED.get(batch, 1)}):
+            if batch * (drafts + 1) > MOST_ROWS:
+                continue
+            worker.speculation.fixed_drafts = drafts
+            per_s, step_s, misses = await worker.figures(
+                self._prompts(batch), self._most(drafts + 1), WARM_UP_STEPS, self._steps
+            )
+            ratios[drafts] = per_s / off_per_s
+            fixed[str(drafts)] = {
+                "verify_ms": _ms(step_s),
+                "over_off": round(ratios[drafts], 3),
+                "tokens_a_step": round(per_s * step_s / batch, 3),
+                "graph_misses": misses,
+            }
+        worker.speculation.fixed_drafts = None
+        most = self._most(min(DRAFTS_MAX + 1, max(2, MOST_ROWS // batch)))
+        per_s, step_s, misses = await worker.figures(self._prompts(batch), most, LEARNING_STEPS, self._steps)
+        adaptive, best = per_s / off_per_s, max(ratios, key=lambda drafts: ratios[drafts], default=0)
+        return {
+            "fixed": fixed,
+            "best_fixed": best,
+            "adaptive_ms": _ms(step_s),
+            "adaptive_over_off": round(adaptive, 3),
+            "adaptive_over_best_fixed": round(adaptive / max(1.0, ratios.get(best, 1.0)), 3),
+            "adaptive_tokens_a_step": round(per_s * step_s / batch, 3),
+            "adaptive_graph_misses": misses,
+        }
+
+    def _prompts(self, batch: int) -> list[list[int]]:
+        vocabulary = self._runner.spec.vocab_size
+        return [[(7 * n * n + 31 * number + n) % vocabulary for n in range(self._context)] for number in range(batch)]
+
+    def _most(self, tokens_a_step: int) -> int:
+        """Return the length of answers that do not end before their figures are taken, as far as the context allows."""
+        steps = _PROMPT_STEPS + LEARNING_STEPS + 2 * self._steps
+        return min(tokens_a_step * steps, self._runner.facts.max_context - self._context)
+
+
+def table_of(rows: Sequence[Figures]) -> Table:
+    """Return the figures with the wanted number of drafts as a table."""
+    names = ("batch", "α", "drafts", "off ms", "verify ms", "÷ off", "adaptive ÷ off", "÷ best fixed", "best")
+    table = Table(*names)
+    for row in rows:
+        drafts = str(WANTED.get(int(str(row["batch"])), 1))
+        fixed = row["fixed"]
+        wanted = fixed.get(drafts, {}) if isinstance(fixed, dict) else {}
+        cells = [row["batch"], row["alpha"], drafts, row["off_ms"], wanted.get("verify_ms"), wanted.get("over_off")]
+        cells += [row[name] for name in ("adaptive_over_off", "adaptive_over_best_fixed", "best_fixed")]
+        table.add_row(*map(str, cells))
+    return table
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the event loop has work meanwhile
+        await asyncio.sleep(_POLL_S)
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
