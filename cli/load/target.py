@@ -4,10 +4,10 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from benchmarks.load.client import LoadClient, make_ready
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.workload import Arrival, Block
 from cli.connection.client import RouterClient, ServerView
+from cli.load.client import LoadClient, make_ready
+from cli.load.record import RequestRecord
+from cli.load.workload import Arrival, Block
 from wire.errors import Unavailable
 
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
