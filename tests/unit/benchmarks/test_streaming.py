@@ -70,6 +70,6 @@ def _dies(*_: object) -> None:
 
 def test_a_router_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, the benchmark waited forever, since its own process held the pipe's other end open."""
-    monkeypatch.setattr(streaming, "_run_router", _dies)
+    monkeypatch.setattr(streaming, "run_router", _dies)
     with pytest.raises(EOFError):
         _turn(mp.get_context("spawn"), argparse.Namespace(answers=1, clients=1, tokens=1), "", Path(), 0)
