@@ -19,6 +19,8 @@ INTERRUPTED = 130
 
 SETTINGS = {
     "model": "--model",
+    "tokenizer": "--tokenizer",
+    "max_model_len": "--max-model-len",
     "device": "--device",
     "dtype": "--dtype",
     "quantization": "--quantization",

@@ -32,6 +32,7 @@ CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _MOST_FRONTS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "int8", "fp8")
+GENERATION_CONFIGS = ("auto", "none")
 QUANTIZATIONS = ("int8", "fp8", "int4")
 
 
@@ -43,6 +44,16 @@ class ClusterConfig:
     """Model folder in Hugging Face layout, already checked."""
     model_name: str = ""
     """The model name that clients use; empty = the folder's name."""
+    model_aliases: tuple[str, ...] = ()
+    """Other names by which clients may call the model."""
+    tokenizer: Path | None = None
+    """Folder with the tokenizer, configuration and chat templates that are used instead of the model's."""
+    chat_template: str = ""
+    """The chat template, in Jinja, that is used instead of the tokenizer's; empty = the tokenizer's."""
+    generation_config: str = "auto"
+    """`auto`: requests without sampling parameters have those of generation_config.json; `none`: plain sampling."""
+    max_model_len: int | None = None
+    """The longest context in tokens, prompt and answer together; None = the model's."""
     mode: str = Mode.DISAGGREGATED
     """`disaggregated`: `prefill` and `decode` workers; `colocated`: `workers` that do both."""
     prefill: int = 1
@@ -229,6 +240,7 @@ class ClusterConfig:
             ("--step-budget", 1 if self.step_budget is None else self.step_budget),
             ("--log-max-mib", self.log_max_mib),
             ("--default-max-tokens", 1 if self.default_max_tokens is None else self.default_max_tokens),
+            ("--max-model-len", 1 if self.max_model_len is None else self.max_model_len),
         ):
             if number < 1:
                 raise InvalidArgument(option, f"{number} is less than 1")
@@ -299,6 +311,7 @@ class ClusterConfig:
             ("--kv-cache-dtype", self.kv_cache_dtype, KV_DTYPES),
             ("--speculate", self.speculate, SpeculationMethod),
             ("--log-format", self.log_format, LogFormat),
+            ("--generation-config", self.generation_config, GENERATION_CONFIGS),
         ):
             if name not in list(known):
                 raise InvalidArgument(option, f"{name!r} is none of {', '.join(known)}")

@@ -28,11 +28,10 @@ class GrammarMasks:
         """
         rows = [row for row, sampling in enumerate(draws.samplings) if sampling.grammar]
         bits = np.stack([self._allowed(draws, row, vocab_size) for row in rows])
-        pinned = device.type == "cuda"
-        words = torch.tensor(bits, pin_memory=pinned).to(device, non_blocking=True)
+        words = _sent(torch.from_numpy(bits), device)
         shifts = torch.arange(32, dtype=torch.int32, device=device)
         forbidden = ((words.unsqueeze(-1) >> shifts) & 1 == 0).flatten(1)[:, :vocab_size]
-        return torch.tensor(rows, pin_memory=pinned).to(device, non_blocking=True), forbidden
+        return _sent(torch.tensor(rows), device), forbidden
 
     def _allowed(self, draws: Draws, row: int, vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Return the bits [ceil(vocab / 32)] of the tokens that a row may draw."""
@@ -48,3 +47,8 @@ class GrammarMasks:
             ends = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
             ends[list(self._eos_token_ids)] = True
             return np.packbits(ends, bitorder="little").view(np.int32)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device, which to a GPU is made from pinned memory without a wait."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

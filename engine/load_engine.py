@@ -22,7 +22,7 @@ from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.decoder import DecoderModel
-from engine.models.load_spec import load_spec, quantized_at_load
+from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
@@ -77,7 +77,7 @@ def load_parts(
     device = parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
     stored = load_spec(config.model) if config.random_weights else check_model(config.model)
-    spec = quantized_at_load(stored, config.quantization)
+    spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
     dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
     check_weights(device, spec)
     if device.type == "cpu":
@@ -88,7 +88,7 @@ def load_parts(
     chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
     model = _load_model(config, spec, chosen, dtype, device, progress=progress)
 
-    grammars = LazyGrammars(lambda: Grammars(config.model, spec.vocab_size, spec.eos_token_ids))
+    grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))
     masks = GrammarMasks(grammars, spec.eos_token_ids)
     stepper: Stepper
     if device.type == "cuda" and kernels is None:

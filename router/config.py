@@ -24,6 +24,14 @@ class RouterConfig:
     """The model name that clients use."""
     controller_address: str
     """host:port of the controller's gRPC server."""
+    model_aliases: tuple[str, ...] = ()
+    """Other names by which clients may call the model; answers have `model_name`."""
+    tokenizer: Path | None = None
+    """A folder with the tokenizer, its configuration and chat templates; None = `model`."""
+    chat_template: str = ""
+    """The chat template, in Jinja, that is used instead of the tokenizer's; "" = the tokenizer's."""
+    generation_config: str = "auto"
+    """`auto`: requests without sampling parameters have those of generation_config.json; `none`: plain sampling."""
     token: str = ""
     """The cluster's secret, which components prove by mutual TLS; empty = no authentication and no encryption."""
     name: str = "router"
@@ -141,6 +149,16 @@ class RouterConfig:
             raise InvalidArgument("max_queued_per_tenant", f"is {self.max_queued_per_tenant}, it must be at least 1")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:
             raise InvalidArgument("default_max_tokens", f"is {self.default_max_tokens}, it must be at least 1")
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The folder of the tokenizer, with the default of `tokenizer` applied."""
+        return self.tokenizer or self.model
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model, the one of answers first."""
+        return self.model_name, *self.model_aliases
 
     @property
     def tenant_queue_limit(self) -> int:

@@ -136,7 +136,8 @@ async def serve(config: RouterConfig, grace_s: float = 10.0) -> None:
 
 
 def _load(config: RouterConfig) -> tuple[Tokenizer, GenerationDefaults]:
-    return Tokenizer(config.model), read_generation_defaults(config.model)
+    defaults = read_generation_defaults(config.model) if config.generation_config == "auto" else GenerationDefaults()
+    return Tokenizer(config.tokenizer_folder, config.chat_template), defaults
 
 
 def _pair(endpoints: RouterEndpoints) -> tuple[str, str]:

@@ -14,7 +14,16 @@ from typing import Any, NoReturn, cast
 import grpc
 import grpc.aio
 
-from wire.errors import Internal, InvalidArgument, TandemError, Unauthenticated, clipped, from_code, from_status
+from wire.errors import (
+    ContextLengthExceeded,
+    Internal,
+    InvalidArgument,
+    TandemError,
+    Unauthenticated,
+    clipped,
+    from_code,
+    from_status,
+)
 from wire.limits.call_guard import CallGuard, public_options
 from wire.limits.listener_limits import ListenerLimits
 from wire.security.credentials import matching_key
@@ -118,7 +127,7 @@ def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
     trailing = dict(error.trailing_metadata() or ())
     message = error.details() or error.code().name
     code = str(trailing.get(ERROR_CODE, ""))
-    if code == InvalidArgument.code:
+    if code in (InvalidArgument.code, ContextLengthExceeded.code):
         return from_code(code, message)
     retry_after_s = float(str(trailing.get(RETRY_AFTER, 0)))
     if code:

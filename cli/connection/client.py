@@ -104,16 +104,18 @@ class RouterClient:
         async with open_client_channel(self._address, self._api_key) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             call: AsyncIterator[inference_pb2.GenerateResponse] = getattr(stub, method)(request)
-            complete = inference_pb2.Complete()
+            complete, reasons = inference_pb2.Complete(), False
             try:
                 async for message in call:
                     if message.HasField("chunk"):
-                        pieces.append(message.chunk.text)
-                        on_text(message.chunk.text)
+                        # Reasoning is shown and is no part of the answer.
+                        on_text(_shown(message.chunk, after_reasoning=reasons and not pieces))
+                        reasons = reasons or bool(message.chunk.reasoning)
+                        pieces += [message.chunk.text] if message.chunk.text else []
                     else:
                         complete = message.complete
             except grpc.aio.AioRpcError as error:
-                raise self._typed(error, begun=bool(pieces)) from None
+                raise self._typed(error, begun=bool(pieces) or reasons) from None
         return Answer(
             "".join(pieces),
             convert.finish_from_proto(complete.finish_reason),
@@ -135,3 +137,9 @@ class RouterClient:
         if begun:
             return Unavailable(f"lost the router at {self._address} before the answer's end; is `tandem up` running?")
         return Unavailable(f"cannot reach the router at {self._address}; is `tandem up` running there?")
+
+
+def _shown(chunk: inference_pb2.Chunk, *, after_reasoning: bool) -> str:
+    """Returns a chunk's text for the terminal: reasoning and content, with an empty line between."""
+    divider = "\n\n" if chunk.text and (after_reasoning or chunk.reasoning) else ""
+    return f"{chunk.reasoning}{divider}{chunk.text}"

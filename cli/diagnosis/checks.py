@@ -21,6 +21,7 @@ _FP8_CAPABILITY = (8, 9)
 DISTRIBUTION = "tandem"
 ROOMS = (
     "wire",
+    "tandem",
     "telemetry",
     "costs",
     "vocabulary",

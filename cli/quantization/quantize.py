@@ -23,7 +23,7 @@ Report = Callable[[str, float], None]
 
 @plain_errors
 def quantize(
-    model: Annotated[Path, typer.Argument(help="Folder in Hugging Face layout, or GGUF file.")],
+    model: Annotated[Path, typer.Argument(help="Folder in Hugging Face layout, GGUF file, or Hub id.")],
     output: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
     *,
     scheme: Annotated[
@@ -53,6 +53,7 @@ def quantize(
     """Quantize a model's weights into a compressed-tensors checkpoint, which vLLM and transformers load too."""
     from rich.console import Console
 
+    from cli.models.hub_model import hub_model
     from engine.device import parse_device
     from engine.quantizer.quantize import Recipe
     from engine.quantizer.quantize import quantize as write_quantized
@@ -66,7 +67,8 @@ def quantize(
     recipe = Recipe(parse_scheme(scheme), method, group_size)
     target = parse_device(device)
     with _progress(console) as report:
-        folder = prepare_model(model, progress=report)
+        hub = hub_model(model)
+        folder = prepare_model(model if hub is None else hub.download(report), progress=report)
         read = [] if method == "rtn" else _calibration_samples(folder, text, samples, tokens)
         written = write_quantized(folder, output, recipe, read, device=target, progress=report)
     console.print(_summary(written), highlight=False)

@@ -98,12 +98,12 @@ def check_page(config: ClusterConfig) -> None:
 
     from engine.cache.paged_cache import cache_bytes
     from engine.device import parse_kv_dtype, parse_page_tokens
-    from engine.models.load_spec import load_spec
+    from engine.models.load_spec import bounded, load_spec
 
     if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
         return
     engine = _engine(config)
-    device, shape = torch.device(config.device), load_spec(config.model)
+    device, shape = torch.device(config.device), bounded(load_spec(config.model), config.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
     if config.worker_kv_cache_bytes < needed:
@@ -123,10 +123,10 @@ def check_weights(config: ClusterConfig) -> None:
 
     from engine.device import parse_dtype
     from engine.models.allocation import weight_bytes
-    from engine.models.load_spec import load_spec, quantized_at_load
+    from engine.models.load_spec import bounded, load_spec, quantized_at_load
 
     # Also where another host or a GPU has the weights: a checkpoint that is quantized already is refused here.
-    stored = load_spec(config.model)
+    stored = bounded(load_spec(config.model), config.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
     if not config.on_cpu or config.ray_address:
         return

@@ -13,6 +13,7 @@ from rich.markup import escape
 from cli.connection import state
 from cli.connection.client import RouterClient, Sampling
 from cli.models.default_model import NAME, find_default_model
+from cli.models.hub_model import hub_model
 from cli.observe.log_folder import new_log_folder
 from cli.requests.answering import answer_one
 from cli.requests.timeline_table import timeline_table
@@ -29,6 +30,7 @@ from cli.start.preflight import (
 from cli.start.start_view import StartView
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster, Endpoints
+from router.text.chat_template_files import read_template
 from router.text.tokenizer import Tokenizer
 from wire.errors import TandemError
 
@@ -136,8 +138,14 @@ def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
 
 def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> ClusterConfig:
     """Returns the config with a checked model folder and the model name for clients."""
-    path = model or find_default_model()
-    with view.step(f"checking {path.name}") as progress:
+    hub = None if model is None else hub_model(model)
+    if hub is not None:
+        with view.step(f"fetching {hub.name}") as progress:
+            path = hub.download(progress)
+    else:
+        path = model or find_default_model()
+    name = hub.name if hub else NAME if model is None else path.stem if path.is_file() else path.resolve().name
+    with view.step(f"checking {name}") as progress:
         from engine.weights.gguf import prepare_model
 
         folder = path if config.random_weights else prepare_model(path, progress=progress, codes=True)
@@ -146,10 +154,11 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         check_page(config)
         check_weights(config)
         warn_of_slow_pages(config)
-        if path.is_dir():
-            Tokenizer(path)  # raises if it is missing; a converted GGUF file always has one
-    name = NAME if model is None else path.stem if path.is_file() else path.resolve().name
-    return replace(config, model_name=name)
+        tokenizer = config.tokenizer or folder
+        template = read_template(config.chat_template, tokenizer) if config.chat_template else ""
+        if path.is_dir() or config.tokenizer or template:
+            Tokenizer(tokenizer, template)  # raises if it is missing; a converted GGUF file always has one
+    return replace(config, model_name=config.model_name or name, chat_template=template)
 
 
 @contextmanager

@@ -28,6 +28,8 @@ ALIASES: Mapping[str, Sequence[str]] = {
 """vLLM's names, by the option's own."""
 OFF_ALIASES: Mapping[str, Sequence[str]] = {"prefix_cache": ("--no-enable-prefix-caching",)}
 """The same for the other side of a switch."""
+SEVERAL = frozenset({"--served-model-name"})
+"""Options that take several values, as in vLLM."""
 VARIABLES: Mapping[str, str] = {"address": "TANDEM_RAY_ADDRESS"}
 """Environment variables that are not named after their option: clients read TANDEM_ADDRESS as a router's address."""
 
@@ -43,6 +45,23 @@ class SettingsCommand(TyperCommand):
                 option.secondary_opts += OFF_ALIASES.get(option.name, ())
                 option.envvar = option.envvar or VARIABLES.get(option.name, PREFIX + option.name.upper())
         super().__init__(*args, params=params, **given)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the command line, in which an option of `SEVERAL` may have several values."""
+        return super().parse_args(ctx, _repeated(args))
+
+
+def _repeated(args: Sequence[str]) -> list[str]:
+    """Returns `--name A --name B` for `--name A B`."""
+    found: list[str] = []
+    option = ""
+    for word in args:
+        if option and not word.startswith("-") and found[-1] != option:
+            found.append(option)
+        found.append(word)
+        if word.startswith("-"):
+            option = word if word in SEVERAL else ""
+    return found
 
 
 def with_model_argument(up: Callable[..., None]) -> Callable[..., None]:

@@ -23,11 +23,41 @@ class ModelOptions:
     """Options of the served model."""
 
     model: Annotated[
-        str | None, typer.Option("--model", help="Hugging Face folder or GGUF file; default: SmolLM2-135M-Instruct.")
+        str | None,
+        typer.Option(
+            "--model",
+            help="Hugging Face folder, GGUF file, or a repository of the Hugging Face Hub, ORG/NAME[@REVISION]"
+            "[:FILE.gguf]; default: SmolLM2-135M-Instruct.",
+        ),
     ] = None
     random_weights: Annotated[
         str | None,
         typer.Option(help="For performance runs: the shape (llama-3-8b, qwen3-0.6b, …) of a model of random weights."),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            metavar="NAME [NAME...]",
+            help="Names by which clients call the model, the first of which answers have; default: that of --model.",
+        ),
+    ] = None
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the tokenizer and its chat templates; default: the model's own.", exists=True),
+    ] = None
+    chat_template: Annotated[
+        str, typer.Option(help="Jinja file, or name of one of the model's templates (tool_use, …); default: its own.")
+    ] = ""
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling of requests that name none: auto = as the model's generation_config.json; none = plain"
+            " sampling, temperature 1."
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest context in tokens, prompt and answer together; default: the model's.")
     ] = None
 
     def check(self) -> None:
@@ -37,7 +67,10 @@ class ModelOptions:
         if self.model is not None and self.random_weights is not None:
             raise InvalidArgument("--random-weights", "takes the place of --model; give one of them")
         if self.model == "":
-            raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
+            raise InvalidArgument("--model", "is empty; give a Hugging Face folder, a GGUF file or a Hub id")
+        names = self.served_model_name or []
+        if "" in names or len({*names}) < len(names):
+            raise InvalidArgument("--served-model-name", "has an empty name, or one twice; give each model name once")
 
     def path(self) -> Path | None:
         """Returns a folder or file, created for random weights; None = the small model."""
@@ -49,7 +82,18 @@ class ModelOptions:
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """Returns the config with these settings."""
-        return replace(config, model=Path(self.model or ""), random_weights=self.random_weights is not None)
+        first, *aliases = self.served_model_name or [""]
+        return replace(
+            config,
+            model=Path(self.model or ""),
+            random_weights=self.random_weights is not None,
+            model_name=first,
+            model_aliases=tuple(aliases),
+            tokenizer=None if self.tokenizer is None else self.tokenizer.resolve(),
+            chat_template=self.chat_template,
+            generation_config=self.generation_config,
+            max_model_len=self.max_model_len,
+        )
 
 
 @dataclass(frozen=True, slots=True)

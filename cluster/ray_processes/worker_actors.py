@@ -113,6 +113,8 @@ class WorkerActors:
         cluster = self._cluster
         engine = EngineConfig(
             model=cluster.model,
+            tokenizer=cluster.tokenizer,
+            max_model_len=cluster.max_model_len,
             device=slot.device,
             dtype=cluster.dtype,
             kv_cache_dtype=cluster.kv_cache_dtype,

@@ -13,6 +13,10 @@ class EngineConfig:
 
     model: Path
     """Folder in Hugging Face layout: config.json, safetensors, tokenizer."""
+    tokenizer: Path | None = None
+    """Folder with the tokenizer; None = `model`."""
+    max_model_len: int | None = None
+    """The longest context in tokens, prompt and answer together; None = the model's."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     dtype: str = "auto"

@@ -34,3 +34,13 @@ def tanh(x):
 def gelu_tanh(x):
     """Returns x · Φ(x) of float32 in the approximation with tanh (Hendrycks and Gimpel, arXiv:1606.08415)."""
     return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def as_codes(numbers, largest: tl.constexpr, kind: tl.constexpr):
+    """Returns float32 numbers of at most `largest` as codes, those of int8 rounded to nearest, ties to even."""
+    # Also keeps the product and the sum below from being computed in one operation, which rounds once.
+    numbers = tl.minimum(tl.maximum(numbers, -largest), largest)
+    if kind == tl.int8:
+        return (numbers + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    return numbers.to(kind)

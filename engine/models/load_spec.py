@@ -79,6 +79,21 @@ def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
     return replace(spec, quantization=at_load(name))
 
 
+def bounded(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
+    """Returns the specification with a context of `max_model_len` tokens; None = as it is.
+
+    InvalidArgument for a context that is longer than the model's, or than what linear RoPE scaling stretches it to.
+    """
+    if max_model_len is None:
+        return spec
+    ropes = [rope for layer in spec.layers if (rope := layer.attention.rope) is not None]
+    stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "linear")
+    longest = max([spec.max_context, *stretched])
+    if not 1 <= max_model_len <= longest:
+        raise InvalidArgument("max_model_len", f"is {max_model_len}, and the model's context has 1 to {longest} tokens")
+    return replace(spec, max_context=max_model_len)
+
+
 def text_part(config: Json) -> Json:
     """Returns the configuration of the text model: of a multimodal model its `text_config`, else `config` itself.
 

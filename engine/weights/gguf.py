@@ -52,8 +52,8 @@ def prepare_model(
         return path
     if not path.is_file():
         raise ModelError(
-            f"{path} does not exist; give a folder in Hugging Face layout or a GGUF file "
-            "(Tandem does not download models)."
+            f"{path} does not exist; give a folder in Hugging Face layout, a GGUF file, or "
+            "ORG/NAME of a repository on the Hugging Face Hub."
         )
     home = (cache_dir or default_cache()) / _fingerprint(path, codes=codes)
     folder = home / path.stem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,16 +21,16 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
     """Add the three routes to `app`."""
     started = int(time.time())
 
-    def card() -> dict[str, Any]:
+    def card(name: str) -> dict[str, Any]:
         served = dispatcher.pool.model
-        return model_card(config, started, served.facts.max_context if served else None)
+        return model_card(name, config.model, started, served.facts.max_context if served else None)
 
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [card()]})
+        return JSONResponse({"object": "list", "data": [card(name) for name in config.model_names]})
 
     async def model(name: str) -> JSONResponse:
-        check_model(name, config.model_name)
-        return JSONResponse(card())
+        check_model(name, config)
+        return JSONResponse(card(name))
 
     async def tandem_version() -> JSONResponse:
         return JSONResponse({"version": installed_version()})
@@ -39,21 +40,21 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
     app.add_api_route("/version", tandem_version, methods=_METHODS)
 
 
-def model_card(config: RouterConfig, created: int, max_context: int | None) -> dict[str, Any]:
+def model_card(name: str, folder: Path, created: int, max_context: int | None) -> dict[str, Any]:
     """Return one entry of /v1/models.
 
     As in vLLM, `root` is the model's folder, where load generators on this host find the tokenizer, and
     `max_model_len` is its context in tokens, None until a worker has loaded it.
     """
     return {
-        "id": config.model_name,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "tandem",
-        "root": str(config.model),
+        "root": str(folder),
         "parent": None,
         "max_model_len": max_context,
-        "permission": [_permission(config.model_name, created)],
+        "permission": [_permission(name, created)],
     }
 
 

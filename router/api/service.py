@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,15 +15,16 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from router.api.client_gone import unless_gone
+from router.api.grpc_chat.answer_chunks import AnswerChunks
+from router.api.grpc_chat.conversation import conversation
 from router.api.model_routes import installed_version
 from router.config import RouterConfig
 from router.requests.answer import AnswerChunk, Ending
 from router.requests.answer_format import AnswerFormat
 from router.requests.dispatch import Dispatcher
-from router.requests.request import Admitted, ClientRequest, Conversation, Options, Prompt
+from router.requests.request import Admitted, ClientRequest, Options, Prompt
 from router.requests.tenants import tenant_of
 from router.requests.validation import RequestValidator
-from router.text.chat_template import ChatTurn
 from router.text.request_items import check_template_kwargs_size
 from router.text.request_reader import check_message_count
 from router.text.token_scores import ScoredToken, TokenScore
@@ -90,6 +91,7 @@ class InferenceServicer:
             raise Unavailable(message, retry_after_s=self._config.retry_after_s)
         return inference_pb2.GetModelInfoResponse(
             model=self._config.model_name,
+            aliases=self._config.model_aliases,
             max_context=served.facts.max_context,
             vocab_size=served.facts.vocab_size,
             eos_token_ids=served.facts.eos_token_ids,
@@ -149,8 +151,9 @@ class InferenceServicer:
 
     def _from_chat(self, caller: _Caller, request: inference_pb2.ChatRequest) -> ClientRequest:
         check_message_count(len(request.messages), self._config.max_messages)
-        turns = tuple(ChatTurn(message.role, message.content) for message in request.messages)
-        return self._client_request(caller, request, Conversation(turns, self._variables(request.chat_template_kwargs)))
+        return self._client_request(
+            caller, request, conversation(request, self._variables(request.chat_template_kwargs))
+        )
 
     def _client_request(
         self, caller: _Caller, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, prompt: Prompt
@@ -186,12 +189,13 @@ class InferenceServicer:
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         admitted = await unless_gone(self._admitted(kind, request, build, caller.tenant), caller.gone)
         choices = self._dispatcher.submit(admitted)
+        parts = AnswerChunks(admitted.syntax)
         caller.gone.add_done_callback(lambda _: choices.close())
         try:
             while not choices.over:
                 index, event = await choices.next()
-                made = _complete(event) if isinstance(event, Ending) else _chunk(event)
-                yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
+                for made in _messages(parts, index, event):
+                    yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
         finally:
             choices.close()
 
@@ -217,11 +221,17 @@ def _traceparent(context: _Context) -> str:
     return only(values_of(context.invocation_metadata(), TRACEPARENT))
 
 
-def _chunk(event: AnswerChunk) -> dict[str, Any]:
-    chunk = inference_pb2.Chunk(
-        text=event.text, token_ids=event.token_ids, logprobs=[_score(score) for score in event.scores]
-    )
-    return {"chunk": chunk}
+def _messages(parts: AnswerChunks, index: int, event: AnswerChunk | Ending) -> Iterator[dict[str, Any]]:
+    if isinstance(event, AnswerChunk):
+        scores = [_score(score) for score in event.scores]
+        fields = parts.feed(index, event.text)
+        yield {"chunk": inference_pb2.Chunk(**fields, token_ids=event.token_ids, logprobs=scores)}
+        return
+    if rest := parts.finish(index):
+        yield {"chunk": inference_pb2.Chunk(**rest)}
+    complete = _complete(event)
+    complete.finish_reason = parts.finish_reason(index, complete.finish_reason)
+    yield {"complete": complete}
 
 
 def _score(score: TokenScore) -> inference_pb2.TokenScore:
@@ -232,8 +242,8 @@ def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
     return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
 
 
-def _complete(ending: Ending) -> dict[str, Any]:
-    complete = inference_pb2.Complete(
+def _complete(ending: Ending) -> inference_pb2.Complete:
+    return inference_pb2.Complete(
         finish_reason=convert.finish_to_proto(ending.finish_reason),
         matched_stop=ending.matched_stop,
         prompt_tokens=ending.prompt_tokens,
@@ -241,7 +251,6 @@ def _complete(ending: Ending) -> dict[str, Any]:
         cached_tokens=ending.cached_tokens,
         timeline=convert.timeline_to_proto(ending.timeline),
     )
-    return {"complete": complete}
 
 
 def _options(message: inference_pb2.GenerationOptions) -> Options:

@@ -43,10 +43,11 @@ _GREEDY_BELOW = 1e-5
 """Temperatures below this would overflow float32; the most likely token has all the probability there anyway."""
 
 
-def check_model(name: str, served: str) -> None:
-    """Raise NotFound if `name` is not the model that is `served`."""
-    if name != served:
-        raise NotFound(f"model: {shown(name)} is not served here; this router serves {served!r}")
+def check_model(name: str, config: RouterConfig) -> None:
+    """Raise NotFound if `name` is none of the served model's names."""
+    if name not in config.model_names:
+        served = " or ".join(map(repr, config.model_names))
+        raise NotFound(f"model: {shown(name)} is not served here; this router serves {served}")
 
 
 class RequestValidator:
@@ -75,7 +76,7 @@ class RequestValidator:
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
         self._syntaxes = AnswerSyntaxes(config, tokenizer)
-        self._formats = FormatCompiler(config.model, self._pool)
+        self._formats = FormatCompiler(config.tokenizer_folder, self._pool)
         self.reader = RequestReader(config, self._pool, self._context)
         """The parser of requests, which uses the same threads."""
 
@@ -186,7 +187,7 @@ class RequestValidator:
 
     def _check_model(self, name: str) -> None:
         if name:
-            check_model(name, self._config.model_name)
+            check_model(name, self._config)
 
     def _check_options(self, options: Options, served: ServedModel) -> None:
         _check_range("max_tokens", options.max_tokens, 1, _INT32_MAX)

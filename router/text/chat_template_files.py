@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vocabulary.model_folder import read_json
+from wire.errors import InvalidArgument
 
 DEFAULT = "default"
 """The template for conversations without tools."""
@@ -25,6 +26,23 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (folder / "chat_template.jinja").is_file():
         found[DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     return found
+
+
+def read_template(choice: str, folder: Path) -> str:
+    """Return the source of the template that an operator chooses: a file, or one of the folder's templates by name."""
+    path = Path(choice)
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("--chat-template", f"{choice} cannot be read ({error}); give a Jinja file") from error
+    sources = template_sources(folder, read_json(folder, "tokenizer_config.json"))
+    if choice not in sources:
+        names = ", ".join(sorted(sources)) or "none"
+        raise InvalidArgument(
+            "--chat-template", f"{choice} is no file; the names of the model's templates are: {names}"
+        )
+    return sources[choice]
 
 
 def _named(value: Any) -> dict[str, str]:

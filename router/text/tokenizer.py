@@ -30,8 +30,11 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer:
     """A loaded tokenizer. Thread-safe; encoding a long text does not hold the GIL."""
 
-    def __init__(self, folder: Path) -> None:
-        """Load the tokenizer in `folder`; raises ModelError if it has no usable one."""
+    def __init__(self, folder: Path, chat_template: str = "") -> None:
+        """Load the tokenizer in `folder`; raises ModelError if it has no usable one.
+
+        `chat_template` is used instead of the folder's templates, unless it is "".
+        """
         loaded = load_tokenizer(folder)
         self._inner: Any = loaded.inner
         self._inner.no_truncation()
@@ -43,7 +46,7 @@ class Tokenizer:
         self._added = {number: each.content for number, each in added.items()}
         decoder = self._inner.decoder
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        sources = template_sources(folder, config)
+        sources = {DEFAULT: chat_template} if chat_template else template_sources(folder, config)
         source = sources.get(DEFAULT, loaded.chat_template)
         self._template = None if source is None else ChatTemplate(source, special)
         for_tools = sources.get(FOR_TOOLS)

@@ -48,6 +48,15 @@ def test_a_chat_answer_is_the_same_whole_and_streamed(cluster: Any) -> None:
     assert whole[1] == streamed[1]
 
 
+def test_the_python_client_streams_the_same_answer(cluster: Any) -> None:
+    said = run("python_client.py", cluster.grpc_address)
+    whole, streamed = (re.search(f"^{kind}: (.*)$", said, re.MULTILINE) for kind in ("whole", "streamed"))
+    assert whole
+    assert streamed
+    assert "Paris" in whole[1]
+    assert whole[1] == streamed[1]
+
+
 def test_a_tool_is_called_and_its_result_is_answered(cluster: Any) -> None:
     said = openai(cluster, "openai_tools.py")
     assert re.search(r"^call: get_weather\(\{'city': '.*'\}\)$", said, re.MULTILINE)

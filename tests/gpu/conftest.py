@@ -15,9 +15,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _engines_are_gone() -> None:
+def _engines_of_other_files_are_gone() -> None:
     """Frees the engines of earlier files before a file loads its own.
 
     Collected later, a CUDA graph could be destroyed while another one is captured, which ends the process.
     """
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _engines_of_other_tests_are_gone() -> None:
+    """Frees the engine of the test before, likewise."""
     gc.collect()

@@ -28,7 +28,7 @@ def test_every_kernel_and_both_copies_of_every_step_are_seen(model_folder: Path)
     copies = [span for span in spans if span.copies]
     print(f"{len(spans)} spans, {len(copies)} copies, {idle_share(spans):.2%} idle,", end=" ")
     print(f"{idle_share_next_to_copies(spans):.2%} between steps; {sorted({span.name for span in copies})}")
-    assert len(spans) - len(copies) >= STEPS * KERNELS_OF_A_LAYER * engine.shape.layers
+    assert len(spans) - len(copies) >= STEPS * KERNELS_OF_A_LAYER * len(engine.shape.layers)
     assert len(copies) >= 2 * STEPS - 1
     assert 0 <= idle_share_next_to_copies(spans) <= idle_share(spans) < 1
     whole = max(span.end for span in spans) - spans[0].start

@@ -1,5 +1,6 @@
 """Draws of many steps on the device, launched one ahead, against the CPU sampler one step at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,9 +118,7 @@ def one_ahead(steps: int, rows: int, dtype: torch.dtype) -> list[Request]:
         read = draws.launch(logits, asked, late, memory[step % 2], greedy_is_drawn=False)
         if running is not None:
             take(*running)
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        running = order, read()
+        running = order, finished(read)
     assert running is not None
     take(*running)
     return requests
@@ -150,6 +149,13 @@ def test_every_least_length_matters_here() -> None:
         assert (free.answer != bound.answer) == (bound.sampling.min_tokens > 0), bound.sampling
 
 
+def finished(read: Callable[[], Drawn]) -> Drawn:
+    """Returns what `TokenDraws.launch` found, once the device has finished."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return read()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_are_the_models_own_behind_a_draw_that_may_not_end(temperature: float) -> None:
     draws, _, drawn = make_draws(2)
@@ -159,7 +165,7 @@ def test_logits_are_the_models_own_behind_a_draw_that_may_not_end(temperature: f
     drawn[:2] = EOS[0]  # as a graph draws them, which knows nothing of least lengths
     asked = [draw(temperature=temperature, min_tokens=least, logprobs=1, seed=3) for least in (1, 0)]
     bound = replace(asked[0], index=0), replace(asked[1], index=0, sampling=replace(asked[1].sampling, temperature=0.0))
-    tokens, scores = draws.launch(logits, bound, [None, None], draws.make_memory(), greedy_is_drawn=True)()
+    tokens, scores = finished(draws.launch(logits, bound, [None, None], draws.make_memory(), greedy_is_drawn=True))
     assert tokens[0] != EOS[0]
     assert tokens[1] == EOS[0]
     assert torch.equal(logits, before)
@@ -180,7 +186,7 @@ def test_tokens_follow_a_grammar_and_logits_stay_the_models_own(temperature: flo
         before = logits.clone()
         drawn[:2] = GARBAGE
         bound = Draw(asked, len(answer), history), draw(logprobs=1)
-        tokens, scores = draws.launch(logits, bound, [None, None], draws.make_memory(), greedy_is_drawn=True)()
+        tokens, scores = finished(draws.launch(logits, bound, [None, None], draws.make_memory(), greedy_is_drawn=True))
         assert tokens[1] == before[1].argmax()
         assert torch.equal(logits, before)
         assert all(each is not None for each in scores)
@@ -265,7 +271,8 @@ def test_greedy_tokens_that_are_drawn_already_get_log_probabilities(monkeypatch:
     drawn[:2] = torch.tensor([17, 18])
     logits = logits_of(0, 4, torch.float32)  # as a graph's, which may have more rows
     asked = [draw(), draw(logprobs=2)]
-    tokens, scores = draws.launch(logits.to(DEVICE), asked, [None] * 2, draws.make_memory(), greedy_is_drawn=True)()
+    read = draws.launch(logits.to(DEVICE), asked, [None] * 2, draws.make_memory(), greedy_is_drawn=True)
+    tokens, scores = finished(read)
     assert tokens == [17, 18]
     assert scores[0] is None
     assert scores[1] is not None

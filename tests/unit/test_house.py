@@ -13,6 +13,7 @@ from wire.generate import OUT, ROOT, generate
 
 ROOMS = [
     "wire",
+    "tandem",
     "telemetry",
     "costs",
     "vocabulary",

@@ -12,7 +12,7 @@ Settings = tuple[tuple[str, str], ...]
 """Names of settings, and what they are, in words that can be compared."""
 
 _SERVED = (
-    *("model", "model_name", "random_weights", "device", "dtype", "page_tokens"),
+    *("model", "model_name", "random_weights", "device", "dtype", "page_tokens", "max_model_len", "tokenizer"),
     *("token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
 )
 """The settings that decide what a worker serves and which workers it is compatible with."""

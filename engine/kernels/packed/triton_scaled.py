@@ -6,21 +6,13 @@ import triton.language as tl
 from engine.kernels.linear.triton_activation import gated
 from engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM, call_into_l2, finish_split
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
-from engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, ROUNDER
+from engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_codes
 
 
 @triton.jit
 def _to_codes(most, largest):
     """Returns the factors from values whose largest magnitude is `most` to codes."""
     return tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
-
-
-@triton.jit
-def _rounded(values, FP8: tl.constexpr):
-    """Rounds to codes where the conversion to their type would not."""
-    if FP8:
-        return values
-    return (values + ROUNDER) - ROUNDER
 
 
 @triton.jit
@@ -68,12 +60,12 @@ def quantize_kernel(
     if NORM:
         root = tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
         values *= weight
-    largest = LARGEST_FP8 if FP8 else LARGEST_INT8
+    largest: tl.constexpr = LARGEST_FP8 if FP8 else LARGEST_INT8
     grouped = tl.reshape(values, (BLOCK // GROUP, GROUP))
     # The maximum of the bits, as that of numbers passes over NaN: its scale becomes NaN, whatever its code is.
     most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
     found = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
-    tl.store(codes + token * K + column, _rounded(found, FP8).to(codes.dtype.element_ty), mask=inside)
+    tl.store(codes + token * K + column, as_codes(found, largest, codes.dtype.element_ty), mask=inside)
     groups = tl.arange(0, BLOCK // GROUP)
     found_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
     tl.store(scales + groups * stride + token, found_scales, mask=groups * GROUP < K)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, ROUNDER
+from engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_codes
 
 
 @triton.jit
@@ -35,15 +35,5 @@ def _store_codes(at, scale_at, first, second, gap, mask, present, rounded: tl.co
     most_allowed = tl.full(most.shape, largest, tl.float32)
     factor = tl.div_rn(most_allowed, tl.where(most > 0, most, 1.0))
     tl.store(scale_at, tl.div_rn(most, most_allowed) + (most - most), mask=present)
-    tl.store(at, _codes(x * factor, largest, kind), mask=mask)
-    tl.store(at + gap, _codes(y * factor, largest, kind), mask=mask)
-
-
-@triton.jit
-def _codes(numbers, largest: tl.constexpr, kind: tl.constexpr):
-    """Returns numbers of at most `largest` as codes."""
-    # Also keeps the product and the sum below from being computed in one operation, which rounds once.
-    numbers = tl.minimum(tl.maximum(numbers, -largest), largest)
-    if kind == tl.int8:
-        return (numbers + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
-    return numbers.to(kind)
+    tl.store(at, as_codes(x * factor, largest, kind), mask=mask)
+    tl.store(at + gap, as_codes(y * factor, largest, kind), mask=mask)

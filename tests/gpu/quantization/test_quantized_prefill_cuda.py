@@ -66,7 +66,7 @@ def test_one_graph_serves_every_length() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = compute()
-    for lengths in ([300, 129, 5], [40, 20, 5], [257, 128, 128], [300, 129, 5]):
+    for lengths in ([300, 129, 5], [40, 20, 5], [257, 128, 5], [300, 129, 5]):
         layout.context_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         assert torch.equal(out, compute())

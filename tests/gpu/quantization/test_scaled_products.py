@@ -132,6 +132,7 @@ def test_a_token_alone_and_in_company(kind: str, group: int) -> None:
 def test_codes_are_the_reference_s(kind: str) -> None:
     from engine.kernels.kv_cache import quantize_kv
 
+    torch.manual_seed(300)
     x = random(300, 14336)
     for group in (14336, 128):
         weight = make_weight(kind, 16, 14336, group)

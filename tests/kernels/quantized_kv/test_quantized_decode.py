@@ -49,11 +49,16 @@ def torch_of(step: Step, cache: QuantizedKv, dtype: torch.dtype) -> Tensor:
 
 
 def check(
-    step: Step, kind: torch.dtype, dtype: torch.dtype, cache: QuantizedKv | None = None, **options: object
+    step: Step,
+    kind: torch.dtype,
+    dtype: torch.dtype,
+    cache: QuantizedKv | None = None,
+    times: float = LUCK,
+    **options: object,
 ) -> None:
     cache = quantized(step.cache, kind) if cache is None else cache
     ours = run(attention_of(step, dtype, kv_dtype=kind, **options), step, cache, dtype)
-    assert_as_good(ours, torch_of(step, cache, dtype), torch_of(step, cache, torch.float64), LUCK)
+    assert_as_good(ours, torch_of(step, cache, dtype), torch_of(step, cache, torch.float64), times)
 
 
 @pairwise(
@@ -98,12 +103,15 @@ def test_pages_before_the_window_may_be_gone() -> None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_values_and_queries_of_any_size(kind: torch.dtype) -> None:
-    """Weights times scales, and the queries themselves, would leave float16's range."""
+    """Weights times scales, and the queries themselves, would leave float16's range.
+
+    A GPU's matrix units add float32 products of three parts, whose last digits these scores enlarge.
+    """
     step = decode_step([300, 17], SHAPES["gqa"], 16)
     tokens = torch.logspace(-6, 6, step.cache.shape[4]).double()[:, None]
     cache = quantized(step.cache * torch.stack((tokens.flip(0) * 0 + 1e-5, tokens))[:, None], kind)
     step = replace(step, q=step.q * 1e5)
-    check(step, kind, torch.float32, cache)
+    check(step, kind, torch.float32, cache, times=2 * LUCK if ON_GPU else LUCK)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -469,7 +469,7 @@ def test_a_model_that_cannot_be_served_is_one_sentence(kind: str, tmp_path: Path
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert path.name in result.stderr
-    assert ("Tandem does not download models" in result.stderr) is (kind == "missing")
+    assert ("does not exist; give a folder" in result.stderr) is (kind == "missing")
 
 
 @pytest.mark.parametrize(

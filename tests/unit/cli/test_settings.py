@@ -127,6 +127,21 @@ def test_vllms_names_are_understood(served: list[Any], tmp_path: Path) -> None:
     assert set(OFF_ALIASES) <= set(ALIASES)
 
 
+def test_a_model_may_have_several_names(served: list[Any], tmp_path: Path) -> None:
+    words = "/m --served-model-name big big-latest --port 0 --max-model-len 9"
+    assert run(*words.split(), command="serve").exit_code == 0
+    assert (served[1], served[0].model_name, served[0].model_aliases) == (Path("/m"), "big", ("big-latest",))
+    assert (served[0].http_port, served[0].max_model_len) == (0, 9)
+    served.clear()
+    (tmp_path / "a.yaml").write_text("served-model-name: [a, b]\n")
+    assert run("--config", str(tmp_path / "a.yaml")).exit_code == 0
+    assert (served[0].model_name, served[0].model_aliases) == ("a", ("b",))
+    for names in (["a", "a"], [""]):
+        refused = run("--served-model-name", *names)
+        assert refused.exit_code == 2
+        assert "give each model name once" in refused.output
+
+
 def test_serve_takes_the_model_as_an_argument(served: list[Any], tmp_path: Path) -> None:
     assert run("/m", "--port", "0", command="serve", TANDEM_MODEL="/other").exit_code == 0
     assert served[:2] == [served[0], Path("/m")]

@@ -19,6 +19,11 @@ from wire.limits.listener_limits import ListenerLimits
 KEY, SECRET = "k" * 32, "s" * 32
 OPTIONS: dict[str, tuple[str, Any]] = {
     "--model /m": ("model", Path("/m")),
+    "--served-model-name big --served-model-name big-latest": ("model_aliases", ("big-latest",)),
+    "--tokenizer /": ("tokenizer", Path("/")),
+    "--chat-template tool_use": ("chat_template", "tool_use"),
+    "--generation-config none": ("generation_config", "none"),
+    "--max-model-len 4096": ("max_model_len", 4096),
     "--mode disaggregated": ("mode", "disaggregated"),
     "--prefill 3": ("prefill", 3),
     "--decode 5": ("decode", 5),

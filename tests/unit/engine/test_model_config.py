@@ -1,6 +1,7 @@
 """config.json in both of transformers' spellings, and refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config.model import GroupedQueryAttention, ModelSpec
 from engine.config.rope import RopeConfig
-from engine.models.load_spec import load_spec, parse_spec
+from engine.models.load_spec import bounded, load_spec, parse_spec
 from engine.models.rope import rope_frequencies, rope_table
 from tests.factories import FAMILIES
-from wire.errors import ModelError
+from wire.errors import InvalidArgument, ModelError
 
 DIMS = 16
 """Dimensions of a head of the tiny Llama."""
@@ -100,6 +101,17 @@ def test_generation_config_names_the_end_of_a_turn() -> None:
 def test_yarn_stretches_the_context() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert parse(FAMILIES["qwen3"] | {"rope_scaling": yarn}).max_context == 2048
+
+
+def test_the_context_can_be_bounded() -> None:
+    spec = parse(FAMILIES["qwen3"])
+    assert bounded(spec, None) == spec
+    assert bounded(spec, 7) == replace(spec, max_context=7)
+    linear = parse(FAMILIES["qwen3"] | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    assert bounded(linear, 2 * spec.max_context).max_context == 2 * spec.max_context
+    for tokens in (0, -1, spec.max_context + 1):
+        with pytest.raises(InvalidArgument, match="max_model_len"):
+            bounded(spec, tokens)
 
 
 def test_windows_follow_each_family() -> None:

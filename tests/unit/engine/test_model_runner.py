@@ -45,6 +45,12 @@ def test_context_is_what_the_pool_can_hold(folder: Path) -> None:
         ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=2 * page_bytes - 1))
 
 
+def test_context_is_bounded_by_a_setting(folder: Path) -> None:
+    assert ModelRunner.load(tiny_engine_config(folder, max_model_len=100)).facts.max_context == 100
+    with pytest.raises(InvalidArgument, match="max_model_len: is 513"):
+        ModelRunner.load(tiny_engine_config(folder, max_model_len=513))
+
+
 def test_weights_that_the_host_has_no_room_for_are_not_allocated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ModelRunner.load(tiny_engine_config(folder))
     taken = weight_bytes(runner.spec, torch.float32)

@@ -10,6 +10,10 @@ from router.config import RouterConfig
 
 GIVEN: dict[str, Any] = {
     "default_max_tokens": 9,
+    "model_aliases": ("m-latest",),
+    "tokenizer": Path("/models/t"),
+    "chat_template": "{{ messages }}",
+    "generation_config": "none",
     "front_processes": 2,
     "metrics_key": "m" * 32,
     "http_port": 8001,

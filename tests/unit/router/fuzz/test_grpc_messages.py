@@ -52,10 +52,18 @@ GENERATE = st.builds(pb.GenerateRequest, text=_TEXT, **_NAMES) | st.builds(
     token_ids=st.builds(pb.TokenIds, ids=st.lists(st.integers(0, 400) | _UINT32, max_size=300)),
     **_NAMES,
 )
-_ROLES = st.sampled_from(["user", "assistant", "system", ""]) | _TEXT
+_ROLES = st.sampled_from(["user", "assistant", "system", "tool", ""]) | _TEXT
+_JSON = st.sampled_from(["", "{}", '{"type": "object"}', '{"type": 3}', "[", "null"]) | _TEXT
+_CALLS = st.lists(st.builds(pb.ToolCall, id=_TEXT, name=_TEXT, arguments=_JSON), max_size=2)
+_TOOLS = st.lists(st.builds(pb.Tool, name=st.just("f") | _TEXT, description=_TEXT, parameters=_JSON), max_size=3)
 CHAT = st.builds(
     pb.ChatRequest,
-    messages=st.lists(st.builds(pb.ChatMessage, role=_ROLES, content=_TEXT), max_size=4),
+    messages=st.lists(
+        st.builds(pb.ChatMessage, role=_ROLES, content=_TEXT, tool_calls=_CALLS, tool_call_id=_TEXT), max_size=4
+    ),
+    tools=st.just([]) | _TOOLS,
+    tool_choice=st.sampled_from(["", "auto", "none", "required"]) | _TEXT,
+    tool_function=st.sampled_from(["", "f"]) | _TEXT,
     **_NAMES,
 )
 

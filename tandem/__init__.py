@@ -1,0 +1,1 @@
+"""What programs that use Tandem import; `tandem.client` is the client."""

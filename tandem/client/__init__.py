@@ -1,0 +1,58 @@
+"""The Python client of `tandem.v1.Inference`, synchronous and for asyncio.
+
+    from tandem.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.chat("Why is the sky blue?", max_tokens=100).text)
+        for chunk in client.stream_chat("And at night?"):
+            print(chunk.text, end="", flush=True)
+
+Every failure is a `TandemError`; `retry_after_s` of `ResourceExhausted` and `Unavailable` says when to try again.
+"""
+
+from tandem.client.answers import Answer, Chunk, FinishReason, ScoredToken, TokenScore, ToolCallDelta
+from tandem.client.async_client import AsyncClient, AsyncStream
+from tandem.client.connection import Tls
+from tandem.client.requests import ChatOptions, Message, Options, Tool, ToolCall
+from tandem.client.sync_client import Client, Stream
+from wire.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TandemError,
+    Unauthenticated,
+    Unavailable,
+)
+
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "AsyncStream",
+    "Cancelled",
+    "ChatOptions",
+    "Chunk",
+    "Client",
+    "ContextLengthExceeded",
+    "DeadlineExceeded",
+    "FinishReason",
+    "Internal",
+    "InvalidArgument",
+    "Message",
+    "NotFound",
+    "Options",
+    "ResourceExhausted",
+    "ScoredToken",
+    "Stream",
+    "TandemError",
+    "Tls",
+    "TokenScore",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "Unauthenticated",
+    "Unavailable",
+]

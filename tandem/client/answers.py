@@ -1,0 +1,181 @@
+"""The answers to a request: their chunks as they come, and each as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tandem.client.requests import Message, ToolCall
+from wire import convert
+from wire.errors import Unavailable
+from wire.generated.tandem.v1 import inference_pb2, types_pb2
+from wire.tracing.timeline import Timeline
+
+
+class FinishReason(StrEnum):
+    """The reason for which an answer ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token with the natural logarithm of its probability."""
+
+    token_id: int
+    utf8: bytes
+    """The bytes of the token, which may be a part of a character."""
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """The log probabilities of a token of an answer, and of the most likely tokens in its place."""
+
+    chosen: ScoredToken
+    top: Sequence[ScoredToken]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next part of a tool call; the first one of a call has its id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next part of an answer."""
+
+    index: int
+    """The number of the answer, from 0."""
+    text: str
+    reasoning: str
+    tool_calls: Sequence[ToolCallDelta]
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenScore]
+    """One entry for each token if log probabilities were asked for, else none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer; counts are in tokens."""
+
+    request_id: str
+    index: int
+    text: str
+    reasoning: str
+    tool_calls: Sequence[ToolCall]
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenScore]
+    finish_reason: FinishReason
+    matched_stop: str
+    """The stop string that ended it, "" for none."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt whose KV was found in a prefix cache."""
+    timeline: Timeline
+    """The edges of the request in the cluster, and the workers that served it."""
+
+    @property
+    def message(self) -> Message:
+        """The assistant's message, for the next request of the conversation."""
+        return Message("assistant", self.text, self.tool_calls, reasoning=self.reasoning)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The parts of an answer so far."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenScore] = field(default_factory=list)
+
+    def add(self, chunk: Chunk) -> None:
+        self.text.append(chunk.text)
+        self.reasoning.append(chunk.reasoning)
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        for part in chunk.tool_calls:
+            call = self.calls.get(part.index, ToolCall(part.id, part.name, ""))
+            self.calls[part.index] = ToolCall(call.id, call.name, call.arguments + part.arguments)
+
+
+class AnswerCollector:
+    """Collects the answers to one request."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _Parts] = {}
+        self._answers: dict[int, Answer] = {}
+
+    @property
+    def begun(self) -> bool:
+        """True if a part of an answer has come."""
+        return bool(self._parts)
+
+    def add(self, message: inference_pb2.GenerateResponse) -> Chunk | None:
+        """Adds a message and returns its chunk, None if it has none."""
+        kind = message.WhichOneof("event")
+        if kind == "complete":
+            parts = self._parts.setdefault(message.index, _Parts())
+            self._answers[message.index] = _answer(message, parts)
+        if kind != "chunk":
+            return None
+        chunk = _chunk(message)
+        self._parts.setdefault(message.index, _Parts()).add(chunk)
+        return chunk
+
+    def answers(self, count: int | None = None) -> list[Answer]:
+        """Returns the complete answers in order; Unavailable if one has no end, or fewer came than `count`."""
+        if self._parts.keys() - self._answers.keys() or len(self._answers) < (count or 1):
+            raise Unavailable("the stream ended before its answers were complete; send the request again")
+        return [self._answers[index] for index in sorted(self._answers)]
+
+
+def _chunk(message: inference_pb2.GenerateResponse) -> Chunk:
+    chunk = message.chunk
+    return Chunk(
+        index=message.index,
+        text=chunk.text,
+        reasoning=chunk.reasoning,
+        tool_calls=[ToolCallDelta(each.index, each.id, each.name, each.arguments) for each in chunk.tool_calls],
+        token_ids=list(chunk.token_ids),
+        logprobs=[
+            TokenScore(_scored(score.chosen), [_scored(token) for token in score.top]) for score in chunk.logprobs
+        ],
+    )
+
+
+def _scored(token: inference_pb2.ScoredToken) -> ScoredToken:
+    return ScoredToken(token.token_id, token.utf8, token.logprob)
+
+
+def _answer(message: inference_pb2.GenerateResponse, parts: _Parts) -> Answer:
+    end = message.complete
+    reason = types_pb2.FinishReason.Name(end.finish_reason).removeprefix("FINISH_REASON_")
+    return Answer(
+        request_id=message.request_id,
+        index=message.index,
+        text="".join(parts.text),
+        reasoning="".join(parts.reasoning),
+        tool_calls=[call for _, call in sorted(parts.calls.items())],
+        token_ids=parts.token_ids,
+        logprobs=parts.logprobs,
+        finish_reason=FinishReason(reason.lower()),
+        matched_stop=end.matched_stop,
+        prompt_tokens=end.prompt_tokens,
+        completion_tokens=end.completion_tokens,
+        cached_tokens=end.cached_tokens,
+        timeline=convert.timeline_from_proto(end.timeline),
+    )

@@ -1,0 +1,186 @@
+"""The messages, tools and options of a request, and their form in protobuf."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from wire.errors import InvalidArgument
+from wire.generated.tandem.v1 import inference_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function in an answer, or in an assistant's message."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object, as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    """`system`, `user`, `assistant` or `tool`."""
+    content: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+    """The calls in an assistant's message."""
+    tool_call_id: str = ""
+    """The id of the call that a tool's message answers."""
+    name: str = ""
+    """The name of the function that a tool's message answers."""
+    reasoning: str = ""
+    """The reasoning in an assistant's message, for chat templates that show it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    """The JSON schema of its arguments."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of a request; an absent one has the router's or the model's default.
+
+    Those from `max_tokens` on are described in proto/tandem/v1/inference.proto, in `GenerationOptions`. At most one of
+    `json_schema`, `regex`, `grammar` and `choice` is the format that the answers follow.
+    """
+
+    model: str
+    """The name of the model; absent = the served one."""
+    request_id: str
+    """The id for `abort`, unique among the client's running requests; absent = the router makes one."""
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    priority: int
+    slo_class: str
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logprobs: int
+    cache_salt: str
+    n: int
+    min_tokens: int
+    include_stop_str_in_output: bool
+    speculate: bool
+    json_schema: Mapping[str, Any] | str
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+
+
+class ChatOptions(Options, total=False):
+    """Keyword arguments of a conversation."""
+
+    tools: Sequence[Tool]
+    """The functions that the answer may call."""
+    tool_choice: str | Tool
+    """`auto`, `none`, `required`, or the tool that the answer must call."""
+    parallel_tool_calls: bool
+    """False = only the first call is answered."""
+    chat_template_kwargs: Mapping[str, Any]
+    """Additional variables for the chat template."""
+
+
+FORMATS = ("json_schema", "regex", "grammar", "choice")
+"""The options that are fields of `ResponseFormat`."""
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+Conversation = str | Sequence[Message]
+"""The messages so far, or the text of a single message of the user."""
+
+
+def generate_request(prompt: Prompt, options: Options) -> inference_pb2.GenerateRequest:
+    """Returns the request; InvalidArgument names a value that cannot be sent."""
+    given: dict[str, Any] = {**options}
+    fields = {name: given.pop(name, "") for name in ("model", "request_id")}
+    prompts = {"text": prompt} if isinstance(prompt, str) else {"token_ids": {"ids": list(prompt)}}
+    request: inference_pb2.GenerateRequest = _message(inference_pb2.GenerateRequest, {**fields, **prompts})
+    request.options.CopyFrom(_options(given))
+    return request
+
+
+def chat_request(conversation: Conversation, options: ChatOptions) -> inference_pb2.ChatRequest:
+    """Returns the request; InvalidArgument names a value that cannot be sent."""
+    messages = [Message("user", conversation)] if isinstance(conversation, str) else conversation
+    given: dict[str, Any] = {**options}
+    choice, variables = given.pop("tool_choice", ""), given.pop("chat_template_kwargs", None)
+    fields = {
+        "model": given.pop("model", ""),
+        "request_id": given.pop("request_id", ""),
+        "messages": [_turn(each) for each in messages],
+        "tools": [_tool(each) for each in given.pop("tools", ())],
+        "tool_choice": "" if isinstance(choice, Tool) else choice,
+        "tool_function": choice.name if isinstance(choice, Tool) else "",
+        "parallel_tool_calls": given.pop("parallel_tool_calls", None),
+        "chat_template_kwargs": _json("chat_template_kwargs", variables) if variables else "",
+    }
+    request: inference_pb2.ChatRequest = _message(inference_pb2.ChatRequest, fields)
+    request.options.CopyFrom(_options(given))
+    return request
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    return {
+        "role": message.role,
+        "content": message.content,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+    }
+
+
+def _tool(tool: Tool) -> dict[str, str]:
+    parameters = "" if tool.parameters is None else _json("tools", tool.parameters)
+    return {"name": tool.name, "description": tool.description, "parameters": parameters}
+
+
+def _options(options: Mapping[str, Any]) -> inference_pb2.GenerationOptions:
+    given = {name: value for name, value in options.items() if value is not None}
+    formats = {name: given.pop(name) for name in FORMATS if name in given}
+    if len(formats) > 1:
+        raise InvalidArgument(list(formats)[1], f"cannot be combined with {next(iter(formats))}; give one format")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    message: inference_pb2.GenerationOptions = _message(inference_pb2.GenerationOptions, given)
+    for name, value in formats.items():
+        text = _json(name, value) if name == "json_schema" and not isinstance(value, str) else value
+        wanted = {name: {"texts": list(value)} if name == "choice" else text}
+        message.response_format.CopyFrom(_message(inference_pb2.ResponseFormat, wanted))
+    return message
+
+
+def _message(kind: type[Any], fields: Mapping[str, Any]) -> Any:
+    """Returns a protobuf message; InvalidArgument names a field of another type, or out of its type's range."""
+    message = kind()
+    for name, value in fields.items():
+        try:
+            message.MergeFrom(kind(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(name, f"cannot be sent ({error})") from error
+    return message
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(name, f"cannot be written as JSON ({error})") from error

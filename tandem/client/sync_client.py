@@ -1,0 +1,129 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from tandem.client.answers import Answer, AnswerCollector, Chunk
+from tandem.client.connection import Connection, Tls
+from tandem.client.requests import ChatOptions, Conversation, Options, Prompt, chat_request, generate_request
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+
+
+class Stream:
+    """The chunks of the answers to one request, as they come. Leaving its context cancels the rest."""
+
+    def __init__(self, connection: Connection, call: Any, count: int) -> None:
+        self._connection = connection
+        self._call = call
+        self._count = count
+        self._collector = AnswerCollector()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Yields the chunks that have not been read; raises the request's TandemError."""
+        try:
+            for message in self._call:
+                chunk = self._collector.add(message)
+                if chunk is not None:
+                    yield chunk
+        except grpc.RpcError as error:
+            raise self._connection.error(error, begun=self._collector.begun) from None
+
+    def answers(self) -> list[Answer]:
+        """Reads the rest, and returns the complete answers, `n` of them."""
+        for _ in self:
+            pass
+        return self._collector.answers(self._count)
+
+    def answer(self) -> Answer:
+        """Reads the rest, and returns the first answer."""
+        return self.answers()[0]
+
+    def close(self) -> None:
+        """Cancels the request if it still runs."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Client:
+    """A client of the router at `address` (host:port), for several threads. Close it, or use it as a context."""
+
+    def __init__(
+        self, address: str, *, api_key: str = "", tls: Tls | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Connects with the first call. `timeout_s` is the deadline of each call; None = none.
+
+        InvalidArgument for a malformed key, or a file of `tls` that cannot be read.
+        """
+        self._connection = connection = Connection(address, api_key, tls)
+        self._timeout_s = timeout_s
+        if connection.credentials is None:
+            self._channel = grpc.insecure_channel(address, options=connection.options)
+        else:
+            self._channel = grpc.secure_channel(address, connection.credentials, options=connection.options)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def chat(self, conversation: Conversation, **options: Unpack[ChatOptions]) -> Answer:
+        """Returns the answer to a conversation; see `stream_chat`."""
+        return self.stream_chat(conversation, **options).answer()
+
+    def stream_chat(self, conversation: Conversation, **options: Unpack[ChatOptions]) -> Stream:
+        """Streams the answers to a conversation.
+
+        InvalidArgument for a value that cannot be sent; all other errors are raised as the stream is read.
+        """
+        return self._stream(self._stub.Chat, chat_request(conversation, options))
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Answer:
+        """Returns the continuation of a text or of token ids; see `stream_generate`."""
+        return self.stream_generate(prompt, **options).answer()
+
+    def stream_generate(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+        """Streams the continuations of a text or of token ids, with the errors of `stream_chat`."""
+        return self._stream(self._stub.Generate, generate_request(prompt, options))
+
+    def abort(self, request_id: str) -> bool:
+        """Cancels a request; returns True if it was running."""
+        request = inference_pb2.AbortRequest(request_id=request_id)
+        answer: inference_pb2.AbortResponse = self._unary(self._stub.Abort, request)
+        return answer.found
+
+    def model(self) -> inference_pb2.GetModelInfoResponse:
+        """Returns the facts of the served model; Unavailable until a worker has loaded it."""
+        found: inference_pb2.GetModelInfoResponse = self._unary(
+            self._stub.GetModelInfo, inference_pb2.GetModelInfoRequest()
+        )
+        return found
+
+    def close(self) -> None:
+        """Closes the connection; requests that still run are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stream(self, method: Any, request: Any) -> Stream:
+        call = method(request, metadata=self._connection.metadata, timeout=self._timeout_s)
+        return Stream(self._connection, call, request.options.n)
+
+    def _unary(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, metadata=self._connection.metadata, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise self._connection.error(error) from None
