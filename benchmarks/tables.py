@@ -359,7 +359,8 @@ def _router(folder: Path) -> str:
     )
     text = (
         "A stand-in worker sends the tokens. *A core* is a second of the router process's CPU time. Ages are from the "
-        "worker's sending to the client's reading, three processes on the cores of the host, with whatever else ran."
+        "worker's sending to the client's reading, three processes on the cores of the host; when they were measured, "
+        f"others used it too: its load average was {run['load_average_before']:.1f} before."
     )
     title = f"Router: {run['hardware']['name']}, {run['hardware']['cores']} cores"
     return _section(title, text, _table(("figure", ""), rows), _command(run), [(name, run)])

@@ -8,6 +8,7 @@ the host, and so contain its load. The last line is one JSON object.
 import argparse
 import json
 import multiprocessing as mp
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,6 +168,7 @@ def main() -> None:
     model = prepare_model(find_default_model())
     result = {
         **{key: value for key, value in vars(asked).items() if key != "save"},
+        "load_average_before": round(os.getloadavg()[0], 1),
         **measure(asked, model),
         "model": model.name,
         "dtype": "none",
