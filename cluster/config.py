@@ -20,6 +20,7 @@ from wire.messages import Role
 from wire.mode import Mode
 from wire.policy_name import PolicyName
 from wire.security.credentials import check_key
+from wire.security.server_tls import TlsFiles
 from wire.speculation_method import SpeculationMethod
 
 GIB = 1 << 30
@@ -135,13 +136,17 @@ class ClusterConfig:
     token: str = field(default="", repr=False)
     """The cluster's secret, required at all listeners but the router's; empty = a fresh one."""
     host: str = "127.0.0.1"
-    """Address that the router listens on; beyond loopback it requires `api_keys` or `insecure`."""
+    """Address that the router listens on; beyond loopback it requires API keys or `insecure`."""
     insecure: bool = False
     """True if every client that reaches `host` may use the cluster without an API key."""
     grpc_port: int = 50051
     """Port of the router's gRPC server; 0 = any free one."""
     http_port: int = 8000
     """Port of the router's HTTP server; 0 = any free one."""
+    tls: TlsFiles | None = None
+    """The certificate of the router's ports for clients; None = their connections are not encrypted."""
+    operations_port: int = 0
+    """Port of probes, metrics and traces of the router over plain HTTP, with `tls` only; 0 = any free one."""
     front_processes: int = 0
     """Number of front processes that hold client connections for the router, 0 to 64; 0 = the router holds them."""
     listeners: ListenerLimits = DEFAULT_LIMITS
@@ -175,7 +180,11 @@ class ClusterConfig:
     default_max_tokens: int | None = None
     """Maximum output tokens of requests that set no limit, at least 1; None = what the context leaves."""
     api_keys: tuple[str, ...] = ()
-    """API keys that clients may present; none = no key is required."""
+    """API keys of tenants without quotas."""
+    api_key_file: Path | None = None
+    """A file with more API keys, their roles and quotas; without keys and without a file, no key is required."""
+    audit_log: Path | None = None
+    """The file to which the router writes one line for each call of a client; None = no audit log."""
     log_folder: Path | None = None
     """Folder with one log file per process, created on each host that lacks it; None = Ray's own files.
 
@@ -246,7 +255,7 @@ class ClusterConfig:
                 raise InvalidArgument(option, f"{number} is less than 1")
         if self.default_slo_class not in (names := classes_by_name(self.slo_classes)):
             raise InvalidArgument("--default-slo-class", f"{self.default_slo_class!r} is none of {', '.join(names)}")
-        check_ports(self.grpc_port, self.http_port, self.metrics_port, self.controller_port)
+        check_ports(self.grpc_port, self.http_port, self.metrics_port, self.controller_port, self.operations_port)
         if not 0 <= self.front_processes <= _MOST_FRONTS:
             raise InvalidArgument("--front-processes", f"{self.front_processes} is not 0 to {_MOST_FRONTS}")
         self._check_quantization()
@@ -336,6 +345,11 @@ class ClusterConfig:
                 "--workers-outlive",
                 "the controller that takes the workers over needs their secret; give both the same --token",
             )
+
+    @property
+    def guarded(self) -> bool:
+        """True if clients need an API key."""
+        return bool(self.api_keys) or self.api_key_file is not None
 
     def log_file(self, name: str) -> Path | None:
         """The log file of the process called `name`; None without a log folder."""

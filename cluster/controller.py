@@ -99,7 +99,7 @@ class Controller:
         return ClusterMetrics(
             cluster.model_name or cluster.model.name,
             token,
-            reading_keys(cluster.metrics_key, cluster.api_keys, token, loopback=is_loopback(host)),
+            reading_keys(cluster.metrics_key, token, guarded=cluster.guarded, loopback=is_loopback(host)),
             lambda: [
                 ("router", self._router_keeper.health()),
                 *((slot.role.value, health) for slot, health in self._supervisor.fleet.health()),
@@ -121,6 +121,7 @@ class Controller:
             self._metrics_address,
             filled,
             self._supervisor.taken_over,
+            self._router.operations_address,
             self._election.kept_at,
         )
 

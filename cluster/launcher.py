@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+from urllib.request import urlopen
 
 from cluster.config import ClusterConfig
 from cluster.controller import Controller
@@ -65,6 +66,8 @@ class Endpoints:
     controller: str
     token: str
     metrics: str
+    operations: str = ""
+    """The router's metrics and traces if `http` has TLS, else empty."""
 
     @property
     def metrics_key(self) -> str:
@@ -205,7 +208,8 @@ class Cluster:
             return
         _ask(self._controller.serves.remote())
         listeners = health.grpc_address, health.http_address
-        self._ready.set_result(Endpoints(*listeners, address, self._token, health.metrics_address))
+        metrics = health.metrics_address, health.operations_address
+        self._ready.set_result(Endpoints(*listeners, address, self._token, *metrics))
         self._watch(life, health)
 
     def _watch(self, life: Any, health: ClusterHealth) -> None:
@@ -235,7 +239,7 @@ class Cluster:
                     raise Unavailable(f"{one.name} did not start: {one.error}")
                 self._progress(Progress(one.name, one.phase is Phase.SERVING, one.stage, one.fraction))
             late = ", ".join(one.name for one in health.needed if one.phase is not Phase.SERVING)
-            if health.filled and not late and _sees_workers(health.grpc_address):
+            if health.filled and not late and _sees_workers(health):
                 return health
             if time.monotonic() > give_up:
                 late = late or ("the router" if health.filled else "what another `tandem up` hands over")
@@ -300,12 +304,18 @@ def _ask(reply: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         raise Unavailable(f"the controller does not answer: {first_line(error)}") from None
 
 
-def _sees_workers(address: str) -> bool:
-    """Returns True if the health service of the router at `address` reports that it has found the workers."""
+def _sees_workers(health: ClusterHealth) -> bool:
+    """Returns True if the router reports that it has found the workers: its health service, or /ready beside TLS."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    with grpc.insecure_channel(address) as channel:
+    if health.operations_address:
+        try:
+            with urlopen(f"http://{health.operations_address}/ready", timeout=ANSWER_TIMEOUT_S):
+                return True
+        except OSError:  # refused, or 503
+            return False
+    with grpc.insecure_channel(health.grpc_address) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=SERVICE), timeout=ANSWER_TIMEOUT_S

@@ -13,11 +13,14 @@ def check_kv_cache_gib(size: float) -> None:
         raise InvalidArgument("--kv-cache-gib", f"{size:g} is not between {limits}")
 
 
-def check_ports(grpc_port: int, http_port: int, metrics_port: int = 0, controller_port: int = 0) -> None:
+def check_ports(
+    grpc_port: int, http_port: int, metrics_port: int = 0, controller_port: int = 0, operations_port: int = 0
+) -> None:
     """Checks ports; raises InvalidArgument for a number that is no port, or for one port given to two listeners."""
     taken: dict[int, str] = {}
     listeners = ("--grpc-port", grpc_port), ("--http-port", http_port)
-    for option, port in (*listeners, ("--metrics-port", metrics_port), ("--controller-port", controller_port)):
+    internal = ("--metrics-port", metrics_port), ("--controller-port", controller_port)
+    for option, port in (*listeners, *internal, ("--operations-port", operations_port)):
         if not 0 <= port <= _PORT_MAX:
             raise InvalidArgument(option, f"{port} is not a port (0 to {_PORT_MAX})")
         if port and port in taken:

@@ -5,11 +5,14 @@ from pathlib import Path
 
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from router.slo_options import classes_by_name
+from wire.address import is_loopback
 from wire.errors import InvalidArgument
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import TO_STDERR, LogConfig
 from wire.mode import Mode
-from wire.security.credentials import check_guarded
+from wire.security.api_keys import KeySource, read_keys
+from wire.security.credentials import check_guarded, reading_keys
+from wire.security.server_tls import TlsFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,23 @@ class RouterConfig:
     name: str = "router"
     """The router's name in metrics; the same after a restart."""
     api_keys: tuple[str, ...] = ()
-    """API keys accepted by both listeners; empty = no key is required."""
+    """API keys of tenants without quotas, accepted by both listeners."""
+    api_key_file: Path | None = None
+    """A file with more API keys, their roles and quotas; without keys and without a file, no key is required."""
+    audit_log: Path | None = None
+    """The file that gets one line for each call of a client; None = no audit log."""
     host: str = "127.0.0.1"
-    """The address that gRPC and HTTP listen on; other than loopback it needs `api_keys` or `insecure`."""
+    """The address that gRPC and HTTP listen on; other than loopback it needs API keys or `insecure`."""
     insecure: bool = False
     """True if requests need no API key even if `host` is not loopback."""
     grpc_port: int = 50051
     """Port of the gRPC listener; 0 = any free one."""
     http_port: int = 8000
     """Port of the HTTP listener; 0 = any free one."""
+    tls: TlsFiles | None = None
+    """The certificate of both listeners; None = connections of clients are not encrypted."""
+    operations_port: int = 0
+    """Port of a third listener, which exists with `tls` only: probes, metrics and traces over plain HTTP."""
     front_processes: int = 0
     """Number of processes that hold clients' connections, so that writing to them takes none of the router's time.
 
@@ -137,7 +148,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument with the name of a wrong setting."""
-        check_guarded("host", self.host, self.api_keys, insecure=self.insecure)
+        check_guarded("host", self.host, guarded=self.guarded, insecure=self.insecure)
         names = classes_by_name(self.slo_classes)
         if self.default_slo_class not in names:
             message = f"{self.default_slo_class!r} is none of the classes {', '.join(names)}"
@@ -161,11 +172,24 @@ class RouterConfig:
         return self.model_name, *self.model_aliases
 
     @property
+    def guarded(self) -> bool:
+        """True if requests need an API key."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
+    @property
+    def key_source(self) -> KeySource:
+        """The origin of all accepted keys."""
+        loopback = is_loopback(self.host)
+        readers = reading_keys(self.metrics_key, self.token, guarded=self.guarded, loopback=loopback)
+        return KeySource(self.api_keys, self.api_key_file, readers)
+
+    @property
     def tenant_queue_limit(self) -> int:
         """Most waiting requests of one tenant, with the default of `max_queued_per_tenant` applied."""
         if self.max_queued_per_tenant is not None:
             return self.max_queued_per_tenant
-        several = len(self.api_keys) > 1
+        in_file = read_keys("api_key_file", self.api_key_file) if self.api_key_file else ()
+        several = len(self.api_keys) + len(in_file) > 1
         return max(1, self.max_queued_requests // 2) if several else self.max_queued_requests
 
 

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from wire.errors import InvalidArgument, NotFound, ResourceExhausted, TandemError
+from wire.errors import InvalidArgument, NotFound, RateLimited, ResourceExhausted, TandemError
 
 
 class Refusal(StrEnum):
@@ -16,6 +16,8 @@ class Refusal(StrEnum):
     """The predicted ITL exceeds the target of its SLO class."""
     NO_WORKER = "no_worker"
     """No worker serves, or no worker is ready."""
+    QUOTA = "quota"
+    """The quota of its API key is used up."""
     INVALID = "invalid"
     """The request itself is wrong."""
 
@@ -32,4 +34,6 @@ def reason_of(error: TandemError) -> Refusal:
     """Return the reason for which a listener or the dispatcher rejected a request with `error`."""
     if isinstance(error, Refused):
         return error.reason
+    if isinstance(error, RateLimited):
+        return Refusal.QUOTA
     return Refusal.INVALID if isinstance(error, InvalidArgument | NotFound) else Refusal.NO_WORKER

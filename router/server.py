@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from dataclasses import replace
 from functools import partial
 
+from starlette.types import ASGIApp
+
+from router.access.audit_log import AuditLog
+from router.access.callers import Callers
+from router.access.grpc_access import GrpcAccess
+from router.access.http_access import only_operations
 from router.api.http import make_app
 from router.api.listeners import InProcessListeners, Listeners, RouterEndpoints
 from router.api.service import InferenceServicer, add_inference
@@ -17,9 +24,12 @@ from router.placement.policy import PlacementPolicy
 from router.requests.dispatch import Dispatcher
 from router.requests.validation import RequestValidator
 from router.text.tokenizer import Tokenizer
+from telemetry import families as f
 from vocabulary.model_folder import GenerationDefaults, read_generation_defaults
 from wire.address import is_loopback
 from wire.errors import TandemError
+from wire.http.server import HttpServer, Listener
+from wire.security.server_tls import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +43,9 @@ class RouterServer:
         self._policy = policy or PlacementPolicy(config.mode)
         self._ready: bool | None = None
         self._exporter: TraceExporter | None = None
+        self._audit: AuditLog | None = None
         self._opened: Listeners | None = None
+        self._operations: HttpServer | None = None
 
     async def start(self) -> RouterEndpoints:
         """Load the tokenizer, watch the cluster, and open the listeners.
@@ -51,17 +63,17 @@ class RouterServer:
         self._validator = RequestValidator(
             config, tokenizer, defaults, lambda: dispatcher.pool.model, dispatcher.metrics.refused
         )
-        listeners = self._listeners()
         try:
-            endpoints = await listeners.open()
+            self._callers = Callers(config.key_source, dispatcher.metrics.refused)
+            if config.audit_log is not None:
+                self._audit = AuditLog(config.audit_log, dispatcher.metrics.registry)
+            app = make_app(config, self._validator, dispatcher, self._callers, self._audit)
+            endpoints = await self._open(app)
         except TandemError:
-            self._validator.close()
-            await self._dispatcher.close()
-            await self._close_exporter()
+            await self._close()
             raise
-        self._opened = listeners
         self._follow_readiness()
-        if not config.api_keys and not is_loopback(config.host):
+        if not config.guarded and not is_loopback(config.host):
             log.warning("gRPC and HTTP on %s require no API key: any client that reaches them has access", config.host)
         log.info("router %s serves gRPC on %s, HTTP on %s", config.router_id, *_pair(endpoints))
         return endpoints
@@ -72,43 +84,71 @@ class RouterServer:
         await self._opened.leave(grace_s)
         await self._dispatcher.drain(grace_s)
         await self._opened.gone()
-        await self._dispatcher.close()
-        self._validator.close()
-        await self._close_exporter()
+        if self._operations is not None:
+            self._operations.leave(1)
+            await self._operations.gone()
+        await self._close()
 
     @property
     def ready(self) -> bool:
         """True if a request would be served now."""
         return self._dispatcher.refusal is None
 
-    async def _close_exporter(self) -> None:
-        if self._exporter is not None:
-            await asyncio.to_thread(self._exporter.close)
+    async def _close(self) -> None:
+        await self._dispatcher.close()
+        self._validator.close()
+        for each in (self._exporter, self._audit):
+            if each is not None:
+                await asyncio.to_thread(each.close)
 
-    def _listeners(self) -> Listeners:
+    async def _open(self, app: ASGIApp) -> RouterEndpoints:
+        """Open the listeners; with TLS there is one more, for probes and the scrapers of the cluster."""
+        config = self._config
+        if config.tls is None:
+            return await self._open_listeners(app)
+        tls = ServerTls(config.tls)
+        self._dispatcher.metrics.registry.read(lambda: {f.TLS_CERTIFICATE_EXPIRES: tls.current().expires.timestamp()})
+        operations = Listener(config.host, config.operations_port, "operations_port")
+        try:
+            endpoints = await self._open_listeners(app)
+        except TandemError:
+            operations.close()
+            raise
+        self._operations = HttpServer(only_operations(app), operations, config.listeners)
+        await self._operations.begin()
+        return replace(endpoints, operations_address=operations.address)
+
+    async def _open_listeners(self, app: ASGIApp) -> RouterEndpoints:
+        listeners = self._listeners(app)
+        endpoints = await listeners.open()
+        self._opened = listeners
+        return endpoints
+
+    def _listeners(self, app: ASGIApp) -> Listeners:
         config = self._config
         ports = config.grpc_port, config.http_port
-        servicer = InferenceServicer(config, self._validator, self._dispatcher)
-        app = make_app(config, self._validator, self._dispatcher)
+        inference = GrpcAccess(InferenceServicer(config, self._validator, self._dispatcher), self._callers, self._audit)
         if config.front_processes:
             return FrontListeners(
                 config.host,
                 ports,
                 count=config.front_processes,
-                api_keys=config.api_keys,
-                inference=servicer,
+                keys=config.key_source,
+                inference=inference,
                 app=app,
                 log_config=config.log,
                 limits=config.listeners,
+                tls=config.tls,
                 registry=self._dispatcher.metrics.registry,
             )
         return InProcessListeners(
             config.host,
             ports,
-            api_keys=config.api_keys,
-            add_inference=partial(add_inference, servicer),
+            check=self._callers.check,
+            add_inference=partial(add_inference, inference),
             app=app,
             limits=config.listeners,
+            tls=config.tls,
         )
 
     def _follow_readiness(self) -> None:

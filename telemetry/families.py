@@ -78,6 +78,13 @@ CACHED_PROMPT_TOKENS = counter(
 )
 GENERATION_TOKENS = counter("generation_tokens_total", "Generated tokens that left the router.")
 ADMISSION_REJECTIONS = counter("admission_rejections_total", "Requests rejected before admission, by reason.", "reason")
+AUDIT_RECORDS = counter("audit_records_total", "Calls of clients written to the audit log.")
+AUDIT_RECORDS_LOST = counter(
+    "audit_records_lost_total", "Calls that are missing in the audit log, because its disk was full or too slow."
+)
+TLS_CERTIFICATE_EXPIRES = gauge(
+    "tls_certificate_expires_timestamp_seconds", "End of the certificate of the ports for clients, in Unix time."
+)
 OFFERED_REQUESTS = counter(
     "offered_requests_total",
     "Valid requests that arrived, including those rejected for lack of capacity.",

@@ -10,7 +10,7 @@ from telemetry.exposition import TEXT, Exposition
 from wire.address import host_and_port
 from wire.errors import InvalidArgument, Unavailable
 from wire.http.server import HttpServer, Listener
-from wire.security.credentials import matching_key
+from wire.security.credentials import shows_key
 
 METRICS_PATH, DISCOVERY_PATH, TRACES_PATH = "/metrics", "/sd", "/traces"
 _LEAVE_S = 1
@@ -70,7 +70,7 @@ class MetricsServer:
 
     def _shows_key(self, headers: Any) -> bool:
         try:
-            return matching_key([value for name, value in headers if name == b"authorization"], self._keys) is not None
+            return shows_key(headers, self._keys)
         except InvalidArgument:
             return False
 

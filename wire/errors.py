@@ -80,6 +80,14 @@ class Unauthenticated(TandemError):
     http_status = 401
 
 
+class PermissionDenied(TandemError):
+    """The caller's key is valid and its role does not allow this."""
+
+    code = "PERMISSION_DENIED"
+    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
+
+
 class NotFound(TandemError):
     """The named model or request does not exist here."""
 
@@ -102,6 +110,12 @@ class ResourceExhausted(TandemError):
     code = "RESOURCE_EXHAUSTED"
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_status = 429
+
+
+class RateLimited(ResourceExhausted):
+    """The quota of the caller's API key is used up; `retry_after_s` is the time until it allows another request."""
+
+    code = "RATE_LIMIT_EXCEEDED"
 
 
 class Unavailable(TandemError):
@@ -165,8 +179,8 @@ class Internal(TandemError):
 _BY_CODE: dict[str, type[TandemError]] = {
     cls.code: cls
     for cls in (
-        Unauthenticated, NotFound, DeadlineExceeded, ResourceExhausted, Unavailable, Cancelled,
-        RoleClosed, FailedPrecondition, StaleEpoch, TransferFailed, ModelError, Internal,
+        Unauthenticated, PermissionDenied, NotFound, DeadlineExceeded, ResourceExhausted, RateLimited, Unavailable,
+        Cancelled, RoleClosed, FailedPrecondition, StaleEpoch, TransferFailed, ModelError, Internal,
     )
 }  # fmt: skip
 

@@ -19,20 +19,20 @@ from wire.errors import (
     Internal,
     InvalidArgument,
     TandemError,
-    Unauthenticated,
     clipped,
     from_code,
     from_status,
 )
 from wire.limits.call_guard import CallGuard, public_options
 from wire.limits.listener_limits import ListenerLimits
-from wire.security.credentials import matching_key
 from wire.security.mutual_tls import PART_NAME, credentials_of
 
 log = logging.getLogger(__name__)
 
 _Unary = Callable[[Any, Any], Awaitable[Any]]
 _Streaming = Callable[[Any, Any], AsyncIterator[Any]]
+Check = Callable[[Iterable[tuple[str, str | bytes]]], None]
+"""Raises a TandemError for the metadata of a call that is not allowed."""
 
 AUTHORIZATION = "authorization"
 RETRY_AFTER = "retry-after-s"
@@ -85,9 +85,18 @@ def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
     return grpc.aio.secure_channel(address, credentials_of(token).client, options=options)
 
 
-def open_client_channel(address: str, api_key: str = "") -> grpc.aio.Channel:
-    """Open an unencrypted channel to a router's client port that sends `api_key` as a bearer token with every call."""
+def open_client_channel(
+    address: str, api_key: str = "", credentials: grpc.ChannelCredentials | None = None, target_name: str = ""
+) -> grpc.aio.Channel:
+    """Open a channel to a router's client port that sends `api_key` as a bearer token with every call.
+
+    It is encrypted if there are `credentials`; the router's certificate is then for `target_name`, by default for
+    `address`.
+    """
     interceptors = [_SendKeyUnary(api_key), _SendKeyStream(api_key)] if api_key else []
+    if credentials is not None:
+        name = [("grpc.ssl_target_name_override", target_name)] if target_name else []
+        return grpc.aio.secure_channel(address, credentials, [*CHANNEL_OPTIONS, *name], interceptors=interceptors)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=interceptors)
 
 
@@ -103,20 +112,20 @@ def listen(server: grpc.aio.Server, address: str, token: str = "") -> int:
 
 def open_server(
     *,
-    tokens: frozenset[str] = frozenset(),
+    check: Check | None = None,
     open_methods: tuple[str, ...] = (),
     shared_port: bool = False,
     limits: ListenerLimits | None = None,
 ) -> grpc.aio.Server:
-    """Make a server that maps `TandemError` to its status and, if `tokens` is not empty, requires one of these keys.
+    """Make a server that maps `TandemError` to its status and applies `check` to the metadata of each call.
 
-    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that need no key. `shared_port` lets
-    other processes of this user listen on the same port. `limits` are those of a public server; None = only components
-    of the cluster reach it.
+    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that are not checked. `shared_port`
+    lets other processes of this user listen on the same port. `limits` are those of a public server; None = only
+    components of the cluster reach it.
     """
     options = [*(SERVER_OPTIONS if limits is None else public_options(limits)), ("grpc.so_reuseport", int(shared_port))]
     guard = None if limits is None else CallGuard(limits)
-    return grpc.aio.server(interceptors=[_ConnectionGuard(tokens, open_methods, guard)], options=options)
+    return grpc.aio.server(interceptors=[_ConnectionGuard(check, open_methods, guard)], options=options)
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
@@ -166,10 +175,10 @@ class _SendKeyStream(grpc.aio.UnaryStreamClientInterceptor):
 
 
 class _ConnectionGuard(grpc.aio.ServerInterceptor):
-    """Checks the API key before every handler and maps its errors to status codes."""
+    """Checks the metadata before every handler and maps its errors to status codes."""
 
-    def __init__(self, tokens: frozenset[str], open_methods: tuple[str, ...], guard: CallGuard | None = None) -> None:
-        self._tokens = tokens
+    def __init__(self, check: Check | None, open_methods: tuple[str, ...], guard: CallGuard | None = None) -> None:
+        self._check = check
         self._open = open_methods or ("\0",)
         self._guard = guard
 
@@ -189,15 +198,13 @@ class _ConnectionGuard(grpc.aio.ServerInterceptor):
         return _with_status(handler)
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> TandemError | None:
-        if not self._tokens or details.method.startswith(self._open):
+        if self._check is None or details.method.startswith(self._open):
             return None
         try:
-            shown = matching_key(values_of(details.invocation_metadata, AUTHORIZATION), self._tokens)
-        except InvalidArgument as error:
+            self._check(details.invocation_metadata or ())
+        except TandemError as error:
             return error
-        if shown is not None:
-            return None
-        return Unauthenticated("the call carries no valid API key; send 'authorization: Bearer <key>'")
+        return None
 
 
 def values_of(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> list[str | bytes]:

@@ -183,7 +183,7 @@ class WorkerProcess:
         config, registry = self._config, worker.metrics.registry
         registry.read(partial(worker_facts, worker.report, worker.transport))
         registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
-        keys = reading_keys(config.metrics_key, (), config.token, loopback=is_loopback(config.host))
+        keys = reading_keys(config.metrics_key, config.token, guarded=False, loopback=is_loopback(config.host))
         self._metrics = MetricsServer({METRICS_PATH: metrics_page(Exposition(registry))}, keys)
         self.metrics_address = await self._metrics.open(config.host, config.metrics_port)
 

@@ -11,6 +11,7 @@ from wire.errors import InvalidArgument, TandemError, Unauthenticated, Unavailab
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.messages import FinishReason
 from wire.rpc import ERROR_CODE, error_of, open_client_channel
+from wire.security.client_tls import NO_TLS, ClientTls
 from wire.security.credentials import check_key
 from wire.tracing.timeline import Timeline
 
@@ -66,12 +67,13 @@ class ServerView:
 class RouterClient:
     """Calls to one router. Every failure is a typed error that names the router."""
 
-    def __init__(self, address: str, api_key: str = "") -> None:
+    def __init__(self, address: str, api_key: str = "", tls: ClientTls = NO_TLS) -> None:
         """Creates a client; InvalidArgument for a key that no call could carry, an empty one is none."""
         if api_key:
             check_key("--api-key", api_key)
-        self._address = address
+        self.address = address
         self._api_key = api_key
+        self._tls = tls.credentials(), tls.target_name
 
     async def complete(self, text: str, sampling: Sampling, on_text: Callable[[str], None]) -> Answer:
         """Continues `text`; `on_text` is called with each piece as it comes."""
@@ -88,7 +90,7 @@ class RouterClient:
 
     async def view(self, timeout_s: float = 5.0) -> ServerView:
         """Returns the router's report. Unavailable if it does not respond in time."""
-        async with open_client_channel(self._address, self._api_key) as channel:
+        async with open_client_channel(self.address, self._api_key, *self._tls) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             try:
                 return ServerView(
@@ -101,7 +103,7 @@ class RouterClient:
 
     async def _stream(self, method: str, request: Any, on_text: Callable[[str], None]) -> Answer:
         pieces: list[str] = []
-        async with open_client_channel(self._address, self._api_key) as channel:
+        async with open_client_channel(self.address, self._api_key, *self._tls) as channel:
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
             call: AsyncIterator[inference_pb2.GenerateResponse] = getattr(stub, method)(request)
             complete, reasons = inference_pb2.Complete(), False
@@ -129,14 +131,14 @@ class RouterClient:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             wrong = "does not accept this API key" if self._api_key else "asks for an API key"
             return Unauthenticated(
-                f"the router at {self._address} {wrong}; give --api-key or --api-key-file (TANDEM_API_KEY)"
+                f"the router at {self.address} {wrong}; give --api-key or --api-key-file (TANDEM_API_KEY)"
             )
         own_error = any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ())
         if own_error or error.code() not in TRANSPORT_FAILURES:
-            return error_of(error, f"the router at {self._address}")
+            return error_of(error, f"the router at {self.address}")
         if begun:
-            return Unavailable(f"lost the router at {self._address} before the answer's end; is `tandem up` running?")
-        return Unavailable(f"cannot reach the router at {self._address}; is `tandem up` running there?")
+            return Unavailable(f"lost the router at {self.address} before the answer's end; is `tandem up` running?")
+        return Unavailable(f"cannot reach the router at {self.address}; is `tandem up` running there?")
 
 
 def _shown(chunk: inference_pb2.Chunk, *, after_reasoning: bool) -> str:

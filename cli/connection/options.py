@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -87,12 +87,44 @@ class RouterOptions:
     address: Address = ""
     api_key: ApiKey = field(default="", repr=False)
     api_key_file: ApiKeyFile = ""
+    tls_ca: Annotated[
+        str,
+        typer.Option(
+            "--tls-ca",
+            envvar="TANDEM_TLS_CA",
+            help="PEM file with the authority of a router's certificate, for TLS; the running cluster needs none.",
+        ),
+    ] = ""
+    tls_client_certificate: Annotated[
+        str,
+        typer.Option(
+            "--tls-client-certificate",
+            envvar="TANDEM_TLS_CLIENT_CERTIFICATE",
+            help="PEM file with the certificate for a router that requires one.",
+        ),
+    ] = ""
+    tls_client_key: Annotated[
+        str,
+        typer.Option("--tls-client-key", envvar="TANDEM_TLS_CLIENT_KEY", help="PEM file with its key."),
+    ] = ""
 
-    def client(self) -> RouterClient:
-        """Returns a client of the given router or of the newest running cluster's. Unavailable if none runs."""
+    def client(self, *, reads: bool = False) -> RouterClient:
+        """Returns a client of the given router or of the newest running cluster's. Unavailable if none runs.
+
+        A client that only `reads` the state of a cluster on this host uses its metrics key, since tenants may not see
+        the load of others.
+        """
         from cli.connection.client import RouterClient
+        from cli.connection.state import newest
+        from wire.security.client_tls import ClientTls
 
-        return RouterClient(address_or_newest(self.address), shown_key(self.api_key, self.api_key_file))
+        key = shown_key(self.api_key, self.api_key_file)
+        tls = ClientTls(self.tls_ca, self.tls_client_certificate, self.tls_client_key)
+        if self.address:
+            return RouterClient(self.address, key, tls)
+        running = newest()
+        key = running.metrics_key if reads and running.token else key
+        return RouterClient(running.grpc, key, replace(tls, pinned=running.certificate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +161,6 @@ class ControllerOptions:
             return ControllerClient(self.controller_address, token)
         running = newest()
         return ControllerClient(running.controller, token or running.token)
-
-
-def address_or_newest(address: str) -> str:
-    """Returns the given address or that of the newest running cluster. Unavailable if none runs."""
-    from cli.connection.state import newest
-
-    return address or newest().grpc
 
 
 def shown_key(api_key: str, api_key_file: str) -> str:

@@ -21,18 +21,34 @@ def keys_in(option: str, file: str) -> tuple[str, ...]:
     path = Path(file)
     try:
         lines = path.read_text().splitlines()
-        mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise InvalidArgument(option, f"cannot read {file} ({reason})") from None
-    if mode & stat.S_IROTH:
-        log.warning("every user of this host may read %s: `chmod o-r` keeps the secret from them", file)
+    warn_if_readable(path)
     keys = tuple(key for line in lines for key in line.partition("#")[0].split())
     if not keys:
         raise InvalidArgument(option, f"{file} has no secret in it")
     for key in keys:
         check_key(option, key)
     return keys
+
+
+def checked_key_file(option: str, file: str) -> Path | None:
+    """Returns the path of a router's file of API keys, None for "". InvalidArgument as `keys_in`, and for an error."""
+    from wire.security.api_keys import read_keys
+
+    if not file:
+        return None
+    path = Path(file).absolute()
+    read_keys(option, path)
+    warn_if_readable(path)
+    return path
+
+
+def warn_if_readable(secret: Path) -> None:
+    """Logs a warning if every user of this host may read the file."""
+    if secret.stat().st_mode & stat.S_IROTH:
+        log.warning("every user of this host may read %s: `chmod o-r` keeps the secret from them", secret)
 
 
 def one_key(option: str, given: str, file: str) -> str:
@@ -48,5 +64,13 @@ def one_key(option: str, given: str, file: str) -> str:
 
 
 def first_key(option: str, given: str, file: str) -> str:
-    """Returns `given`, or the first key in `file`, or "": any of a router's keys opens it."""
-    return given if given or not file else keys_in(option, file)[0]
+    """Returns `given`, or the first key in a router's file of API keys, or "". InvalidArgument if all are hashed."""
+    from wire.errors import InvalidArgument
+    from wire.security.api_keys import plain_keys
+
+    if given or not file:
+        return given
+    keys = plain_keys(keys_in(option, file))
+    if not keys:
+        raise InvalidArgument(option, f"{file} has hashes only; give the key itself by --api-key")
+    return keys[0]

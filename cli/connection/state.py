@@ -28,6 +28,10 @@ class RunningCluster:
     """The cluster's secret, which authorizes calls to the controller."""
     metrics: str = ""
     """Address of the cluster-wide metrics, host:port."""
+    operations: str = ""
+    """Address of the router's metrics and traces, host:port, if `http` has TLS; else empty."""
+    certificate: str = ""
+    """File with the certificate of `grpc` and `http`; empty = they have no TLS."""
     stop_grace_s: float = 0.0
     """Seconds that running requests may continue when the cluster is stopped."""
 
@@ -66,12 +70,16 @@ def announce(
     token: str = "",
     *,
     metrics: str = "",
+    operations: str = "",
+    certificate: str = "",
     stop_grace_s: float = 0.0,
 ) -> Path:
     """Writes this process's state file, readable by this user alone; the caller removes it."""
     pid = os.getpid()
     started = psutil.Process(pid).create_time()
-    state = RunningCluster(pid, started, grpc, http, model, controller, token, metrics, stop_grace_s)
+    state = RunningCluster(
+        pid, started, grpc, http, model, controller, token, metrics, operations, certificate, stop_grace_s
+    )
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder() / f"up-{pid}.json"
     partial = path.with_suffix(".partial")

@@ -14,18 +14,24 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @plain_errors
 def doctor(
+    *,
     host: Annotated[str, typer.Option("--host", help="Address that the router would listen on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option("--grpc-port", help="Port to look at.")] = 50051,
     http_port: Annotated[int, typer.Option("--http-port", help="Port to look at.")] = 8000,
+    api_key_file: Annotated[str, typer.Option("--api-key-file", help="File with API keys to check.")] = "",
+    tls_certificate: Annotated[str, typer.Option("--tls-certificate", help="Certificate to check.")] = "",
+    tls_key: Annotated[str, typer.Option("--tls-key", help="Its key.")] = "",
+    tls_client_ca: Annotated[str, typer.Option("--tls-client-ca", help="Authorities of clients to check.")] = "",
 ) -> None:
     """Check this machine; fails if `tandem up` would.
 
     Checks Python, import names, PyTorch, GPUs, Ray, NIXL, RDMA, ports, /dev/shm and cores, and names the ports of
-    running workers by which others can write into their memory.
+    running workers by which others can write into their memory. Checks files with API keys and certificates if given.
     """
     from rich.console import Console
 
     from cli.connection.state import running
+    from cli.diagnosis.access_checks import check_certificate, check_key_file
     from cli.diagnosis.checks import Level, all_checks
     from cli.diagnosis.kv_port_checks import check_running_clusters, check_ucx_environment
     from cluster.limits import check_ports
@@ -34,6 +40,7 @@ def doctor(
     clusters = running()
     ours = {int(listener.rpartition(":")[2]): one.pid for one in clusters for listener in (one.grpc, one.http)}
     groups = all_checks(host, grpc_port, http_port, ours)
+    groups += [lambda: check_key_file(api_key_file), lambda: check_certificate(tls_certificate, tls_key, tls_client_ca)]
     groups += [lambda: [check_ucx_environment()], lambda: check_running_clusters(clusters)]
     console, failed = Console(soft_wrap=True, highlight=False), False
     for group in groups:

@@ -4,7 +4,8 @@ import re
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from cli.connection.options import Address, ApiKey, ApiKeyFile, address_or_newest, shown_key
+from cli.connection.options import RouterOptions
+from cli.option_groups import option_groups
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
@@ -18,21 +19,20 @@ WIDE = 200
 
 
 @plain_errors
-def status(address: Address = "", api_key: ApiKey = "", api_key_file: ApiKeyFile = "") -> None:
+@option_groups
+def status(*, router: RouterOptions) -> None:
     """Show the router, its workers, their roles, pages and transports."""
     import asyncio
     import sys
 
     from rich.console import Console
 
-    from cli.connection.client import RouterClient
-
-    where = address_or_newest(address)
-    view = asyncio.run(RouterClient(where, shown_key(api_key, api_key_file)).view())
+    client = router.client(reads=True)
+    view = asyncio.run(client.view())
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
-    console.print(summary(where, view), markup=False)
+    console.print(summary(client.address, view), markup=False)
     console.print(worker_table(view))
-    for line in [*remarks(view), *absences(address)]:
+    for line in [*remarks(view), *absences(router.address)]:
         console.print(line, markup=False)
 
 

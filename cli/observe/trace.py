@@ -64,6 +64,6 @@ async def _ask(request_id: str, slow: bool, router: str, key: str) -> tuple[list
 
     if not router:
         running = newest()
-        router, key = running.http.removeprefix("http://"), key or running.metrics_key
+        router, key = running.operations or running.http.removeprefix("http://"), key or running.metrics_key
     query = f"?id={quote(request_id, safe='')}" if request_id else "?slow" if slow else ""
     return traces_from_json(await fetch(router, TRACES_PATH + query, key, timeout_s=5.0))

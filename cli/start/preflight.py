@@ -28,10 +28,11 @@ def check_listeners(config: ClusterConfig) -> None:
             "--host",
             f"cannot listen on {config.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
         )
-    check_guarded("--host", config.host, config.api_keys, insecure=config.insecure)
+    check_guarded("--host", config.host, guarded=config.guarded, insecure=config.insecure)
     for option, host, port in (
         ("--grpc-port", config.host, config.grpc_port),
         ("--http-port", config.host, config.http_port),
+        ("--operations-port", config.host, config.operations_port),
         # On a joined Ray the controller's address is not known yet.
         ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
         ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),
@@ -159,7 +160,7 @@ def _engine(config: ClusterConfig) -> EngineConfig:
 
 def warn_if_open(config: ClusterConfig) -> None:
     """Prints a warning where unauthorized clients could use the cluster."""
-    if not config.api_keys and not is_loopback(config.host):
+    if not config.guarded and not is_loopback(config.host):
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
             "set --api-key (or TANDEM_API_KEY) so that clients must present a key[/]"

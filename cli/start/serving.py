@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from cli.connection import state
 from cli.connection.client import RouterClient, Sampling
+from cli.connection.secret_files import first_key
 from cli.models.default_model import NAME, find_default_model
 from cli.models.hub_model import hub_model
 from cli.observe.log_folder import new_log_folder
@@ -32,7 +33,8 @@ from cluster.config import ClusterConfig
 from cluster.launcher import Cluster, Endpoints
 from router.text.chat_template_files import read_template
 from router.text.tokenizer import Tokenizer
-from wire.errors import TandemError
+from wire.errors import InvalidArgument, TandemError
+from wire.security.client_tls import NO_TLS, ClientTls
 
 STOPPED = "[dim]stopped; nothing is left running[/]"
 NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers that served before live on[/]"
@@ -53,6 +55,8 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
     case, nothing of the cluster is left behind but workers that are to outlive it.
     """
     console = Console(highlight=False, soft_wrap=True)
+    if first is not None and config.tls is not None and config.tls.client_ca is not None:
+        raise InvalidArgument("--prompt", "cannot be combined with --tls-client-ca; use `tandem generate`")
     with _one_interrupt():
         check_listeners(config)
         check_network(config)
@@ -97,6 +101,8 @@ def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: Fir
         ends.controller,
         ends.token,
         metrics=ends.metrics,
+        operations=ends.operations,
+        certificate="" if config.tls is None else str(config.tls.certificate),
         stop_grace_s=config.stop_grace_s,
     )
     try:
@@ -120,7 +126,10 @@ def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
 def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: FirstPrompt) -> None:
     """Streams the first answer and shows its timeline."""
     console.print(f"\n{first.text}\n", style="bold", markup=False)
-    client = RouterClient(ends.grpc, config.api_keys[0] if config.api_keys else "")
+    key_file = "" if config.api_key_file is None else str(config.api_key_file)
+    key = first_key("--api-key-file", next(iter(config.api_keys), ""), key_file)
+    tls = NO_TLS if config.tls is None else ClientTls(pinned=str(config.tls.certificate))
+    client = RouterClient(ends.grpc, key, tls)
     answer = answer_one(client, first.text, first.sampling)
     console.print()
     console.print(timeline_table(answer))
@@ -130,7 +139,7 @@ def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
     return (
         f"\n{config.model_name} is served at\n"
         f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
-        f"  OpenAI  http://{ends.http.removeprefix('http://')}/v1\n"
+        f"  OpenAI  {'http' if config.tls is None else 'https'}://{ends.http.removeprefix('http://')}/v1\n"
         f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
         f"  logs    {config.log_folder}"
     )

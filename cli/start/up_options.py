@@ -114,6 +114,20 @@ class ListenerOptions:
     ] = False
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000
+    tls_certificate: Annotated[
+        str,
+        typer.Option(help="PEM file with the certificate of both ports for clients; read again when it changes."),
+    ] = ""
+    tls_key: Annotated[str, typer.Option(help="PEM file with its key.")] = ""
+    tls_client_ca: Annotated[
+        str, typer.Option(help="PEM file with authorities; clients then need a certificate of one of them (mTLS).")
+    ] = ""
+    operations_port: Annotated[
+        int,
+        typer.Option(
+            help="With TLS: port of the router's probes, metrics and traces over plain HTTP; 0 = any free one."
+        ),
+    ] = 0
     front_processes: Annotated[
         int, typer.Option(help="Processes that hold clients' connections for the router; 0 = it does so itself.")
     ] = 0
@@ -186,6 +200,7 @@ class ListenerOptions:
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """Returns the config with these settings. InvalidArgument names an option."""
         from cli.connection.secret_files import one_key
+        from wire.security.server_tls import tls_files
 
         return replace(
             config,
@@ -197,6 +212,8 @@ class ListenerOptions:
             insecure=self.insecure,
             grpc_port=self.grpc_port,
             http_port=self.http_port,
+            tls=tls_files(self.tls_certificate, self.tls_key, self.tls_client_ca),
+            operations_port=self.operations_port,
             front_processes=self.front_processes,
             metrics_port=self.metrics_port,
             controller_port=self.controller_port,
@@ -250,22 +267,32 @@ class ServiceOptions:
     api_key_file: Annotated[
         str,
         typer.Option(
-            envvar="TANDEM_API_KEY_FILE", help="File with more of them, one a line; from # on a line is a comment."
+            envvar="TANDEM_API_KEY_FILE",
+            help="File with more of them, read again when it changes. A line has KEY or sha256:HEX, then name=NAME, "
+            "role=tenant, operator or reader, requests_per_minute=N and tokens_per_minute=N where wanted; from # on it "
+            "is a comment.",
         ),
+    ] = ""
+    audit_log: Annotated[
+        str,
+        typer.Option(help="File for a line of JSON about each call of a client: who, what, when, and how many tokens."),
     ] = ""
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """Returns the config with these settings. InvalidArgument names an option."""
-        from cli.connection.secret_files import keys_in
+        from pathlib import Path
+
+        from cli.connection.secret_files import checked_key_file
         from router.slo_options import parse_class, with_defaults
 
-        in_file = keys_in("--api-key-file", self.api_key_file) if self.api_key_file else ()
         return replace(
             config,
             slo_classes=with_defaults(parse_class(each) for each in self.slo_class or ()),
             default_slo_class=self.default_slo_class,
             default_max_tokens=self.default_max_tokens,
-            api_keys=tuple(dict.fromkeys((*(self.api_key or ()), *in_file))),
+            api_keys=tuple(dict.fromkeys(self.api_key or ())),
+            api_key_file=checked_key_file("--api-key-file", self.api_key_file),
+            audit_log=Path(self.audit_log).absolute() if self.audit_log else None,
         )
 
 

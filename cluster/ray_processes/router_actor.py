@@ -89,8 +89,9 @@ class RouterProcess:
         """The controller's listener; set before the first `spawn`."""
         self.grpc_address = ""
         self.http_address = ""
+        self.operations_address = ""
         self.on_open: Callable[[str], None] = lambda _: None
-        """Called with the HTTP listener's address each time it opens."""
+        """Called with the address of the router's metrics each time it opens."""
 
     async def spawn(self, incarnation: int) -> Process:
         """Spawns a new router process, which reuses the ports of the previous one."""
@@ -102,7 +103,8 @@ class RouterProcess:
 
     def _opened(self, listeners: "RouterEndpoints") -> None:
         self.grpc_address, self.http_address = listeners.grpc_address, listeners.http_address
-        self.on_open(listeners.http_address)
+        self.operations_address = listeners.operations_address
+        self.on_open(listeners.operations_address or listeners.http_address)
 
     def _config(self, incarnation: int) -> "RouterConfig":
         from router.config import RouterConfig
@@ -119,6 +121,10 @@ class RouterProcess:
             controller_address=self.controller_address,
             token=self._token,
             api_keys=self._cluster.api_keys,
+            api_key_file=self._cluster.api_key_file,
+            audit_log=self._cluster.audit_log,
+            tls=self._cluster.tls,
+            operations_port=self._cluster.operations_port,
             allowed_origins=self._cluster.allowed_origins,
             tool_call_parser=self._cluster.tool_call_parser,
             reasoning_parser=self._cluster.reasoning_parser,
@@ -144,7 +150,8 @@ class RouterProcess:
             config = replace(config, chunks_per_s=_CPU_CHUNKS_PER_S)
         if not self.grpc_address:
             return config
-        return replace(config, grpc_port=_port(self.grpc_address), http_port=_port(self.http_address))
+        config = replace(config, grpc_port=_port(self.grpc_address), http_port=_port(self.http_address))
+        return replace(config, operations_port=_port(self.operations_address)) if self.operations_address else config
 
 
 def _port(address: str) -> int:

@@ -134,7 +134,7 @@ class WorkerActors:
             model_name=cluster.model_name or cluster.model.name,
             controller_address=self.controller_address,
             token=self._token,
-            metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.api_keys else ""),
+            metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.guarded else ""),
             step_deadline_s=cluster.step_deadline_s,
             prefix_cache=cluster.prefix_cache,
             speculate=SpeculationMethod(cluster.speculate),

@@ -57,6 +57,8 @@ class ClusterHealth:
     """True once the set of workers is known; before that the controller still looks for workers that live already."""
     taken_over: frozenset[str] = frozenset()
     """The workers that another controller started."""
+    operations_address: str = ""
+    """Address of the router's metrics and traces if `http_address` has TLS, else empty."""
     kept_at: str = ""
     """The controller that supervises the workers instead, host:port; empty = this one does."""
 

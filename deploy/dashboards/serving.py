@@ -189,9 +189,31 @@ _FRONTS = Row(
     folded=True,
 )
 
+_ACCESS = Row(
+    "Access",
+    (
+        Panel(
+            "Audit log",
+            Unit.A_SECOND,
+            (
+                Query(rate(series(f.AUDIT_RECORDS)), "written"),
+                Query(rate(series(f.AUDIT_RECORDS_LOST)), "lost"),
+            ),
+            "Calls of clients. Lost ones are missing in the log, because its disk was full or too slow.",
+        ),
+        Panel(
+            "Certificate",
+            Unit.SECONDS,
+            (Query(f"{total(series(f.TLS_CERTIFICATE_EXPIRES), 'worker')} - time()", "{{worker}}"),),
+            "Time until the certificate of the ports for clients ends.",
+        ),
+    ),
+    folded=True,
+)
+
 DASHBOARD = Dashboard(
     "serving",
     "Tandem: serving and goodput",
     "SLO attainment and the phase that caused misses",
-    (_SERVICE_CLASSES, _LATENCIES, _TRAFFIC, _PLACEMENT, _FRONTS),
+    (_SERVICE_CLASSES, _LATENCIES, _TRAFFIC, _PLACEMENT, _FRONTS, _ACCESS),
 )

@@ -12,8 +12,13 @@ from http import HTTPStatus
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from router.access.audit_log import AuditLog
+from router.access.callers import Callers
+from router.access.client_call import served_call
+from router.access.http_access import READERS_PATHS, AuditedHttp, HttpAccess
+from router.access.quota import QUOTA_HEADERS
 from router.api.answer_stream import AnswerStream
 from router.api.call_limit import CallLimit
 from router.api.client_gone import unless_gone
@@ -30,26 +35,28 @@ from router.requests.answer import Ending
 from router.requests.choices import Choices
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
-from router.requests.tenants import tenant_of
 from router.requests.validation import RequestValidator
 from router.text.token_scores import TokenScore
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
-from wire.address import is_loopback
 from wire.convert import traces_to_json
-from wire.errors import InvalidArgument, TandemError, Unauthenticated, clipped
-from wire.security.credentials import matching_key, reading_keys
+from wire.errors import InvalidArgument, TandemError, clipped
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
 
 _JSON = "application/json"
-_OPERATORS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
 
 Parser = Callable[..., OpenAICall]
 
 
-def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> ASGIApp:
-    """Return the whole application, with the check of API keys."""
+def make_app(
+    config: RouterConfig,
+    validator: RequestValidator,
+    dispatcher: Dispatcher,
+    callers: Callers,
+    audit: AuditLog | None = None,
+) -> ASGIApp:
+    """Return the whole application, with the checks of `callers` and an audit log."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     exposition = Exposition(dispatcher.metrics.registry)
     listener = _HttpListener(config, validator, dispatcher, metrics_page(exposition), IgnoredLog())
@@ -63,10 +70,9 @@ def make_app(config: RouterConfig, validator: RequestValidator, dispatcher: Disp
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
-    metrics_keys = reading_keys(config.metrics_key, config.api_keys, config.token, loopback=is_loopback(config.host))
-    counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | _OPERATORS_PATHS)
-    checked: ASGIApp = _KeyCheck(counted, frozenset(config.api_keys), metrics_keys)
-    return _open_to_pages(RequestIds(checked), config.allowed_origins)
+    counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | READERS_PATHS)
+    audited = AuditedHttp(RequestIds(HttpAccess(counted, callers)), audit)
+    return _open_to_pages(audited, config.allowed_origins)
 
 
 def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -82,7 +88,7 @@ def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "HEAD", "POST"],
         allow_headers=["*"],
-        expose_headers=[IGNORED_HEADER, REQUEST_ID_HEADER, "retry-after"],
+        expose_headers=[IGNORED_HEADER, REQUEST_ID_HEADER, "retry-after", *QUOTA_HEADERS],
     )
 
 
@@ -160,7 +166,7 @@ class _HttpListener:
     async def _admitted(
         self, request: Request, body: bytes, parse: Callable[[bytes], OpenAICall]
     ) -> tuple[OpenAICall, Admitted]:
-        tenant = tenant_of(matching_key(request.headers.getlist("authorization"), self.config.api_keys))
+        tenant = served_call().caller.tenant
         try:
             call = await self.validator.reader.json(tenant, body, parse)
         except TandemError as error:
@@ -186,44 +192,13 @@ async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
     )
 
 
-class _KeyCheck:
-    """ASGI middleware that requires a key on every route but the probes; metrics have keys of their own.
-
-    An empty set of keys means that no key is required.
-    """
-
-    def __init__(self, app: ASGIApp, keys: frozenset[str], metrics_keys: frozenset[str]) -> None:
-        self._app = app
-        self._keys = keys
-        self._metrics_keys = metrics_keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PROBE_PATHS:
-            refusal = self._refusal(scope)
-            if refusal is not None:
-                await _respond(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> TandemError | None:
-        operators = scope["path"] in _OPERATORS_PATHS
-        keys = self._metrics_keys if operators else self._keys
-        try:
-            shown_keys = [value for name, value in scope["headers"] if name == b"authorization"]
-            if not keys or matching_key(shown_keys, keys) is not None:
-                return None
-        except InvalidArgument as error:
-            return error
-        key = "metrics key" if operators else "API key"
-        return Unauthenticated(f"the request carries no valid {key}; send 'Authorization: Bearer <key>'")
-
-
 def _respond(error: TandemError) -> Response:
     return Response(error_body(error), error.http_status, error_headers(error), _JSON)
 
 
 async def _on_tandem_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
+    served_call().failed(error)
     return _respond(error)
 
 

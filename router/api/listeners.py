@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,8 @@ from wire.errors import FailedPrecondition
 from wire.generated.tandem.v1 import inference_pb2
 from wire.http.server import HttpServer, Listener
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
-from wire.rpc import open_server
+from wire.rpc import Check, open_server
+from wire.security.server_tls import ServerTls, TlsFiles
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0
@@ -32,6 +33,8 @@ class RouterEndpoints:
 
     grpc_address: str
     http_address: str
+    operations_address: str = ""
+    """The address of the router's metrics over plain HTTP if those of `http_address` are over TLS, else empty."""
 
 
 class Listeners(Protocol):
@@ -58,22 +61,25 @@ class InProcessListeners:
         host: str,
         ports: tuple[int, int],
         *,
-        api_keys: Collection[str],
+        check: Check,
         add_inference: Callable[[grpc.aio.Server], None],
         app: ASGIApp,
         limits: ListenerLimits = DEFAULT_LIMITS,
+        tls: TlsFiles | None = None,
         shared: bool = False,
     ) -> None:
         """`ports` are those of gRPC and HTTP, 0 = any free one.
 
-        `add_inference` adds `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
-        the same ports.
+        `check` is applied to the metadata of gRPC calls; `app` checks HTTP requests itself. `add_inference` adds
+        `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
+        the same ports. Raises InvalidArgument for `tls` that cannot be used.
         """
         self._host, (self._grpc_port, self._http_port) = host, ports
-        self._api_keys = frozenset(api_keys)
+        self._check = check
         self._add_inference = add_inference
         self._app = app
         self._limits = limits
+        self._tls = None if tls is None else ServerTls(tls)
         self._shared = shared
         self._health = health.aio.HealthServicer()
         self._status = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -83,11 +89,12 @@ class InProcessListeners:
         """See `Listeners`."""
         listener = Listener(self._host, self._http_port, "http_port", shared=self._shared)
         self._grpc = open_server(
-            tokens=self._api_keys, open_methods=(_HEALTH_METHODS,), shared_port=self._shared, limits=self._limits
+            check=self._check, open_methods=(_HEALTH_METHODS,), shared_port=self._shared, limits=self._limits
         )
         try:
             grpc_port = await self._open_grpc()
-            self._http = HttpServer(self._app, listener, self._limits)
+            https = None if self._tls is None else self._tls.http_context()
+            self._http = HttpServer(self._app, listener, self._limits, https)
             await self._http.begin()
         except FailedPrecondition:
             listener.close()
@@ -124,7 +131,9 @@ class InProcessListeners:
     def _bind_grpc(self) -> int:
         address = address_of(self._host, self._grpc_port)
         try:
-            return self._grpc.add_insecure_port(address)
+            if self._tls is None:
+                return self._grpc.add_insecure_port(address)
+            return self._grpc.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError as error:
             message = f"grpc_port: {address} cannot be used ({error}); choose another port"
             raise FailedPrecondition(message) from error

@@ -14,6 +14,8 @@ import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from router.access.client_call import served_call
+from router.access.grpc_access import GrpcAccess
 from router.api.client_gone import unless_gone
 from router.api.grpc_chat.answer_chunks import AnswerChunks
 from router.api.grpc_chat.conversation import conversation
@@ -23,7 +25,6 @@ from router.requests.answer import AnswerChunk, Ending
 from router.requests.answer_format import AnswerFormat
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted, ClientRequest, Options, Prompt
-from router.requests.tenants import tenant_of
 from router.requests.validation import RequestValidator
 from router.text.request_items import check_template_kwargs_size
 from router.text.request_reader import check_message_count
@@ -32,8 +33,7 @@ from vocabulary.grammar_process import GrammarKind
 from wire import convert
 from wire.errors import InvalidArgument, TandemError, Unavailable
 from wire.generated.tandem.v1 import inference_pb2
-from wire.rpc import AUTHORIZATION, values_of
-from wire.security.credentials import matching_key
+from wire.rpc import values_of
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
 
@@ -56,7 +56,7 @@ class InferenceServicer:
     """Serves the client's gRPC methods.
 
     Each method takes the bytes of its request, so that a large one is parsed outside the event loop. Raises typed
-    errors, which the server's interceptor turns into status codes.
+    errors, which the server's interceptor turns into status codes. `GrpcAccess` has checked the caller before.
     """
 
     def __init__(self, config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> None:
@@ -75,9 +75,9 @@ class InferenceServicer:
         caller = self._caller(context)
         return self._answer(inference_pb2.ChatRequest, request, partial(self._from_chat, caller), caller)
 
-    async def Abort(self, request: bytes, context: _Context) -> inference_pb2.AbortResponse:
+    async def Abort(self, request: bytes, _context: _Context) -> inference_pb2.AbortResponse:
         """Cancel a request by its client's id."""
-        tenant = self._tenant(context)
+        tenant = served_call().caller.tenant
         asked = await self._validator.reader.message(tenant, inference_pb2.AbortRequest, request, lambda each: each)
         if not asked.request_id:
             raise InvalidArgument("request_id", "is empty; name the request to abort")
@@ -132,15 +132,12 @@ class InferenceServicer:
         """Return the numbers of waiting and running requests."""
         return inference_pb2.GetLoadsResponse(waiting=self._dispatcher.waiting, running=self._dispatcher.running)
 
-    def _tenant(self, context: _Context) -> str:
-        shown_keys = values_of(context.invocation_metadata(), AUTHORIZATION)
-        return tenant_of(matching_key(shown_keys, self._config.api_keys))
-
     def _caller(self, context: _Context) -> _Caller:
         gone = asyncio.get_running_loop().create_future()
         # A cancelled call may leave its generator suspended until it is collected; the context's callback runs at once.
         context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
-        return _Caller(EdgeStamp.now(Edge.RECEIVED), self._tenant(context), _traceparent(context), gone)
+        tenant = served_call().caller.tenant
+        return _Caller(EdgeStamp.now(Edge.RECEIVED), tenant, _traceparent(context), gone)
 
     def _from_generate(self, caller: _Caller, request: inference_pb2.GenerateRequest) -> ClientRequest:
         prompt: Prompt = request.text
@@ -200,7 +197,7 @@ class InferenceServicer:
             choices.close()
 
 
-def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+def add_inference(servicer: InferenceServicer | GrpcAccess, server: grpc.aio.Server) -> None:
     """Register this servicer's methods as `tandem.v1.Inference` on a server."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}

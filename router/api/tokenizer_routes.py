@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
+from router.access.client_call import served_call
 from router.api.client_gone import unless_gone
 from router.api.http_body import disconnected, read_body
 from router.api.json_fields import UnknownFields
@@ -17,10 +18,8 @@ from router.api.openai_fields import CHAT_UNSERVED, INERT
 from router.api.openai_requests import body_fields, conversation
 from router.config import RouterConfig
 from router.requests.request import ClientRequest, Conversation, Options
-from router.requests.tenants import tenant_of
 from router.requests.validation import RequestValidator
 from wire.errors import InvalidArgument
-from wire.security.credentials import matching_key
 from wire.tracing.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
@@ -37,7 +36,7 @@ def add_tokenizer(app: FastAPI, config: RouterConfig, validator: RequestValidato
     """Add the three routes to `app`; their work shares threads, limits and fair order with requests for answers."""
 
     async def parsed(request: Request, parse: Callable[[bytes], _T]) -> tuple[str, _T]:
-        tenant = tenant_of(matching_key(request.headers.getlist("authorization"), config.api_keys))
+        tenant = served_call().caller.tenant
         body = await read_body(request, config.listeners.max_request_bytes)
         return tenant, await validator.reader.json(tenant, body, parse)
 

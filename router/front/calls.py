@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from router.api.service import InferenceServicer
+from router.access.grpc_access import GrpcAccess
 from router.front.grpc_calls import GrpcCall, methods_of
 from router.front.http_calls import HttpCall
 from router.front.pulse import Pulse
@@ -24,7 +24,7 @@ _INTERNAL: int = Internal.grpc_status.value[0]
 class FrontCalls:
     """All calls of one front process. Belongs to the event loop."""
 
-    def __init__(self, stream: RouterStream, inference: InferenceServicer, app: ASGIApp) -> None:
+    def __init__(self, stream: RouterStream, inference: GrpcAccess, app: ASGIApp) -> None:
         """`inference` and `app` serve the calls as they serve those of the router's own listeners."""
         self._stream = stream
         self._methods = methods_of(inference)

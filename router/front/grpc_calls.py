@@ -34,7 +34,8 @@ class GrpcCall:
         self._read = Acknowledger(lambda count: send(passed=count))
         self._parts: asyncio.Queue[front_pb2.HttpBody | None] = asyncio.Queue()
         """The parts of the message after the first one; None = the client has left."""
-        self._context = CallContext([(name.decode(), _text(value)) for name, value in unpacked(asked.metadata)])
+        metadata = [(name.decode(), _text(value)) for name, value in unpacked(asked.metadata)]
+        self._context = CallContext(metadata, asked.peer)
 
     async def run(self) -> None:
         """Serve the call, and send its status at the end."""
@@ -87,7 +88,8 @@ class GrpcCall:
 class CallContext:
     """The part of gRPC's `ServicerContext` that handlers use."""
 
-    def __init__(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+    def __init__(self, metadata: Sequence[tuple[str, str | bytes]], peer: str = "") -> None:
+        self._peer = peer
         self.end = front_pb2.CallEnd()
         """The status of the call."""
         self._metadata = metadata
@@ -97,6 +99,10 @@ class CallContext:
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         """Return the call's metadata."""
         return self._metadata
+
+    def peer(self) -> str:
+        """Return gRPC's name of the client's address."""
+        return self._peer
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call `callback` once the call is over, whichever side ended it."""

@@ -84,6 +84,6 @@ def _scope(asked: front_pb2.HttpRequest) -> Scope:
         "query_string": asked.query_string,
         "root_path": "",
         "headers": unpacked(asked.headers),
-        "client": None,
+        "client": (asked.client, 0),
         "server": None,
     }

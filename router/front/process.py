@@ -27,6 +27,8 @@ from wire.generated.tandem.v1 import front_pb2
 from wire.heap import settle_heap
 from wire.limits.listener_limits import ListenerLimits
 from wire.logging.logs import LogConfig, LogFormat, begin_log
+from wire.security.api_keys import ApiKeys, KeySource
+from wire.security.server_tls import TlsFiles
 from wire.turns import take_short_turns
 
 log = logging.getLogger(__name__)
@@ -44,23 +46,28 @@ class FrontConfig:
     host: str
     grpc_port: int
     http_port: int
-    api_keys: tuple[str, ...]
+    keys: KeySource
+    """The accepted keys, of which gRPC calls must present one; the router checks them again."""
     log: LogConfig
     limits: ListenerLimits
     """The limits of each of its listeners."""
+    tls: TlsFiles | None = None
 
     def to_json(self) -> str:
         """Return the settings as one line of JSON."""
-        return json.dumps(asdict(self), default=str)
+        return json.dumps(asdict(self), default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> FrontConfig:
         """Parse the settings that `to_json` wrote."""
         fields = json.loads(text)
-        keys, limits, log = tuple(fields["api_keys"]), ListenerLimits(**fields["limits"]), fields["log"]
+        keys, limits, log = fields["keys"], ListenerLimits(**fields["limits"]), fields["log"]
+        key_file = None if keys["file"] is None else Path(keys["file"])
+        keys = KeySource(tuple(keys["given"]), key_file, frozenset(keys["readers"]))
         file = None if log["file"] is None else Path(log["file"])
         log = LogConfig(file, LogFormat(log["format"]), log["max_bytes"])
-        return cls(**{**fields, "api_keys": keys, "limits": limits, "log": log})
+        tls = fields["tls"] and TlsFiles(**{name: path and Path(path) for name, path in fields["tls"].items()})
+        return cls(**{**fields, "keys": keys, "limits": limits, "log": log, "tls": tls})
 
 
 async def serve(router: socket.socket) -> None:
@@ -81,10 +88,11 @@ async def serve(router: socket.socket) -> None:
     listeners = InProcessListeners(
         config.host,
         (config.grpc_port, config.http_port),
-        api_keys=config.api_keys,
+        check=ApiKeys(config.keys).check,
         add_inference=add_inference,
         app=HttpRelay(link),
         limits=config.limits,
+        tls=config.tls,
         shared=True,
     )
 
@@ -111,6 +119,10 @@ async def serve(router: socket.socket) -> None:
     await listeners.gone()
     stream.close()
     running.cancel()
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, frozenset) else str(value)
 
 
 def _set_once(future: asyncio.Future[float], seconds: float) -> None:

@@ -8,12 +8,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Collection
 
 from starlette.types import ASGIApp
 
+from router.access.grpc_access import GrpcAccess
 from router.api.listeners import GOODBYE_S, RouterEndpoints
-from router.api.service import InferenceServicer
 from router.front.calls import FrontCalls, RouterStream
 from router.front.figures import FrontFigures, show
 from router.front.process import STREAM_LIMIT_BYTES, FrontConfig
@@ -25,6 +24,8 @@ from wire.generated.tandem.v1 import front_pb2
 from wire.http.server import Listener
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import LogConfig
+from wire.security.api_keys import KeySource
+from wire.security.server_tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,13 @@ class FrontListeners:
         ports: tuple[int, int],
         *,
         count: int,
-        api_keys: Collection[str],
-        inference: InferenceServicer,
+        keys: KeySource,
+        inference: GrpcAccess,
         app: ASGIApp,
         log_config: LogConfig,
         registry: Registry,
         limits: ListenerLimits = DEFAULT_LIMITS,
+        tls: TlsFiles | None = None,
     ) -> None:
         """`count` is the number of processes, `ports` are those of gRPC and HTTP, 0 = any free one.
 
@@ -64,10 +66,11 @@ class FrontListeners:
         self._host, self._ports = host, ports
         self._figures = [FrontFigures(number) for number in range(count)]
         show(self._figures, registry)
-        self._api_keys = tuple(api_keys)
+        self._keys = keys
         self._inference, self._app = inference, app
         self._log = log_config
         self._limits = limits
+        self._tls = tls
         self._serving = False
         self._leaving = False
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -94,9 +97,10 @@ class FrontListeners:
                         self._host,
                         grpc_port,
                         http_port,
-                        self._api_keys,
+                        self._keys,
                         self._log,
                         self._limits,
+                        self._tls,
                     ),
                     figures,
                 )

@@ -49,7 +49,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         metadata = packed(context.invocation_metadata() or ())
         try:
             with self._link.holding(len(message)):
-                await _send(call, method, metadata, message)
+                await _send(call, method, metadata, message, context.peer())
             while not (frame := await call.next()).HasField("end"):
                 yield frame.message
             if frame.end.status:
@@ -102,11 +102,11 @@ class HttpRelay:
                 call.close()
 
 
-async def _send(call: Call, method: str, metadata: list[front_pb2.Header], message: bytes) -> None:
+async def _send(call: Call, method: str, metadata: list[front_pb2.Header], message: bytes, peer: str) -> None:
     """Send a gRPC call, its message in parts."""
     first = message[:PART_BYTES_MAX]
     more = len(message) > len(first)
-    await call.begin(grpc=front_pb2.GrpcCall(method=method, metadata=metadata, message=first, more=more))
+    await call.begin(grpc=front_pb2.GrpcCall(method=method, metadata=metadata, message=first, more=more, peer=peer))
     if more:
         await call.send_body(message[len(first) :], more=False)
 
@@ -127,6 +127,7 @@ def _request(scope: Scope) -> front_pb2.HttpRequest:
         http_version=scope["http_version"],
         scheme=scope["scheme"],
         headers=packed(scope["headers"]),
+        client=(scope["client"] or ("",))[0],
     )
 
 

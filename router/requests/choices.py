@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
+from router.access.client_call import served_call
 from router.requests.answer import Answer, AnswerChunk, Ending
 from router.requests.request import Admitted
-from wire.errors import Cancelled
+from wire.errors import Cancelled, TandemError
 from wire.messages import SamplingParams
 
 _SEED_BYTES = 8
@@ -44,6 +45,7 @@ class Choices:
     """
 
     def __init__(self, answers: Sequence[Answer]) -> None:
+        self._call = served_call()
         self.request_id = answers[0].request_id
         self.answers = answers
         """The answers, ordered by number."""
@@ -64,9 +66,15 @@ class Choices:
 
         Raises the first `TandemError` of any answer, or `Cancelled` once closed.
         """
-        index, event = await (self._alone() if len(self.answers) == 1 else self._any())
+        try:
+            index, event = await (self._alone() if len(self.answers) == 1 else self._any())
+        except TandemError as error:
+            self._call.failed(error)
+            raise
         if isinstance(event, Ending):
             del self._open[index]
+        else:
+            self._call.answered(len(event.token_ids))
         return index, event
 
     def close(self) -> None:

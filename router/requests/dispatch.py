@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from router.access.client_call import served_call
 from router.config import RouterConfig
 from router.observability.prediction_quality import PredictionQuality
 from router.placement.policy import Placement, PlacementPolicy
@@ -107,6 +108,7 @@ class Dispatcher:
         self._scheduler.enter(queued, more=len(requests) - 1, held=self._live.held, held_own=held_own)
         self._live.add(requests)
         self._schedule_pump()
+        served_call().queued(admitted.request_id, self._config.model_name, queued.prompt_tokens)
         return Choices([request.answer for request in requests])
 
     def abort(self, tenant: str, request_id: str) -> bool:

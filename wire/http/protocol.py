@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wire.limits.listener_limits import ListenerLimits
 
-_READ_BYTES = 16 << 10
+READ_BYTES = 16 << 10
 """Most bytes read from a connection at a time, because small chunks take about 15 µs each and block others."""
 _CHUNKS_FREE, _CHUNK_BYTES_MIN = 1024, 16
 """Number of chunks of any size in a body, and the least average bytes per chunk beyond that number."""
@@ -78,7 +78,7 @@ class GuardedProtocol(H11Protocol):
         """Accept a connection, or refuse it if there are too many."""
         super().connection_made(transport)
         if hasattr(transport, "max_size"):
-            transport.max_size = _READ_BYTES
+            transport.max_size = READ_BYTES
         _probe(transport.get_extra_info("socket"), self._limits)
         if not self._all.admit(self, len(self.connections)):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again in a moment")

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import math
 import socket
+import ssl
+from asyncio import sslproto
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ import uvicorn
 
 from wire.address import address_of
 from wire.errors import FailedPrecondition
-from wire.http.protocol import Connections, GuardedProtocol
+from wire.http.protocol import READ_BYTES, Connections, GuardedProtocol
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 
 
@@ -59,8 +61,14 @@ class Listener:
 class HttpServer(uvicorn.Server):
     """A uvicorn server that leaves signals to the process. Call `begin` once, then `leave` and `gone`."""
 
-    def __init__(self, app: Any, listener: Listener, limits: ListenerLimits = DEFAULT_LIMITS) -> None:
-        """`app` is an ASGI 3 application; the server takes ownership of the listener."""
+    def __init__(
+        self,
+        app: Any,
+        listener: Listener,
+        limits: ListenerLimits = DEFAULT_LIMITS,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`app` is an ASGI 3 application; the server takes ownership of the listener. `tls` makes it HTTPS."""
         # uvicorn only calls it to make protocols, so a partial can replace the class.
         protocol: Any = partial(GuardedProtocol, connections=Connections(limits))
         config = uvicorn.Config(
@@ -76,6 +84,8 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._listener = listener
+        self._limits = limits
+        self._tls = tls
         self._listening = asyncio.Event()
 
     async def begin(self) -> None:
@@ -103,5 +113,24 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening."""
-        await super().startup(sockets)
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await self._startup_with_tls(self._tls)
         self._listening.set()
+
+    async def _startup_with_tls(self, tls: ssl.SSLContext) -> None:
+        """Start listening as uvicorn does, with a deadline for the handshake, which it has none for."""
+        # asyncio would read up to 256 KiB at once, and keep a buffer of that size for each connection.
+        sslproto.SSLProtocol.max_size = READ_BYTES
+        protocol: Any = self.config.http_protocol_class
+        make = partial(protocol, config=self.config, server_state=self.server_state, app_state={})
+        server = await asyncio.get_running_loop().create_server(
+            make,
+            sock=self._listener.socket,
+            ssl=tls,
+            backlog=self.config.backlog,
+            ssl_handshake_timeout=self._limits.header_timeout_s,
+        )
+        self.servers = [server]
+        self.started = True

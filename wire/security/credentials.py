@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import hmac
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from wire.address import is_loopback
 from wire.errors import InvalidArgument
@@ -19,12 +19,12 @@ def check_key(field: str, key: str) -> None:
         raise InvalidArgument(field, "must be ASCII letters, digits and signs without spaces; choose another key")
 
 
-def check_guarded(field: str, host: str, api_keys: Collection[str], *, insecure: bool) -> None:
+def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> None:
     """Raise InvalidArgument for `field` if a router on `host` would be open to the network without an API key.
 
-    That is the case if `host` is not loopback, there are no `api_keys`, and `insecure` is not set.
+    That is the case if `host` is not loopback, it is not `guarded` by API keys, and `insecure` is not set.
     """
-    if not api_keys and not insecure and not is_loopback(host):
+    if not guarded and not insecure and not is_loopback(host):
         advice = "give --api-key or --api-key-file, or --insecure if that is meant"
         raise InvalidArgument(field, f"{host} lets everyone who reaches it use the cluster without a key; {advice}")
 
@@ -47,40 +47,50 @@ def metrics_key_of(token: str) -> str:
     return derived_secret(token, "metrics").hex()[:64] if token else ""
 
 
-def reading_keys(metrics_key: str, api_keys: Iterable[str], token: str, *, loopback: bool) -> frozenset[str]:
+def reading_keys(metrics_key: str, token: str, *, guarded: bool, loopback: bool) -> frozenset[str]:
     """Return the keys that give access to a process's metrics: the metrics key and the one derived from `token`.
 
-    The set is empty, so that no key is required, if there is neither a metrics key nor an API key and the server
-    listens on `loopback`. API keys give no access, because a tenant must not see the load of others.
+    The set is empty, so that no key is required, if there is no metrics key, no API keys guard the router, and the
+    server listens on `loopback`. Tenants' keys give no access, because a tenant must not see the load of others.
     """
-    closed = bool(metrics_key) or any(api_keys) or not loopback
+    closed = bool(metrics_key) or guarded or not loopback
     if not closed:
         return frozenset()
     return frozenset({metrics_key, metrics_key_of(token)} - {""}) or frozenset({""})  # "" matches no caller
 
 
-def matching_key(authorizations: Collection[bytes | str], keys: Iterable[str]) -> str | None:
-    """Return the one of `keys` in a call's `authorization` header "Bearer KEY", None if there is none.
+def presented_key(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes | None:
+    """Return the key that a call presents in its headers or metadata, None if it presents none.
 
-    The scheme is case-insensitive and followed by one or more spaces. A missing or empty key never matches. Raises
+    Names are in lower case. The scheme `Bearer` is case-insensitive and followed by one or more spaces. Raises
     InvalidArgument for several headers, which two readers of one call could interpret differently.
     """
-    if len(authorizations) > 1:
-        raise InvalidArgument("authorization", f"is sent {len(authorizations)} times; send one key, once")
-    header = next(iter(authorizations), b"")
-    if isinstance(header, str):
-        header = header.encode()
-    if header[: len(_SCHEME)].lower() != _SCHEME:
-        return None
-    given = header[len(_SCHEME) :].strip(b" ")
+    found = [(_bytes(name), _bytes(value)) for name, value in headers if _bytes(name) in _KEY_HEADERS]
+    if len(found) > 1:
+        raise InvalidArgument(found[0][0].decode(), f"is sent {len(found)} times; send one key, once")
+    return _KEY_HEADERS[found[0][0]](found[0][1]) if found else None
+
+
+def shows_key(headers: Iterable[tuple[str | bytes, str | bytes]], keys: Iterable[str]) -> bool:
+    """Return True if a call presents one of `keys` in its headers; raises as `presented_key`."""
+    presented = presented_key(headers) or b""
     # Every key is compared, so that the duration reveals nothing about them.
-    matches = [key for key in keys if hmac.compare_digest(given, key.encode())]
-    return matches[0] if given and matches else None
+    matches = [hmac.compare_digest(presented, key.encode()) for key in keys]
+    return bool(presented) and any(matches)
 
 
-def shows_key(authorization: bytes | str, keys: Iterable[str]) -> bool:
-    """Return True if an `authorization` header has one of `keys`."""
-    return matching_key((authorization,), keys) is not None
+def _bearer(value: bytes) -> bytes | None:
+    if value[: len(_SCHEME)].lower() != _SCHEME:
+        return None
+    return value[len(_SCHEME) :].strip(b" ") or None
+
+
+_KEY_HEADERS: dict[bytes, Callable[[bytes], bytes | None]] = {b"authorization": _bearer}
+"""The headers that may have a key, and how each has it."""
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
 
 
 @functools.cache

@@ -50,7 +50,7 @@ def test_of_several_keys_in_the_environment_the_first_is_shown(
     """`tandem up` in a pod has them all in its environment, which other commands there share."""
     shown: list[str] = []
 
-    def remember(_client: object, _address: str, api_key: str = "") -> None:
+    def remember(_client: object, _address: str, api_key: str = "", _tls: object = None) -> None:
         shown.append(api_key)
         raise Unavailable("enough")
 

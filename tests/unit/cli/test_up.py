@@ -132,7 +132,8 @@ def test_secrets_come_from_files_too(served: list[Any], tmp_path: Path) -> None:
     files = f"--api-key-file {tmp_path}/keys", f"--token-file {tmp_path}/token", f"--metrics-key-file {tmp_path}/m"
     up("--api-key k2", "--api-key k0", *files)
     config = served[0]
-    assert (config.api_keys, config.token, config.metrics_key) == (("k2", "k0", KEY, "k3"), SECRET, "mk")
+    assert (config.api_keys, config.token, config.metrics_key) == (("k2", "k0"), SECRET, "mk")
+    assert config.api_key_file == tmp_path / "keys", "the router reads it, again whenever it changes"
     served.clear()
     up("--token other", *files)
     assert served[0].token == "other", "what is given by hand is taken"

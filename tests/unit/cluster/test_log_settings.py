@@ -9,6 +9,8 @@ from router.front.process import FrontConfig
 from wire.errors import InvalidArgument
 from wire.limits.listener_limits import DEFAULT_LIMITS
 from wire.logging.logs import TO_STDERR, LogConfig, LogFormat
+from wire.security.api_keys import KeySource
+from wire.security.server_tls import TlsFiles
 
 
 def test_each_process_has_a_file_of_the_size_that_was_asked_for() -> None:
@@ -20,7 +22,9 @@ def test_each_process_has_a_file_of_the_size_that_was_asked_for() -> None:
 @pytest.mark.parametrize("log", [TO_STDERR, LogConfig(Path("/l/router.log"), LogFormat.JSON, 3 << 20)])
 def test_front_processes_are_told(log: LogConfig) -> None:
     """They also hold the router's log file open, and would continue to write to a rotated one."""
-    config = FrontConfig("front-0", "127.0.0.1", 1, 2, ("key",), log, DEFAULT_LIMITS)
+    tls = TlsFiles(Path("/certificate"), Path("/private"))
+    keys = KeySource(("key",), Path("/keys"), frozenset({"reader"}))
+    config = FrontConfig("front-0", "127.0.0.1", 1, 2, keys, log, DEFAULT_LIMITS, tls)
     assert FrontConfig.from_json(config.to_json()) == config
 
 

@@ -235,13 +235,41 @@ def test_secrets_are_files_that_the_commands_beside_them_find(chart: Chart) -> N
     assert {"TANDEM_API_KEY_FILE", "TANDEM_METRICS_KEY_FILE", "TANDEM_CLUSTER_TOKEN_FILE"} <= names
 
 
+@pytest.mark.parametrize("client_ca", [False, True])
+def test_a_certificate_is_read_by_the_router_and_by_its_command(client_ca: bool, chart: Chart) -> None:
+    settings = ["--set", "tls.existingSecret=llm-tls", *(["--set", "tls.clientCaKey=ca.crt"] if client_ca else [])]
+    manifests = chart.render(*settings)
+    command = driver(manifests)["command"]
+    named = {each.partition("=")[0]: each.partition("=")[2] for each in command if each.startswith("--tls")}
+    files = {"--tls-certificate": "tls.crt", "--tls-key": "tls.key"}
+    files |= {"--tls-client-ca": "client-ca.crt"} if client_ca else {}
+    assert named == {option: f"/etc/tandem/tls/{file}" for option, file in files.items()}
+    spec = pods(manifests)["router"]["template"]["spec"]
+    (volume,) = (each for each in spec["volumes"] if each["name"] == "tls")
+    assert volume["secret"]["defaultMode"] == 0o440
+    assert [item["path"] for item in volume["secret"]["items"]] == list(files.values())
+    mounts = {"name": "tls", "mountPath": "/etc/tandem/tls", "readOnly": True}
+    assert [each["name"] for each in spec["containers"] if mounts in each["volumeMounts"]] == ["ray-worker", "tandem"]
+    router = driver(manifests)
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert router[probe]["httpGet"]["port"] == "operations"
+    assert {"name": "operations", "containerPort": 8001} in router["ports"]
+    assert "--operations-port=8001" in command
+
+
+def test_the_router_reads_the_keys_that_its_command_names(chart: Chart) -> None:
+    spec = pods(chart.example("many-hosts"))["router"]["template"]["spec"]
+    mounts = {"name": "keys", "mountPath": "/etc/tandem/keys", "readOnly": True}
+    assert [each["name"] for each in spec["containers"] if mounts in each["volumeMounts"]] == ["ray-worker", "tandem"]
+
+
 def test_without_keys_the_router_is_told_that_it_is_meant(chart: Chart) -> None:
     assert parsed(driver(chart.render())["command"])[1]["insecure"] is False
     settings = "auth.apiKeys.existingSecret=,auth.insecure=true"
     _, options = parsed(driver(chart.render("--set", settings))["command"])
     assert options["insecure"] is True
     with pytest.raises(InvalidArgument, match="--host"):
-        check_guarded("--host", options["host"], (), insecure=False)
+        check_guarded("--host", options["host"], guarded=False, insecure=False)
 
 
 @pytest.mark.parametrize("trusted", [True, False])

@@ -61,6 +61,7 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         (f"{GATEWAY},gateway.hostnames={{*.b}},gateway.grpcHostnames={{g.b}}", r"g.b is one of .*, too \(\*\.b\)"),
         (f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{*.b}}", r"\*.b is one of .*, too \(a\.b\)"),
         ("auth.apiKeys.existingSecret=", r"auth.apiKeys.existingSecret is needed: without keys, every client"),
+        ("tls.clientCaKey=ca.crt", r"tls.clientCaKey needs tls.existingSecret"),
         ("monitoring.serviceMonitor.enabled=true", r"monitoring.serviceMonitor needs auth.metricsKey.existingSecret"),
     ],
 )

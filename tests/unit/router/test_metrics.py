@@ -383,12 +383,13 @@ class TestKeys:
     async def test_who_reads(self, cluster: Cluster) -> None:
         for key, status in (
             ("", 401),
-            ("tenant", 401),
+            ("tenant", 403),
             ("operator", 200),
             ("secret", 401),
             (metrics_key_of("secret"), 200),
         ):
             assert (await scrape(cluster, key)).status_code == status
-        assert "metrics key" in (await scrape(cluster, "tenant")).text
-        assert (await scrape(cluster, "operator", "/v1/models")).status_code == 401
+        assert "metrics key" in (await scrape(cluster, "")).text
+        assert "has the role tenant" in (await scrape(cluster, "tenant")).text
+        assert (await scrape(cluster, "operator", "/v1/models")).status_code == 403
         assert (await scrape(cluster, "tenant", "/v1/models")).status_code == 200

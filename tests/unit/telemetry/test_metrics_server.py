@@ -74,7 +74,7 @@ def test_who_may_read(
     metrics_key: str, api_keys: tuple[str, ...], token: str, loopback: bool, opens: set[str] | None
 ) -> None:
     """Neither an API key nor the cluster token opens metrics; None = no key is required."""
-    keys = reading_keys(metrics_key, api_keys, token, loopback=loopback)
+    keys = reading_keys(metrics_key, token, guarded=bool(api_keys), loopback=loopback)
     assert (not keys) == (opens is None)
     for key in ("key", OF_TOKEN, "token", "tenant", ""):
-        assert shows_key(f"Bearer {key}", keys) == (key in (opens or ()))
+        assert shows_key([("authorization", f"Bearer {key}")], keys) == (key in (opens or ()))

@@ -16,6 +16,7 @@ from wire import rpc
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.limits.listener_limits import ListenerLimits
+from wire.security.api_keys import ApiKeys, KeySource
 
 SHORT = 0.1
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -41,8 +42,10 @@ class Held(cluster_pb2_grpc.ClusterServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(servicer: Held, limits: ListenerLimits, keys: frozenset[str] = frozenset()) -> AsyncIterator[int]:
-    server = rpc.open_server(limits=limits, tokens=keys, open_methods=("/grpc.health.v1.Health/",))
+async def serving(servicer: Held, limits: ListenerLimits, keys: tuple[str, ...] = ()) -> AsyncIterator[int]:
+    server = rpc.open_server(
+        limits=limits, check=ApiKeys(KeySource(keys)).check, open_methods=("/grpc.health.v1.Health/",)
+    )
     cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")

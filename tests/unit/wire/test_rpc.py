@@ -8,6 +8,7 @@ import pytest
 
 from wire import errors, rpc
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.security.api_keys import ApiKeys, KeySource
 
 
 class Broken(cluster_pb2_grpc.ClusterServicer):
@@ -27,11 +28,11 @@ class Broken(cluster_pb2_grpc.ClusterServicer):
 class Serving:
     """A server with one servicer on an ephemeral port, and a stub for it."""
 
-    def __init__(self, error: Exception, keys: frozenset[str] = frozenset(), key: str = "") -> None:
+    def __init__(self, error: Exception, keys: tuple[str, ...] = (), key: str = "") -> None:
         self.error, self.keys, self.key = error, keys, key
 
     async def __aenter__(self) -> cluster_pb2_grpc.ClusterStub:
-        self.server = rpc.open_server(tokens=self.keys)
+        self.server = rpc.open_server(check=ApiKeys(KeySource(self.keys)).check)
         cluster_pb2_grpc.add_ClusterServicer_to_server(Broken(self.error), self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
@@ -92,7 +93,7 @@ async def test_key(key: str, enters: bool) -> None:
 
 @pytest.mark.parametrize("header", [None, "", "right", "Bearer ", "Basic right"])
 async def test_a_key_without_its_scheme_or_none_at_all_opens_no_listener(header: str | None) -> None:
-    for keys in (frozenset({"right", ""}), frozenset({""})):
+    for keys in (("right", ""), ("",)):
         async with Serving(errors.NotFound("inside"), keys) as stub:
             metadata = None if header is None else ((rpc.AUTHORIZATION, header),)
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -130,6 +130,9 @@ tandem/release: {{ .Release.Name }}
 {{- if not (or .Values.auth.apiKeys.existingSecret .Values.auth.insecure) -}}
 {{- fail "auth.apiKeys.existingSecret is needed: without keys, every client that reaches the router is served, which takes auth.insecure=true" -}}
 {{- end -}}
+{{- if and .Values.tls.clientCaKey (not .Values.tls.existingSecret) -}}
+{{- fail "tls.clientCaKey needs tls.existingSecret: clients show certificates to a router that has one" -}}
+{{- end -}}
 {{- if and .Values.monitoring.serviceMonitor.enabled (not .Values.auth.metricsKey.existingSecret) -}}
 {{- fail "monitoring.serviceMonitor needs auth.metricsKey.existingSecret: without a key, metrics are closed" -}}
 {{- end -}}

@@ -82,7 +82,30 @@ capabilities:
 {{- if or .Values.auth.apiKeys.existingSecret .Values.auth.metricsKey.existingSecret }}true{{ end -}}
 {{- end -}}
 
+{{- define "tandem.keysMount" -}}
+{{- if include "tandem.hasKeys" . }}
+- {name: keys, mountPath: /etc/tandem/keys, readOnly: true}
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+- {name: tls, mountPath: /etc/tandem/tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
 {{- define "tandem.keysVolume" -}}
+{{- with .Values.tls }}
+{{- if .existingSecret }}
+- name: tls
+  secret:
+    secretName: {{ .existingSecret }}
+    defaultMode: 0440
+    items:
+      - {key: tls.crt, path: tls.crt}
+      - {key: tls.key, path: tls.key}
+      {{- if .clientCaKey }}
+      - {key: {{ .clientCaKey }}, path: client-ca.crt}
+      {{- end }}
+{{- end }}
+{{- end }}
 {{- if include "tandem.hasKeys" . }}
 - name: keys
   projected:

@@ -30,6 +30,14 @@
 - --http-port=8000
 - --metrics-port=9464
 - --controller-port=50052
+{{- if .Values.tls.existingSecret }}
+- --operations-port=8001
+- --tls-certificate=/etc/tandem/tls/tls.crt
+- --tls-key=/etc/tandem/tls/tls.key
+{{- if .Values.tls.clientCaKey }}
+- --tls-client-ca=/etc/tandem/tls/client-ca.crt
+{{- end }}
+{{- end }}
 - --log-format={{ .Values.serving.logFormat }}
 - --log-max-mib={{ .Values.serving.logMaxMib | int }}
 {{- with .Values.serving.frontProcesses }}
@@ -91,8 +99,10 @@ containers:
             - -c
             - >-
               for _ in $(seq {{ add .Values.drain.routerSeconds 40 }}); do (: < "/dev/tcp/$POD_IP/50052") 2> /dev/null || exit 0; sleep 1; done
+    # The router itself reads keys and certificates, again whenever they change.
     volumeMounts:
       {{- include "tandem.mounts" . | nindent 6 }}
+      {{- include "tandem.keysMount" . | nindent 6 }}
       {{- include "tandem.modelMount" . | nindent 6 }}
   - name: tandem
     image: {{ include "tandem.image" . }}
@@ -112,11 +122,18 @@ containers:
       - {name: http, containerPort: 8000}
       - {name: metrics, containerPort: 9464}
       - {name: controller, containerPort: 50052}
+      {{- if .Values.tls.existingSecret }}
+      - {name: operations, containerPort: 8001}
+      {{- end }}
     # The listeners open before the workers are ready; ready means that a request would be served now. The probes need no
-    # key. /live checks the router's event loop only, so that lost workers never restart a router.
-    startupProbe: {{- merge (dict "httpGet" (dict "path" "/ready" "port" "http")) .Values.probes.startup | toYaml | nindent 6 }}
-    livenessProbe: {{- merge (dict "httpGet" (dict "path" "/live" "port" "http")) .Values.probes.liveness | toYaml | nindent 6 }}
-    readinessProbe: {{- merge (dict "grpc" (dict "port" 50051 "service" "tandem.v1.Inference")) .Values.probes.readiness | toYaml | nindent 6 }}
+    # key. /live checks the router's event loop only, so that lost workers never restart a router. With TLS they have a
+    # port of their own: kubelet's gRPC probe has no TLS, and its HTTPS probe no certificate of a client.
+    {{- $port := ternary "operations" "http" (ne .Values.tls.existingSecret "") }}
+    {{- $ready := dict "grpc" (dict "port" 50051 "service" "tandem.v1.Inference") }}
+    {{- if .Values.tls.existingSecret }}{{ $ready = dict "httpGet" (dict "path" "/ready" "port" $port) }}{{ end }}
+    startupProbe: {{- merge (dict "httpGet" (dict "path" "/ready" "port" $port)) .Values.probes.startup | toYaml | nindent 6 }}
+    livenessProbe: {{- merge (dict "httpGet" (dict "path" "/live" "port" $port)) .Values.probes.liveness | toYaml | nindent 6 }}
+    readinessProbe: {{- merge $ready .Values.probes.readiness | toYaml | nindent 6 }}
     resources:
       requests: {cpu: 250m, memory: 1Gi}
       limits: {memory: 2Gi}
@@ -126,9 +143,7 @@ containers:
     volumeMounts:
       {{- include "tandem.mounts" . | nindent 6 }}
       {{- include "tandem.tokenMount" . | nindent 6 }}
-      {{- if include "tandem.hasKeys" . }}
-      - {name: keys, mountPath: /etc/tandem/keys, readOnly: true}
-      {{- end }}
+      {{- include "tandem.keysMount" . | nindent 6 }}
       {{- include "tandem.modelMount" . | nindent 6 }}
   {{- include "tandem.logs" . | nindent 2 }}
 volumes:

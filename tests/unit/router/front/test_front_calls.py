@@ -182,7 +182,7 @@ async def test_a_large_answer_comes_as_fast_as_its_client_reads() -> None:
 async def test_a_grpc_message_comes_in_parts(size: int) -> None:
     wire = Wire("grpc")
     message = inference_pb2.AbortRequest(request_id="a" * size).SerializeToString()
-    sending = asyncio.create_task(_send(wire.front, "Abort", [], message))
+    sending = asyncio.create_task(_send(wire.front, "Abort", [], message, ""))
     await until(lambda: wire.parts, "it begins")
     async with asyncio.timeout(10):
         await wire.router.run()

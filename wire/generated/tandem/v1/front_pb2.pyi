@@ -55,19 +55,21 @@ class Header(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class GrpcCall(_message.Message):
-    __slots__ = ("method", "metadata", "message", "more")
+    __slots__ = ("method", "metadata", "message", "more", "peer")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     method: str
     metadata: _containers.RepeatedCompositeFieldContainer[Header]
     message: bytes
     more: bool
-    def __init__(self, method: _Optional[str] = ..., metadata: _Optional[_Iterable[_Union[Header, _Mapping]]] = ..., message: _Optional[bytes] = ..., more: _Optional[bool] = ...) -> None: ...
+    peer: str
+    def __init__(self, method: _Optional[str] = ..., metadata: _Optional[_Iterable[_Union[Header, _Mapping]]] = ..., message: _Optional[bytes] = ..., more: _Optional[bool] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class HttpRequest(_message.Message):
-    __slots__ = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers")
+    __slots__ = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers", "client")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     RAW_PATH_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +77,7 @@ class HttpRequest(_message.Message):
     HTTP_VERSION_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
     HEADERS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     method: str
     path: str
     raw_path: bytes
@@ -82,7 +85,8 @@ class HttpRequest(_message.Message):
     http_version: str
     scheme: str
     headers: _containers.RepeatedCompositeFieldContainer[Header]
-    def __init__(self, method: _Optional[str] = ..., path: _Optional[str] = ..., raw_path: _Optional[bytes] = ..., query_string: _Optional[bytes] = ..., http_version: _Optional[str] = ..., scheme: _Optional[str] = ..., headers: _Optional[_Iterable[_Union[Header, _Mapping]]] = ...) -> None: ...
+    client: str
+    def __init__(self, method: _Optional[str] = ..., path: _Optional[str] = ..., raw_path: _Optional[bytes] = ..., query_string: _Optional[bytes] = ..., http_version: _Optional[str] = ..., scheme: _Optional[str] = ..., headers: _Optional[_Iterable[_Union[Header, _Mapping]]] = ..., client: _Optional[str] = ...) -> None: ...
 
 class HttpBody(_message.Message):
     __slots__ = ("data", "more")

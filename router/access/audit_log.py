@@ -1,0 +1,113 @@
+"""The audit log: one JSON object a line for each call of a client, without keys, prompts and answers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
+
+from router.access.client_call import ClientCall
+from telemetry import families as f
+from telemetry.registry import Registry
+from wire.errors import FailedPrecondition
+from wire.logging.recurring import RECURRING
+
+log = logging.getLogger(__name__)
+
+_WAITING_MAX = 16_384
+"""Most records that wait to be written; further ones are lost."""
+_CLOSE_S = 5.0
+"""Longest time to write the last records, in seconds."""
+
+
+class AuditLog:
+    """Writes records in a thread of its own, so that no caller waits for the disk. Close it to write the last ones.
+
+    A file that was moved or deleted is created again, so that tools which rotate it by its name need no signal. A
+    record that cannot be written, because the disk is full or slow, is lost and counted.
+    """
+
+    def __init__(self, path: Path, registry: Registry) -> None:
+        """Open the file, which is readable by this user alone; FailedPrecondition if that is impossible."""
+        self._path = path
+        try:
+            self._file = _open(path)
+        except OSError as error:
+            raise FailedPrecondition(f"audit_log: cannot write {path} ({error.strerror}); give another file") from error
+        self._waiting: SimpleQueue[tuple[ClientCall, float] | None] = SimpleQueue()
+        # One writer each: the thread, the thread, and the event loop.
+        self._written = self._failed = self._overflowed = 0
+        registry.read(lambda: {f.AUDIT_RECORDS: self._written, f.AUDIT_RECORDS_LOST: self._failed + self._overflowed})
+        self._thread = threading.Thread(target=self._run, name="audit-log", daemon=True)
+        self._thread.start()
+
+    def write(self, call: ClientCall) -> None:
+        """Write the record of a call that is over; never blocks and never raises."""
+        if self._waiting.qsize() >= _WAITING_MAX:
+            self._overflowed += 1
+        else:
+            self._waiting.put((call, time.monotonic()))
+
+    def close(self) -> None:
+        """Write what waits, and end; blocks for some seconds at most."""
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (record := self._waiting.get()) is not None:
+            try:
+                self._follow_rotation()
+                self._append(_line(*record))
+            except OSError as error:
+                self._failed += 1
+                log.error("an audit record is lost: %s (%s)", self._path, error.strerror, extra=RECURRING)
+            else:
+                self._written += 1
+        self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        """Append a line; a disk that is full may take a part of it, which is removed again."""
+        written = self._file.write(line)
+        if written != len(line):
+            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _follow_rotation(self) -> None:
+        """Open the file again if another one, or none, has its name now."""
+        try:
+            same = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            same = False
+        if not same:
+            fresh = _open(self._path)
+            self._file.close()
+            self._file = fresh
+
+
+def _open(path: Path) -> IO[bytes]:
+    # Unbuffered, so that a record that failed is not written again later, behind others.
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab", buffering=0)
+
+
+def _line(call: ClientCall, ended_s: float) -> bytes:
+    record = {
+        "time": datetime.fromtimestamp(call.received_unix_s, UTC).isoformat(timespec="milliseconds"),
+        "request_id": call.request_id,
+        "tenant": call.caller.name,
+        "endpoint": call.endpoint,
+        "model": call.model,
+        "status": call.status,
+        "error": call.error,
+        "prompt_tokens": call.prompt_tokens,
+        "completion_tokens": call.completion_tokens,
+        "duration_s": round(ended_s - call.received_s, 6),
+        "client": call.client,
+    }
+    return json.dumps(record).encode() + b"\n"

@@ -1,0 +1,101 @@
+"""The callers of one router: the key that a call presents, the tenant it stands for, and what it may do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from router.access.quota import Quota
+from router.requests.tenants import tenant_named, tenant_of_digest
+from wire.errors import RateLimited, TandemError
+from wire.security.api_keys import ApiKey, ApiKeys, KeyRole, KeySource, check_role, no_valid_key
+
+Headers = Iterable[tuple[str | bytes, str | bytes]]
+
+_NAME_DIGITS = 12
+"""Number of digits of a tenant's id that name it in the audit log if its key has no name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The tenant that a call belongs to."""
+
+    tenant: str = ""
+    """The tenant's id, a hash; empty if no key is required."""
+    name: str = ""
+    """The name for people, never the key."""
+    quota: Quota | None = None
+
+
+ANYONE = Caller()
+"""The caller where no key is required, and before the key of a call was checked."""
+
+
+class Callers:
+    """Checks the keys of calls and keeps the quotas of all tenants of this router. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        source: KeySource,
+        refused: Callable[[str, TandemError], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raise InvalidArgument for a key file that cannot be used.
+
+        `refused` is called with "" and the error of each request that exceeds its quota.
+        """
+        self._refused = refused
+        self._keys = ApiKeys(source, clock)
+        self.check = self._keys.check
+        """Raises Unauthenticated for a call that needs a key and presents no valid one."""
+        self._metrics_closed = bool(source.readers)
+        self._clock = clock
+        self._known: dict[ApiKey, Caller] = {}
+        self._quotas: dict[tuple[str, int, int], Quota] = {}
+
+    def tenant(self, headers: Headers) -> Caller:
+        """Return the caller of a request for an answer; Unauthenticated or PermissionDenied if it may not ask."""
+        return self._caller(headers, KeyRole.TENANT, KeyRole.OPERATOR)
+
+    def any_role(self, headers: Headers) -> Caller:
+        """Return the caller of what every valid key gives access to."""
+        return self._caller(headers, *KeyRole)
+
+    def reader(self, headers: Headers, *, metrics: bool = False) -> Caller:
+        """Return the caller that reads the router's state, or its `metrics`, which a metrics key alone closes, too."""
+        closed, kind = (self._metrics_closed, "metrics key") if metrics else (self._keys.required, "API key")
+        return self._caller(headers, KeyRole.OPERATOR, KeyRole.READER, closed=closed, kind=kind)
+
+    def operator(self, headers: Headers) -> Caller:
+        """Return the caller that changes the router, which takes an operator's key where keys are required."""
+        return self._caller(headers, KeyRole.OPERATOR)
+
+    def admit(self, caller: Caller) -> None:
+        """Take one request from the caller's quota; raises RateLimited if there is none."""
+        if caller.quota is None:
+            return
+        try:
+            caller.quota.admit()
+        except RateLimited as error:
+            self._refused("", error)
+            raise
+
+    def _caller(self, headers: Headers, *roles: KeyRole, closed: bool | None = None, kind: str = "API key") -> Caller:
+        key = self._keys.find(headers)
+        if not (self._keys.required if closed is None else closed):
+            return ANYONE
+        if key is None:
+            raise no_valid_key(kind)
+        check_role(key, *roles)
+        if key not in self._known:
+            self._known[key] = self._new(key)
+        return self._known[key]
+
+    def _new(self, key: ApiKey) -> Caller:
+        tenant = tenant_named(key.name) if key.name else tenant_of_digest(key.digest)
+        limits = key.requests_per_minute, key.tokens_per_minute
+        quota = None
+        if any(limits):
+            quota = self._quotas.setdefault((tenant, *limits), Quota(*limits, self._clock))
+        return Caller(tenant, key.name or f"key-{tenant[:_NAME_DIGITS]}", quota)

@@ -1,0 +1,64 @@
+"""One call of a client: its caller, and what it has used so far, for quotas and the audit log."""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from router.access.callers import ANYONE, Caller
+from wire.errors import TandemError
+
+
+@dataclass(slots=True)
+class ClientCall:
+    """A call at either listener, from its arrival to its end."""
+
+    endpoint: str = ""
+    """Method and path of HTTP without the query, or the gRPC method."""
+    client: str = ""
+    """The client's address."""
+    caller: Caller = ANYONE
+    request_id: str = ""
+    """The request's id in the router, as in its traces; else that of the response."""
+    model: str = ""
+    status: int | str = ""
+    """The HTTP status, or the name of the gRPC status; empty until it is known."""
+    error: str = ""
+    """The code of the error with which the call ended, `CANCELLED` if its client left; empty if there was none."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    received_unix_s: float = field(default_factory=time.time)
+    received_s: float = field(default_factory=time.monotonic)
+
+    def queued(self, request_id: str, model: str, prompt_tokens: int) -> None:
+        """Record the request of the call, and take its prompt from the tenant's quota."""
+        self.request_id, self.model = request_id, model
+        self.prompt_tokens += prompt_tokens
+        self._spend(prompt_tokens)
+
+    def answered(self, tokens: int) -> None:
+        """Record tokens that leave for the client, and take them from the tenant's quota."""
+        self.completion_tokens += tokens
+        self._spend(tokens)
+
+    def failed(self, error: TandemError) -> None:
+        """Record the error with which the call ends."""
+        self.error = error.code
+
+    def _spend(self, tokens: int) -> None:
+        if self.caller.quota is not None:
+            self.caller.quota.spend(tokens)
+
+
+_SERVED: ContextVar[ClientCall] = ContextVar("served")
+
+
+def served_call() -> ClientCall:
+    """Return the call that the running task serves; a new one of nobody outside of any call."""
+    return _SERVED.get(None) or ClientCall()
+
+
+def serve_call(call: ClientCall) -> None:
+    """Make `call` the one that the running task serves, and every task that it starts from now on."""
+    _SERVED.set(call)

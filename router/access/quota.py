@@ -1,0 +1,89 @@
+"""The quota of one tenant in one router: requests and tokens a minute, each a token bucket."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from wire.errors import RateLimited
+
+QUOTA_HEADERS = tuple(
+    f"x-ratelimit-{value}-{kind}" for kind in ("requests", "tokens") for value in ("limit", "remaining", "reset")
+)
+"""The headers of responses to keys with quotas, as OpenAI has them."""
+_MINUTE_S = 60.0
+
+
+class Bucket:
+    """A token bucket that holds a minute's amount and fills continuously; it may be overdrawn."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds."""
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._filled_s = clock()
+
+    @property
+    def level(self) -> float:
+        """The amount that is left, below 0 if the bucket is overdrawn."""
+        now = self._clock()
+        gained = (now - self._filled_s) * self.per_minute / _MINUTE_S
+        self._level = min(float(self.per_minute), self._level + gained)
+        self._filled_s = now
+        return self._level
+
+    def take(self, amount: int) -> None:
+        """Take `amount`, more than there is if need be."""
+        self._level = self.level - amount
+
+    def seconds_until(self, level: float) -> float:
+        """Return the time until the bucket holds `level`, 0 if it does now."""
+        return max(0.0, level - self.level) * _MINUTE_S / self.per_minute
+
+
+class Quota:
+    """What is left of a tenant's quota. Belongs to the event loop.
+
+    A request is admitted while both buckets have at least 1. It takes 1 from the requests at once, the tokens of its
+    prompt when it is queued, and those of its answer as they are sent. So no request is too large for a quota, and
+    requests in flight may overdraw the tokens; the next request then waits until the debt is filled up.
+    """
+
+    def __init__(self, requests: int, tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`requests` and `tokens` are per minute, 0 = no limit."""
+        self._requests = Bucket(requests, clock) if requests else None
+        self._tokens = Bucket(tokens, clock) if tokens else None
+
+    def admit(self) -> None:
+        """Take one request; raises RateLimited with the time until it would be admitted."""
+        for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
+            if bucket is not None and (wait_s := bucket.seconds_until(1.0)):
+                raise RateLimited(
+                    f"the quota of this key, {bucket.per_minute} {kind} a minute, is used up; "
+                    f"try again in {math.ceil(wait_s)} s",
+                    retry_after_s=wait_s,
+                )
+        if self._requests is not None:
+            self._requests.take(1)
+
+    def spend(self, tokens: int) -> None:
+        """Take tokens of a prompt or an answer."""
+        if self._tokens is not None:
+            self._tokens.take(tokens)
+
+    def headers(self) -> dict[str, str]:
+        """Return OpenAI's headers: limits, what is left, and the time until all is left, as in 1.5s or 2m0s."""
+        found: dict[str, str] = {}
+        for bucket, kind in ((self._requests, "requests"), (self._tokens, "tokens")):
+            if bucket is not None:
+                found[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+                found[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+                found[f"x-ratelimit-reset-{kind}"] = _duration(bucket.seconds_until(bucket.per_minute))
+        return found
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(math.ceil(seconds * 1e3) / 1e3, 60)
+    return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
