@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from cli.bench.figures import Load
     from cli.bench.servers import Server
+    from cli.connection.state import RunningCluster
     from cli.load.run import LoadSettings
     from cli.load.slo import SloCell
     from cli.load.workload import Source, Workload
@@ -55,9 +56,14 @@ class ServerOptions:
 
         if self.api not in ("completions", "chat"):
             raise InvalidArgument("--api", f"{self.api!r} is neither completions nor chat")
-        url = self.url or f"http://{newest().http.removeprefix('http://')}/v1"
+        url = self.url or _url_of(newest())
         key = shown_key(self.api_key, self.api_key_file)
         return find_server(url, key, self.model, self.api, self.vocab_size, ignore_eos=self.ignore_eos)
+
+
+def _url_of(cluster: RunningCluster) -> str:
+    scheme = "https" if cluster.certificate else "http"
+    return f"{scheme}://{cluster.http.partition('://')[2] or cluster.http}/v1"
 
 
 @dataclass(frozen=True, slots=True)

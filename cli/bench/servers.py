@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 from cli.load.client import Progress, ShareResult, run_share
 from cli.load.http_client import HttpShare, address_of, request_body, route, run_http_share
 from cli.load.run import LoadSettings, deal, run_clients, shares_of
-from cli.load.target import Target, find_target, touch
+from cli.load.target import Target, find_model, touch
 from cli.load.words import WordLengths
 from cli.load.workload import Arrival, Block, Workload
 from wire.errors import InvalidArgument, Unauthenticated, Unavailable
@@ -137,7 +137,7 @@ def find_server(url: str, api_key: str, model: str, api: str, vocab_size: int, *
             raise InvalidArgument("--model", "is of HTTP; a router has one model by gRPC")
         if not (address := urlsplit(url).netloc):
             raise InvalidArgument("--url", f"{url!r} is no address like grpc://127.0.0.1:50051")
-        return GrpcServer(find_target(address, api_key))
+        return GrpcServer(find_model(address, api_key))
     url = _with_version(url)
     listed = list_models(url, api_key)
     card = next((each for each in listed if each["id"] == model), None) if model else listed[0]

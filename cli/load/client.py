@@ -23,7 +23,7 @@ from wire.messages import FinishReason
 from wire.rpc import error_of, open_client_channel
 
 _GENERATE = "/tandem.v1.Inference/Generate"
-_GET_LOADS = "/tandem.v1.Inference/GetLoads"
+_GET_MODEL = "/tandem.v1.Inference/GetModelInfo"
 _NEAR_S = 0.002
 """Seconds before the due time from which one last sleep is exact enough."""
 _PROGRESS_S = 0.25
@@ -114,8 +114,8 @@ class LoadClient:
     async def connected(self) -> None:
         """Waits for the connection and makes one call, since a process's first call takes several times as long."""
         await self._channel.channel_ready()
-        call: Any = self._channel.unary_unary(_GET_LOADS)
-        await call(inference_pb2.GetLoadsRequest().SerializeToString())
+        call: Any = self._channel.unary_unary(_GET_MODEL)
+        await call(inference_pb2.GetModelInfoRequest().SerializeToString())
 
     async def close(self) -> None:
         """Closes the connection."""

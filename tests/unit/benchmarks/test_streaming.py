@@ -31,7 +31,7 @@ class Pipe:
 async def test_every_token_of_every_answer_is_read(model: Path) -> None:
     source = TokenSource(0.001)
     config = RouterConfig(
-        "router-0", model, "tokens", await source.start(), TOKEN, grpc_port=0, http_port=0, chunks_per_s=1e9
+        "router-0", model, "tokens", await source.start(), token=TOKEN, grpc_port=0, http_port=0, chunks_per_s=1e9
     )
     router = RouterServer(config)
     listeners = await router.start()

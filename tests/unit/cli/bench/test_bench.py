@@ -220,14 +220,24 @@ def test_ctrl_c_ends_with_the_figures_so_far(url: str, server: OpenAIServer, tmp
 @pytest.mark.parametrize("scheme", ["grpc", "http"])
 async def test_a_real_router_answers_every_request(scheme: str, model: Path, tmp_path: Path) -> None:
     source = TokenSource(0.002)
+    keys = tmp_path / "keys"
+    keys.write_text("sk-1 name=acme role=tenant")
     config = RouterConfig(
-        "router-0", model, "tokens", await source.start(), TOKEN, grpc_port=0, http_port=0, chunks_per_s=1e9
+        "router-0",
+        model,
+        "tokens",
+        await source.start(),
+        token=TOKEN,
+        grpc_port=0,
+        http_port=0,
+        chunks_per_s=1e9,
+        api_key_file=keys,
     )
     router = RouterServer(config)
     listeners = await router.start()
     await until(lambda: router.ready, "the source is found")
     address = {"grpc": listeners.grpc_address, "http": listeners.http_address.removeprefix("http://")}[scheme]
-    options = ("--url", f"{scheme}://{address}", "--rate", "20", "--vocab-size", "256")
+    options = ("--url", f"{scheme}://{address}", "--rate", "20", "--vocab-size", "256", "--api-key", "sk-1")
     result = await asyncio.to_thread(figures, tmp_path, *options)
     (load,) = result["loads"]
     assert (load["errors"], load["finished"]) == ({}, load["requests"])
