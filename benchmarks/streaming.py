@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing as mp
-import os
 import time
 from collections.abc import Coroutine
 from multiprocessing.connection import Connection
@@ -20,16 +19,11 @@ from statistics import median
 from typing import Any
 
 import grpc.aio
-import psutil
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.load.token_source import TOKEN, TokenSource
 from benchmarks.results import run_facts, save_result
+from benchmarks.router.processes import run_router, run_source
 from cli.models.default_model import find_default_model
 from engine.weights.gguf import prepare_model
-from router.api.listeners import SERVICE
-from router.config import RouterConfig
-from router.server import RouterServer
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 _PROMPT = 20
@@ -51,7 +45,7 @@ def main() -> None:
     model = prepare_model(find_default_model())
     context = mp.get_context("spawn")
     here, there = context.Pipe()
-    context.Process(target=_run_source, args=(there, asked.step_ms / 1e3), daemon=True).start()
+    context.Process(target=run_source, args=(there, asked.step_ms / 1e3), daemon=True).start()
     there.close()
     controller = here.recv()
     turns: dict[int, list[Turn]] = {0: [], asked.fronts: []}
@@ -90,10 +84,12 @@ def _shares(answers: int, clients: int) -> list[int]:
 def _turn(context: Any, asked: argparse.Namespace, controller: str, model: Path, fronts: int) -> Turn:
     """Runs one router from start to end. EOFError if one of the processes died."""
     here, there = context.Pipe()
-    router = context.Process(target=_run_router, args=(there, controller, model, fronts))
+    router = context.Process(
+        target=run_router, args=(there, controller, model, {"front_processes": fronts, "chunks_per_s": 1e9})
+    )
     router.start()
     there.close()  # otherwise the router's death would not close the pipe
-    address = here.recv()
+    address, _ = here.recv()
     readers = []
     for number, answers in enumerate(_shares(asked.answers, asked.clients)):
         mine, theirs = context.Pipe()
@@ -101,56 +97,15 @@ def _turn(context: Any, asked: argparse.Namespace, controller: str, model: Path,
         theirs.close()
         readers.append(mine)
     counts = [each.recv() for each in readers]
+    here.send("usage")
+    usage = here.recv()
     here.send("end")
-    router_s, fronts_s = here.recv()
     router.join()
     tokens, chunks, clients_s = (sum(column) for column in zip(*counts, strict=True))
-    each = {"router_us": router_s, "fronts_us": fronts_s, "clients_us": clients_s}
+    each = {"router_us": usage.cpu_s, "fronts_us": usage.children_s, "clients_us": clients_s}
     return {name: round(seconds / tokens * 1e6, 1) for name, seconds in each.items()} | {
         "tokens_per_chunk": round(tokens / chunks, 3)
     }
-
-
-def _run_source(pipe: Connection, step_s: float) -> None:
-    async def run() -> None:
-        pipe.send(await TokenSource(step_s).start())
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
-
-
-def _run_router(pipe: Connection, controller: str, model: Path, fronts: int) -> None:
-    async def run() -> None:
-        config = RouterConfig(
-            router_id=f"router-{os.getpid()}",
-            model=model,
-            model_name="tokens",
-            controller_address=controller,
-            token=TOKEN,
-            grpc_port=0,
-            http_port=0,
-            front_processes=fronts,
-            chunks_per_s=1e9,
-        )
-        server = RouterServer(config)
-        listeners = await server.start()
-        async with grpc.aio.insecure_channel(listeners.grpc_address) as channel:
-            asked = health_pb2.HealthCheckRequest(service=SERVICE)
-            async for health in health_pb2_grpc.HealthStub(channel).Watch(asked):
-                if health.status == health_pb2.HealthCheckResponse.SERVING:
-                    break
-        own, theirs = time.process_time(), _cpu_of_children()
-        pipe.send(listeners.grpc_address)
-        await asyncio.to_thread(pipe.recv)
-        pipe.send((time.process_time() - own, _cpu_of_children() - theirs))
-        await server.stop(0.0)
-
-    asyncio.run(run())
-
-
-def _cpu_of_children() -> float:
-    times = [each.cpu_times() for each in psutil.Process().children()]
-    return float(sum(each.user + each.system for each in times))
 
 
 def _run_client(pipe: Connection, address: str, number: int, answers: int, tokens: int) -> None:

@@ -90,7 +90,7 @@ def main() -> None:
 
 def make_page(folder: Path) -> str:
     """Returns the page of the runs in `folder`. LookupError if a section has no run there."""
-    sections = (_engine, _quantized, _experts, _latent, _served, _handover, _goodput, _peer, _cpu)
+    sections = (_engine, _quantized, _experts, _latent, _served, _handover, _goodput, _peer, _router, _cpu)
     return _HEAD + "".join(section(folder) for section in sections)
 
 
@@ -332,6 +332,39 @@ def _peer(folder: Path) -> str:
         f"{seconds['tandem_server_all_ready']} s (Tandem).\n\n{run['reading']} Bold is the best at each rate."
     )
     return _section("Compared with vLLM: llama-3-8b, one H200", text, [*steps, "", *served], _OVER_HTTP, [(name, run)])
+
+
+def _router(folder: Path) -> str:
+    name, run = newest_result(folder, "router-")
+    rows = (
+        ("messages/s a core, a token each, by gRPC", f"{run['grpc_messages_per_s_core']:,.0f}"),
+        ("the same by HTTP", f"{run['http_messages_per_s_core']:,.0f}"),
+        ("by gRPC, with 2 front processes", f"{run['fronted_messages_per_s_core']:,.0f}"),
+        (
+            f"tokens/s a core, {run['coalesced_tokens_per_message']:.0f} a message",
+            f"{run['coalesced_tokens_per_s_core']:,.0f}",
+        ),
+        (f"complete answers of {run['streams']:,} open streams", _percent(run["complete_share"])),
+        (
+            f"memory, growth over {run['stream_tokens_read'] / 1e6:.1f} million tokens of these",
+            f"{run['memory_growth_mib']:.1f} MiB",
+        ),
+        (
+            "age of a message at half load, P50, P99",
+            f"{run['age_ms_p50']:.1f}, {run['age_ms_p99']:.1f} ms",
+        ),
+        (
+            "the same beside two clients that do not read",
+            f"{run['age_beside_unread_ms_p50']:.1f}, {run['age_beside_unread_ms_p99']:.1f} ms",
+        ),
+    )
+    text = (
+        "A stand-in worker sends the tokens. *A core* is a second of the router process's CPU time. Ages are from the "
+        "worker's sending to the client's reading, three processes on the cores of the host; when they were measured, "
+        f"others used it too: its load average was {run['load_average_before']:.1f} before."
+    )
+    title = f"Router: {run['hardware']['name']}, {run['hardware']['cores']} cores"
+    return _section(title, text, _table(("figure", ""), rows), _command(run), [(name, run)])
 
 
 def _cpu(folder: Path) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cli.bench.bench import bench
 from cli.diagnosis.doctor import doctor
 from cli.observe.logs import logs
 from cli.observe.status import status
@@ -41,7 +42,7 @@ app.command(cls=SettingsCommand)(up)
 serve_help = "Start a cluster that serves MODEL until Ctrl-C; the same as up."
 app.command("serve", cls=SettingsCommand, help=serve_help)(with_model_argument(up))
 for command in (
-    generate, chat, status, top, why, trace, logs, mode, scale, drain, ready, plan, quantize, doctor, down,
+    generate, chat, bench, status, top, why, trace, logs, mode, scale, drain, ready, plan, quantize, doctor, down,
 ):  # fmt: skip
     app.command()(command)
 

@@ -11,8 +11,8 @@ from benchmarks.bottlenecks.look import Finding, Listener, read, under
 from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.load.stage import running_cluster
-from benchmarks.load.target import find_target, touch
 from benchmarks.results import run_facts, save_result
+from cli.load.target import find_target, touch
 from telemetry import families as f
 from telemetry.scrape import Scrape
 from wire.errors import InvalidArgument

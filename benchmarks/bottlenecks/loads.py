@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from benchmarks.load.workload import Arrival, Block, Workload
+from cli.load.workload import Arrival, Block, Workload
 from cluster.config import GIB
 from telemetry.bottlenecks import Bottleneck
 from wire.messages import Role

@@ -6,9 +6,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from benchmarks.bottlenecks.loads import Load, Stage
-from benchmarks.load.report import LoadReport
-from benchmarks.load.run import LoadSettings, run_load
-from benchmarks.load.target import Target, wait_until_idle
+from cli.load.report import LoadReport
+from cli.load.run import LoadSettings, run_load
+from cli.load.target import Target, wait_until_idle
 from cli.observe.top import scrape
 from telemetry import families as f
 from telemetry.bottlenecks import Diagnosis, Figures, diagnose

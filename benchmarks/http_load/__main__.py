@@ -9,18 +9,17 @@ last line is one JSON object with a row of loads; `--save` keeps it, which needs
 import argparse
 import json
 from collections.abc import Sequence
-from urllib.request import Request, urlopen
 
 from benchmarks.command_line import exit_on_error
-from benchmarks.http_load.client import HttpShare, address_of, run_http_share
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.run import deal, run_clients
-from benchmarks.load.slo import SloCell
-from benchmarks.load.spread import percentile
-from benchmarks.load.sweep import parse_rates
-from benchmarks.load.synthetic import Lengths, Synthetic
-from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result
+from cli.bench.servers import list_models
+from cli.load.http_client import HttpShare, run_http_share
+from cli.load.record import RequestRecord
+from cli.load.run import deal, run_clients
+from cli.load.slo import SloCell
+from cli.load.spread import percentile
+from cli.load.synthetic import Lengths, Synthetic
+from cli.load.workload import Workload, parse_rates
 from router.observability.verdict import Outcome
 from wire.errors import InvalidArgument
 
@@ -31,7 +30,6 @@ GOOD = {
 """Service levels: limits of TTFT, and of the ITL at the request's 95th percentile."""
 
 Row = dict[str, object]
-_ANSWER_S = 10.0
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,7 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """Runs a load at each rate, and prints its figures at once."""
-    arguments.model = arguments.model or served_model(arguments.url, arguments.api_key)
+    arguments.model = arguments.model or str(list_models(arguments.url, arguments.api_key)[0]["id"])
     source = Synthetic(
         Lengths.parse("--prompt-tokens", arguments.prompt_tokens), Lengths.parse("--new-tokens", arguments.new_tokens)
     )
@@ -71,17 +69,6 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         if rows[-1]["errors"] == rows[-1]["n"]:
             raise InvalidArgument("--url", f"no request was answered: {rows[-1]['err']}")
     return rows
-
-
-def served_model(url: str, api_key: str = "") -> str:
-    """Returns the name of the first model that the server lists; InvalidArgument if it lists none."""
-    address_of(url)
-    request = Request(f"{url.rstrip('/')}/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
-    try:
-        with urlopen(request, timeout=_ANSWER_S) as answer:
-            return str(json.load(answer)["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise InvalidArgument("--url", f"{url} lists no models: {error}") from error
 
 
 def _send(workload: Workload, arguments: argparse.Namespace) -> list[RequestRecord]:
@@ -100,11 +87,6 @@ def figures(workload: Workload, records: Sequence[RequestRecord]) -> Row:
     whole = [record for record in records if not record.error and record.token_s]
     tokens = sum(record.completion_tokens for record in whole)
     gaps = [gap for record in whole for gap in record.gaps_s]
-    spent = [
-        (record.token_s[-1] - record.token_s[0]) / (record.completion_tokens - 1)
-        for record in whole
-        if record.completion_tokens > 1
-    ]
     return {
         "rate": workload.rate,
         "n": len(records),
@@ -115,7 +97,7 @@ def figures(workload: Workload, records: Sequence[RequestRecord]) -> Row:
         "tok_s": round(tokens / max(record.ended_s for record in records), 1),
         "ttft_ms": _in_ms([record.token_s[0] - record.due_s for record in whole], (50, 90, 99)),
         "gap_ms": _in_ms(gaps, (50, 95, 99, 99.9)),
-        "tpot_ms": _in_ms(spent, (50, 90, 99)),
+        "tpot_ms": _in_ms([record.tpot_s for record in whole if record.tpot_s is not None], (50, 90, 99)),
         **{name: _share(cell, records) for name, cell in GOOD.items()},
         "prompt_tokens": sum(arrival.prompt_tokens for arrival in workload.arrivals),
         "out_tokens": tokens,

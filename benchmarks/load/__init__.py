@@ -1,4 +1,4 @@
-"""Open-loop load through a cluster's router: each request is sent when it is due, whatever became of earlier ones.
+"""Open-loop load on a cluster that the benchmark may start, from drawn requests or traces up to the knee.
 
-`run_load` (run.py) is the entry point; `python -m benchmarks.load` is its command.
+The clients are those of `tandem bench` (`cli/load/`); `python -m benchmarks.load` is the command.
 """

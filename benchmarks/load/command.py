@@ -12,18 +12,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.load.report import LoadReport
-from benchmarks.load.run import LoadSettings, run_load
 from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
-from benchmarks.load.slo import SloCell, parse_cell, standard_cells
-from benchmarks.load.spread import LEVELS
 from benchmarks.load.stage import parse_setting, running_cluster
-from benchmarks.load.sweep import at_rates, knees, parse_rates, sweep
-from benchmarks.load.synthetic import Lengths, Synthetic
-from benchmarks.load.target import Target, find_target, warm_up
-from benchmarks.load.trace import Trace, read_trace
-from benchmarks.load.workload import Source, Workload
+from benchmarks.load.sweep import at_rates, knees, sweep
 from benchmarks.results import run_facts, save_result
+from cli.load.report import LoadReport
+from cli.load.run import LoadSettings, run_load
+from cli.load.slo import SloCell, parse_cell, standard_cells
+from cli.load.spread import LEVELS
+from cli.load.synthetic import Lengths, Synthetic
+from cli.load.target import Target, find_target, warm_up
+from cli.load.trace import Trace, read_trace
+from cli.load.workload import Source, Workload, parse_rates
 from wire.errors import InvalidArgument, TandemError
 
 Figures = dict[str, object]

@@ -1,9 +1,8 @@
 """Loads at rising rates up to the knee, beyond which the cluster no longer meets the targets of most requests."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.load.report import LoadReport
+from cli.load.report import LoadReport
 from wire.errors import InvalidArgument
 
 GOODPUT_SHARE = 0.9
@@ -18,17 +17,6 @@ Measure = Callable[[float, int], LoadReport]
 
 Goodput = Mapping[str, tuple[float, float]]
 """A load's goodput by cell: the share of its requests that met the cell, and their number per second."""
-
-
-def parse_rates(text: str) -> list[float]:
-    """Parses "1,2.5,4" into ascending rates. InvalidArgument unless all are numbers above 0."""
-    try:
-        rates = sorted(float(rate) for rate in text.split(","))
-    except ValueError:
-        raise InvalidArgument("--rates", f"{text!r} is no list of numbers") from None
-    if not all(0 < rate < math.inf for rate in rates):
-        raise InvalidArgument("--rates", f"{text!r} has a rate that is not above 0")
-    return rates
 
 
 def at_rates(measure: Measure, rates: Sequence[float]) -> list[LoadReport]:

@@ -1,11 +1,12 @@
 """A stand-in worker that sends each request one token per step, with the membership through which routers find it.
 
-It is the load for measurements of a router alone.
+It is the load for measurements of a router alone. A token's id says when it was sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -39,6 +40,18 @@ _REQUESTS_MAX = 4096
 _LEASE_S = 3600.0
 _FIRST_ID = 1000
 """Lowest token id, above all stop tokens."""
+_TICKS, _TICK_S = 40_000, 1e-4
+"""Token ids count ticks of `time.monotonic`, and begin again after so many."""
+
+
+def token_of(now: float) -> int:
+    """Returns the token id that says that it was sent `now`, a time of `time.monotonic`."""
+    return _FIRST_ID + int(now / _TICK_S) % _TICKS
+
+
+def age_of(token: int, now: float) -> float:
+    """Returns the seconds since a token was sent, in ticks of 0.1 ms; ages above 4 s are not told apart."""
+    return (int(now / _TICK_S) - token + _FIRST_ID) % _TICKS * _TICK_S
 
 
 class TokenSource(worker_pb2_grpc.WorkerServicer):
@@ -86,7 +99,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         task = convert.prefill_task_from_proto(request)
         edges = tuple(EdgeStamp.now(edge) for edge in (Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED))
         self._running[task.ref.request_id] = task, 1
-        self._tell((RequestEvent(task.ref, 0, (_FIRST_ID,), edges=edges),))
+        self._tell((RequestEvent(task.ref, 0, (token_of(time.monotonic()),), edges=edges),))
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
@@ -108,8 +121,8 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
             await asyncio.sleep(self._step_s)
             more: list[tuple[str, int, int, int]] = []
             last: list[RequestEvent] = []
+            token = token_of(time.monotonic())
             for request_id, (task, index) in list(self._running.items()):
-                token = _FIRST_ID + index
                 if index + 1 == task.sampling.max_tokens:
                     del self._running[request_id]
                     last.append(RequestEvent(task.ref, index, (token,), FinishReason.LENGTH))

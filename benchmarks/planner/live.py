@@ -15,11 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.load.run import LoadSettings
 from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
-from benchmarks.load.slo import SloCell
 from benchmarks.load.stage import parse_setting, running_cluster
-from benchmarks.load.target import find_target, touch
 from benchmarks.planner.live_hours import LiveDay, LiveHour, parse_hour
 from benchmarks.planner.live_load import ask
 from benchmarks.planner.options import add_day_options
@@ -31,6 +28,9 @@ from benchmarks.planner.timetable import Timetable
 from benchmarks.planner.watch import Watch
 from benchmarks.results import run_facts, save_result
 from benchmarks.strategies.switch import Switch
+from cli.load.run import LoadSettings
+from cli.load.slo import SloCell
+from cli.load.target import find_target, touch
 from cluster.config import CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS
 from cluster.launcher import Endpoints
 from cluster.planner_config import PlannerConfig, PlannerMode

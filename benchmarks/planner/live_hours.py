@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.load.report import LoadReport
-from benchmarks.load.slo import SloCell
-from benchmarks.load.synthetic import Lengths, Synthetic
-from benchmarks.load.workload import Arrival, Workload
+from cli.load.report import LoadReport
+from cli.load.slo import SloCell
+from cli.load.synthetic import Lengths, Synthetic
+from cli.load.workload import Arrival, Workload
 from router.observability.verdict import Outcome
 from wire.errors import InvalidArgument
 

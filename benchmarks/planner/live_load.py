@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from benchmarks.load.command import show
-from benchmarks.load.report import LoadReport
-from benchmarks.load.run import LoadSettings, run_load
-from benchmarks.load.slo import SloCell
-from benchmarks.load.target import Target
-from benchmarks.load.workload import Workload
+from cli.load.report import LoadReport
+from cli.load.run import LoadSettings, run_load
+from cli.load.slo import SloCell
+from cli.load.target import Target
+from cli.load.workload import Workload
 
 
 def ask(

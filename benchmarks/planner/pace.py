@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.run import LoadSettings, run_load
-from benchmarks.load.target import Target
-from benchmarks.load.workload import Arrival, Block, Workload
 from benchmarks.planner.sizes import SHORT_PROMPT
+from cli.load.record import RequestRecord
+from cli.load.run import LoadSettings, run_load
+from cli.load.target import Target
+from cli.load.workload import Arrival, Block, Workload
 from wire.errors import Unavailable
 
 PROMPT_TOKENS = 256

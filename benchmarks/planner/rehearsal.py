@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.load.workload import Workload
 from benchmarks.planner.hours import Day, Hour, Tally
 from benchmarks.planner.live_hours import LiveDay, LiveHour
 from benchmarks.planner.oracles import judged
@@ -12,6 +11,7 @@ from benchmarks.planner.pace import PROMPT_TOKENS
 from benchmarks.planner.run import PlannedRun, Run
 from benchmarks.planner.sizes import Pace, Sizes
 from benchmarks.simulation.stage import make_requests
+from cli.load.workload import Workload
 from engine.config import GPU_PAGE_TOKENS
 from engine.models.shapes import shape_config
 from planner.decision import Split

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.load.synthetic import Lengths, Synthetic
 from benchmarks.planner.live_hours import LiveHour
+from cli.load.synthetic import Lengths, Synthetic
 from router.slo import SloClass
 from wire.errors import FailedPrecondition
 

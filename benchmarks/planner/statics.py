@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.load.report import LoadReport
-from benchmarks.load.run import LoadSettings
-from benchmarks.load.slo import SloCell
-from benchmarks.load.target import Target
 from benchmarks.planner.live_hours import HOUR_BITS, LiveHour
 from benchmarks.planner.live_load import ask
 from benchmarks.planner.pace import serve_answers, serve_prompts
 from benchmarks.planner.sizes import Pace
 from benchmarks.strategies.rows import Strategy
 from benchmarks.strategies.switch import Switch
+from cli.load.report import LoadReport
+from cli.load.run import LoadSettings
+from cli.load.slo import SloCell
+from cli.load.target import Target
 from planner.decision import Split
 
 KEPT = 0.97

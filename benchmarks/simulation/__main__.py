@@ -17,8 +17,6 @@ from typing import Any
 
 from benchmarks.load import sweep
 from benchmarks.load.command import without_curves
-from benchmarks.load.slo import SloCell, standard_cells
-from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result, scheme_suffix
 from benchmarks.simulation.against import as_lines, compare
 from benchmarks.simulation.stage import Stage
@@ -26,6 +24,8 @@ from benchmarks.strategies.part import Load, goodput_of, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, chosen_offers, offers
+from cli.load.slo import SloCell, standard_cells
+from cli.load.workload import Workload, parse_rates
 from cluster.config import KV_DTYPES
 from costs.devices import DEVICES, device_kind
 from costs.step_cost import CostParameters
@@ -62,7 +62,7 @@ class Simulated:
 
     def _next_rate(self, offer: Offer, loads: Sequence[Load]) -> float | None:
         if self.arguments.rates:
-            rates = sweep.parse_rates(self.arguments.rates)
+            rates = parse_rates(self.arguments.rates)
             return rates[len(loads)] if len(loads) < len(rates) else None
         return sweep.next_rate(offer.first_rate * self.arguments.workers, [goodput_of(load) for load in loads])
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.report import LoadReport, make_report
-from benchmarks.load.slo import SloCell
-from benchmarks.load.workload import Arrival, Block, Workload
 from benchmarks.simulation.chunks import Chunks
+from cli.load.record import RequestRecord
+from cli.load.report import LoadReport, make_report
+from cli.load.slo import SloCell
+from cli.load.workload import Arrival, Block, Workload
 from cluster.config import ClusterConfig
 from cluster.supervision.roles import plan
 from engine.config import EngineConfig

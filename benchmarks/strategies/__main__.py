@@ -22,14 +22,9 @@ from pathlib import Path
 from zlib import crc32
 
 from benchmarks.load.command import show, without_curves
-from benchmarks.load.run import LoadSettings, run_load
 from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
-from benchmarks.load.slo import SloCell, standard_cells
-from benchmarks.load.spread import LEVELS
 from benchmarks.load.stage import parse_setting, running_cluster
-from benchmarks.load.sweep import STEPS_MAX, parse_rates
-from benchmarks.load.target import Target, find_target, warm_up
-from benchmarks.load.workload import Workload
+from benchmarks.load.sweep import STEPS_MAX
 from benchmarks.results import run_facts, save_result
 from benchmarks.strategies.folder import claim, damaged, read_kept
 from benchmarks.strategies.part import Load, Part, joined
@@ -38,6 +33,11 @@ from benchmarks.strategies.steps import steps_of
 from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
 from benchmarks.strategies.table import as_text, common_load, figures, make_rows
 from benchmarks.strategies.workloads import Offer, chosen_offers, offers
+from cli.load.run import LoadSettings, run_load
+from cli.load.slo import SloCell, standard_cells
+from cli.load.spread import LEVELS
+from cli.load.target import Target, find_target, warm_up
+from cli.load.workload import Workload, parse_rates
 from cli.observe.top import scrape
 from cluster.launcher import Endpoints
 from planner.reading import fitted

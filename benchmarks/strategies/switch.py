@@ -3,10 +3,10 @@
 import asyncio
 import time
 
-from benchmarks.load.target import Target, touch, wait_until_idle
 from benchmarks.strategies.rows import Strategy
 from cli.connection.client import RouterClient
 from cli.connection.controller_client import ControllerClient
+from cli.load.target import Target, touch, wait_until_idle
 from cluster.launcher import Endpoints
 from wire.errors import DeadlineExceeded, InvalidArgument
 from wire.mode import Mode

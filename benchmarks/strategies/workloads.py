@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.load.synthetic import Lengths, Synthetic
-from benchmarks.load.trace import read_trace
-from benchmarks.load.workload import Source
+from cli.load.synthetic import Lengths, Synthetic
+from cli.load.trace import read_trace
+from cli.load.workload import Source
 from wire.errors import InvalidArgument
 
 _SIGMA = 0.8

@@ -101,6 +101,18 @@ class RouterClient:
             except grpc.aio.AioRpcError as error:
                 raise self._typed(error) from None
 
+    async def model(self, timeout_s: float = 5.0) -> inference_pb2.GetModelInfoResponse:
+        """Returns the router's model, which keys of every role may read. Unavailable if it does not respond in time."""
+        async with open_client_channel(self.address, self._api_key, *self._tls) as channel:
+            stub: Any = inference_pb2_grpc.InferenceStub(channel)
+            try:
+                found: inference_pb2.GetModelInfoResponse = await stub.GetModelInfo(
+                    inference_pb2.GetModelInfoRequest(), timeout=timeout_s
+                )
+            except grpc.aio.AioRpcError as error:
+                raise self._typed(error) from None
+            return found
+
     async def _stream(self, method: str, request: Any, on_text: Callable[[str], None]) -> Answer:
         pieces: list[str] = []
         async with open_client_channel(self.address, self._api_key, *self._tls) as channel:

@@ -36,7 +36,7 @@ def starts(running_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("benchmarks.strategies.__main__.running_cluster", start)
     for name, value in FEW_AND_SHORT.items():
-        monkeypatch.setattr(f"benchmarks.load.target.{name}", value)
+        monkeypatch.setattr(f"cli.load.target.{name}", value)
     yield started
     asyncio.run(cluster.controller.set_mode(**AS_STARTED))
     cluster.assert_idle_and_sound()

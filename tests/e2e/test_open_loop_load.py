@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from benchmarks.load.report import LoadReport
-from benchmarks.load.run import LoadSettings, run_load
-from benchmarks.load.slo import SloCell
-from benchmarks.load.synthetic import Lengths, Synthetic
-from benchmarks.load.target import find_target, warm_up
-from benchmarks.load.workload import Arrival, Block, Workload
+from cli.load.report import LoadReport
+from cli.load.run import LoadSettings, run_load
+from cli.load.slo import SloCell
+from cli.load.synthetic import Lengths, Synthetic
+from cli.load.target import find_target, warm_up
+from cli.load.workload import Arrival, Block, Workload
+from cli.main import app
 from wire.errors import Unavailable
 
 LOOSE, HOPELESS = SloCell("loose", 1e6, 1e6), SloCell("hopeless", 1e-9, 1e6)
@@ -21,8 +25,12 @@ SETTINGS = LoadSettings(clients=2, drain_s=120.0)
 
 
 @pytest.fixture(scope="module")
-def address(running_cluster: Callable[..., Any]) -> str:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+def cluster(running_cluster: Callable[..., Any]) -> Any:
+    return running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+
+
+@pytest.fixture(scope="module")
+def address(cluster: Any) -> str:
     return str(cluster.grpc_address)
 
 
@@ -86,8 +94,23 @@ def _vocabulary(model: Any, size: int) -> Any:
 
 def test_one_request_alone_tells_the_step(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WARM_PROMPT": 16, "WARM_TOKENS": 3, "LONE_PROMPT": 32, "LONE_TOKENS": 5}.items():
-        monkeypatch.setattr(f"benchmarks.load.target.{name}", value)
+        monkeypatch.setattr(f"cli.load.target.{name}", value)
     assert 0 < warm_up(find_target(address)) < 10
+
+
+@pytest.mark.parametrize("api", ["grpc", "completions", "chat"])
+def test_the_bench_command_measures_a_real_model(api: str, cluster: Any, tmp_path: Path) -> None:
+    http = f"http://{cluster.http_address.removeprefix('http://')}"
+    server = ["--url", f"grpc://{cluster.grpc_address}"] if api == "grpc" else ["--url", http, "--api", api]
+    load = ["--rate", "3,5", "--duration", "2", "--prompt-tokens", "48", "--answer-tokens", "6", "--clients", "1"]
+    file = tmp_path / "bench.json"
+    run = CliRunner().invoke(app, ["bench", *server, *load, "--vocab-size", "256", "--json", str(file)])
+    assert run.exit_code == 0, run.output
+    for figures in json.loads(file.read_text())["loads"]:
+        assert (figures["errors"], figures["finished"]) == ({}, figures["requests"])
+        assert figures["answer_tokens"] == 6 * figures["requests"] > 0
+        assert figures["prompt_tokens"] == pytest.approx(48 * figures["requests"], rel=0.3 if api == "chat" else 0)
+        assert figures["end_to_end_ms"]["p50"] >= figures["ttft_ms"]["p50"] > 0
 
 
 def test_without_a_router_there_is_no_load(workload: Workload) -> None:

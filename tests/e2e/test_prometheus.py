@@ -25,9 +25,9 @@ import pytest
 from benchmarks.dashboards.panels import Shown, TimeRange, names, read_dashboard, show
 from benchmarks.dashboards.prometheus import Prometheus, find_prometheus, running_prometheus
 from benchmarks.load.mixed import run_mixed, since_sent
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.slo import Outcome, SloCell
-from benchmarks.load.target import find_target, touch
+from cli.load.record import RequestRecord
+from cli.load.slo import Outcome, SloCell
+from cli.load.target import find_target, touch
 from router.slo import BEST_EFFORT, Overload, SloClass
 from telemetry import families as f
 from telemetry.family import Family

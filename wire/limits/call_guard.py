@@ -92,6 +92,9 @@ def public_options(limits: ListenerLimits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.max_request_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.header_timeout_s)),
+        # Above these gRPC cancels new calls without a reason; `max_calls` refuses them with one.
+        ("grpc.server.max_pending_requests", 2 * limits.max_calls),
+        ("grpc.server.max_pending_requests_hard_limit", 3 * limits.max_calls),
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_timeout_s)),
         ("grpc.keepalive_time_ms", _milliseconds(limits.keepalive_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(limits.keepalive_s)),

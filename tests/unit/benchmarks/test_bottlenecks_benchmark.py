@@ -12,8 +12,8 @@ from benchmarks.bottlenecks import __main__ as program
 from benchmarks.bottlenecks import command
 from benchmarks.bottlenecks.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
 from benchmarks.bottlenecks.look import Finding, Listener, _look, read
-from benchmarks.load.report import LoadReport
 from benchmarks.load.served_model import ServedModel
+from cli.load.report import LoadReport
 from cluster.config import ClusterConfig
 from costs.roofline import GPU
 from costs.step_cost import StepCost

@@ -4,12 +4,12 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.load.record import RequestRecord
 from benchmarks.planner.live_hours import LiveDay, parse_hour
 from benchmarks.planner.pace import answer_lengths, answer_rate, burst, handover_gap, prompt_rate
 from benchmarks.planner.rehearsal import Rehearsal
 from benchmarks.planner.sizes import ITL_HANDOVERS, ITL_STEPS, LOAD, Pace, size
 from benchmarks.planner.timetable import END_S, HOUR_MAX_S, HOUR_MIN_S, Timetable
+from cli.load.record import RequestRecord
 from planner.decision import Split
 from wire.errors import FailedPrecondition, InvalidArgument
 

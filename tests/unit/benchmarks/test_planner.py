@@ -5,14 +5,14 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.report import make_report
-from benchmarks.load.slo import SloCell
 from benchmarks.planner.__main__ import hours
 from benchmarks.planner.hours import Day
 from benchmarks.planner.live_hours import LiveDay, parse_hour
 from benchmarks.planner.oracles import judged, undone
 from benchmarks.planner.run import PlannedRun, Run
+from cli.load.record import RequestRecord
+from cli.load.report import make_report
+from cli.load.slo import SloCell
 from planner.decision import Split
 from router.slo import SloClass
 from simulation.hardware import hardware

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.slo import standard_cells
 from benchmarks.simulation.__main__ import main
 from benchmarks.simulation.against import as_lines, compare
 from benchmarks.simulation.chunks import Chunks
 from benchmarks.simulation.stage import Stage, make_requests
 from benchmarks.strategies.rows import strategies
 from benchmarks.strategies.workloads import offers
+from cli.load.slo import standard_cells
 from router.slo import BEST_EFFORT, SloClass
 from simulation.hardware import hardware, read_costs
 from simulation.network import Network

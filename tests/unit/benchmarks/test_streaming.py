@@ -31,7 +31,7 @@ class Pipe:
 async def test_every_token_of_every_answer_is_read(model: Path) -> None:
     source = TokenSource(0.001)
     config = RouterConfig(
-        "router-0", model, "tokens", await source.start(), TOKEN, grpc_port=0, http_port=0, chunks_per_s=1e9
+        "router-0", model, "tokens", await source.start(), token=TOKEN, grpc_port=0, http_port=0, chunks_per_s=1e9
     )
     router = RouterServer(config)
     listeners = await router.start()
@@ -70,6 +70,6 @@ def _dies(*_: object) -> None:
 
 def test_a_router_that_dies_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, the benchmark waited forever, since its own process held the pipe's other end open."""
-    monkeypatch.setattr(streaming, "_run_router", _dies)
+    monkeypatch.setattr(streaming, "run_router", _dies)
     with pytest.raises(EOFError):
         _turn(mp.get_context("spawn"), argparse.Namespace(answers=1, clients=1, tokens=1), "", Path(), 0)

@@ -131,7 +131,7 @@ def test_verdicts(gaps: tuple[float, ...], ttft_s: float | None, times: PhaseTim
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 57])
 def test_the_percentile_is_the_load_generators(count: int) -> None:
     """Nearest rank, as `benchmarks.load` computes it from the tokens that clients received."""
-    from benchmarks.load.spread import percentile
+    from cli.load.spread import percentile
 
     for over in range(count + 1):
         gaps = (0.02,) * (count - over) + (0.05,) * over

@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks import pictures, results
 from benchmarks.load.command import as_result, make_source, measure, parse_arguments, without_curves
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.report import LoadReport, make_report
-from benchmarks.load.run import _receive
-from benchmarks.load.slo import standard_cells
 from benchmarks.load.stage import parse_setting
-from benchmarks.load.synthetic import Lengths, Synthetic
-from benchmarks.load.trace import Trace
+from cli.load.record import RequestRecord
+from cli.load.report import LoadReport, make_report
+from cli.load.run import _receive
+from cli.load.slo import standard_cells
+from cli.load.synthetic import Lengths, Synthetic
+from cli.load.trace import Trace
 from wire.errors import Internal, InvalidArgument
 
 CELLS = standard_cells(0.01)

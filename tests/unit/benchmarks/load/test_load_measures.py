@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.load.record import WRONG_LENGTH, RequestRecord
-from benchmarks.load.report import LoadReport, make_report
-from benchmarks.load.slo import Outcome, SloCell, parse_cell, standard_cells
-from benchmarks.load.spread import LEVELS, Spread, percentile
 from benchmarks.load.sweep import at_rates, knees, sweep
-from benchmarks.load.workload import Arrival, Block, Workload
+from cli.load.record import WRONG_LENGTH, RequestRecord
+from cli.load.report import LoadReport, make_report
+from cli.load.slo import Outcome, SloCell, parse_cell, standard_cells
+from cli.load.spread import LEVELS, Spread, percentile
+from cli.load.workload import Arrival, Block, Workload
 from wire.errors import InvalidArgument
 
 CELL = SloCell("cell", ttft_s=1.0, gap_s=0.1)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load.synthetic import Lengths, Synthetic
-from benchmarks.load.trace import BLOCK_TOKENS, Trace, read_trace
-from benchmarks.load.workload import Arrival, Block, Workload, prompt_ids
+from cli.load.synthetic import Lengths, Synthetic
+from cli.load.trace import BLOCK_TOKENS, Trace, read_trace
+from cli.load.workload import Arrival, Block, Workload, prompt_ids
 from wire.errors import InvalidArgument
 
 EXCERPT = Path(__file__).parents[1] / "traces" / "mooncake_excerpt.jsonl"

@@ -12,7 +12,8 @@ WRONG_LENGTH = "WRONG_LENGTH"
 class RequestRecord:
     """Times in seconds after the common start of all clients; `token_s` has one for each token of the answer.
 
-    Tokens of one message have the same time; `chunks` is the number of messages. Without an end, as after an error,
+    Tokens of one message have the same time; `chunks` is the number of messages. By HTTP, whose messages do not say how
+    many tokens they hold, `token_s` has one time for each message. Without an end, as after an error,
     `finish` is empty and the fields after `error` are 0 or empty.
     """
 
@@ -32,6 +33,11 @@ class RequestRecord:
     cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer as the server counted them; of one that did not end, those that arrived."""
+        return self.completion_tokens or len(self.token_s)
 
     @property
     def lateness_s(self) -> float:
@@ -55,8 +61,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean gap between tokens; None with fewer than two tokens."""
-        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1) if len(self.token_s) > 1 else None
+        """Mean time of a token after the first; None with fewer than two messages, whose times would differ."""
+        return (self.token_s[-1] - self.token_s[0]) / (self.tokens - 1) if len(self.token_s) > 1 else None
 
     @property
     def worst_decile_s(self) -> float | None:

@@ -6,25 +6,28 @@ clock. The clock is `time.monotonic`, which all processes of one host share.
 
 import asyncio
 import gc
+import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import grpc.aio
 
-from benchmarks.load.record import WRONG_LENGTH, RequestRecord
-from benchmarks.load.workload import Arrival, prompt_ids
+from cli.load.record import WRONG_LENGTH, RequestRecord
+from cli.load.workload import Arrival, prompt_ids
 from wire import convert
 from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import FinishReason
 from wire.rpc import error_of, open_client_channel
 
 _GENERATE = "/tandem.v1.Inference/Generate"
-_GET_LOADS = "/tandem.v1.Inference/GetLoads"
+_GET_MODEL = "/tandem.v1.Inference/GetModelInfo"
 _NEAR_S = 0.002
 """Seconds before the due time from which one last sleep is exact enough."""
+_PROGRESS_S = 0.25
+"""Seconds between two reports of a client's progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,22 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How many requests of a share were sent, have ended, and have ended with an error."""
+
+    sent: int = 0
+    ended: int = 0
+    failed: int = 0
+    tokens: int = 0
+    """Tokens of the answers that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class ShareResult:
-    """A record for each request of the share, and the share of one core that the client used."""
+    """A record for each request of the share, and the share of one core that the client used.
+
+    After a stop the requests that had not ended have no record.
+    """
 
     records: tuple[RequestRecord, ...]
     cpu_share: float
@@ -60,16 +77,19 @@ class Ready:
 
 def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_class: str = "") -> Ready:
     """Returns a greedy request for exactly the workload's number of tokens."""
-    ids = prompt_ids(arrival.prompt, seed, vocab_size).tolist()
     options = inference_pb2.GenerationOptions(
         max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True, slo_class=slo_class
     )
-    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), options=options)
+    request = inference_pb2.GenerateRequest(options=options)
+    if arrival.messages:
+        request.text = arrival.messages[-1][1]
+    else:
+        request.token_ids.ids.extend(prompt_ids(arrival.prompt, seed, vocab_size).tolist())
     return Ready(index, arrival.due_s, arrival.new_tokens, request.SerializeToString())
 
 
 class Client(Protocol):
-    """A connection to a server: `LoadClient` by gRPC, `benchmarks.http_load` by OpenAI's HTTP API."""
+    """A connection to a server: `LoadClient` by gRPC, `HttpClient` by OpenAI's HTTP API."""
 
     async def connected(self) -> None:
         """Waits until the server can be reached."""
@@ -94,8 +114,8 @@ class LoadClient:
     async def connected(self) -> None:
         """Waits for the connection and makes one call, since a process's first call takes several times as long."""
         await self._channel.channel_ready()
-        call: Any = self._channel.unary_unary(_GET_LOADS)
-        await call(inference_pb2.GetLoadsRequest().SerializeToString())
+        call: Any = self._channel.unary_unary(_GET_MODEL)
+        await call(inference_pb2.GetModelInfoRequest().SerializeToString())
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -159,7 +179,12 @@ async def _run_share(pipe: Connection, share: Share) -> None:
 
 
 async def send_share(pipe: Connection, client: Client, everything: list[Ready], give_up_s: float) -> None:
-    """Sends each of `everything` when it is due after the start received by `pipe`; sends a `ShareResult` back."""
+    """Sends each of `everything` when it is due after the start received by `pipe`; sends a `ShareResult` back.
+
+    Until then it sends its `Progress` regularly. Another message stops it, and so does the end of the pipe.
+    """
+    # The process that started this one is interrupted by the same Ctrl-C, and stops it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     await client.connected()
     # The requests are never garbage; a collection that traverses them would stop the process for tens of ms.
     gc.collect()
@@ -167,10 +192,24 @@ async def send_share(pipe: Connection, client: Client, everything: list[Ready], 
     pipe.send("ready")
     start: float = await asyncio.to_thread(pipe.recv)
     busy = time.process_time()
-    records = await _send_all(client, everything, start, give_up_s)
-    share_of_core = (time.process_time() - busy) / (time.monotonic() - start)
-    pipe.send(ShareResult(records, share_of_core))
+    sending = _Sending(client, everything, start, give_up_s)
+    await _until_done_or_stopped(pipe, sending.run(), sending)
+    share_of_core = (time.process_time() - busy) / max(time.monotonic() - start, _NEAR_S)
+    pipe.send(ShareResult(tuple(sending.records), share_of_core))
     await client.close()
+
+
+async def _until_done_or_stopped(pipe: Connection, work: Coroutine[Any, Any, None], sending: "_Sending") -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.create_task(work)
+    loop.add_reader(pipe.fileno(), task.cancel)
+    try:
+        while not task.done():
+            await asyncio.wait((task,), timeout=_PROGRESS_S)
+            pipe.send(sending.progress)
+    finally:
+        loop.remove_reader(pipe.fileno())
+    if not task.cancelled():
+        task.result()
 
 
 async def until(
@@ -188,12 +227,27 @@ async def until(
     await sleep(max(0.0, left_s))
 
 
-async def _send_all(
-    client: Client, everything: list[Ready], start: float, give_up_s: float
-) -> tuple[RequestRecord, ...]:
-    """Sends each request when it is due, without waiting for others."""
-    calls = []
-    for ready in everything:
-        await until(start + ready.due_s)
-        calls.append(asyncio.create_task(client.ask(ready, start, give_up_s)))
-    return tuple(await asyncio.gather(*calls))
+class _Sending:
+    """Sends each request when it is due, without waiting for others; `records` are of those that have ended."""
+
+    def __init__(self, client: Client, everything: list[Ready], start: float, give_up_s: float) -> None:
+        self._client, self._everything, self._start, self._give_up_s = client, everything, start, give_up_s
+        self._sent = 0
+        self.records: list[RequestRecord] = []
+
+    @property
+    def progress(self) -> Progress:
+        """The progress so far."""
+        failed = sum(bool(record.error) for record in self.records)
+        return Progress(self._sent, len(self.records), failed, sum(record.tokens for record in self.records))
+
+    async def run(self) -> None:
+        """Ends with the last answer; a cancellation ends all requests."""
+        async with asyncio.TaskGroup() as calls:
+            for ready in self._everything:
+                await until(self._start + ready.due_s)
+                self._sent += 1
+                calls.create_task(self._ask(ready))
+
+    async def _ask(self, ready: Ready) -> None:
+        self.records.append(await self._client.ask(ready, self._start, self._give_up_s))

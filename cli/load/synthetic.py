@@ -1,7 +1,7 @@
 """Random arrivals and lengths; no two prompts share a prefix.
 
-Gaps between arrivals are gamma-distributed (Poisson arrivals at a coefficient of variation of 1), lengths lognormal or
-constant.
+Gaps between arrivals are gamma-distributed (Poisson arrivals at a coefficient of variation of 1, equal gaps at 0),
+lengths lognormal or constant.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.load.workload import Arrival, Block, Workload
+from cli.load.workload import Arrival, Block, Workload
 from wire.errors import InvalidArgument
 
 
@@ -54,8 +54,8 @@ class Synthetic:
     cv: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.cv <= 100:
-            raise InvalidArgument("--cv", f"{self.cv:g} is not above 0 and at most 100")
+        if not 0 <= self.cv <= 100:
+            raise InvalidArgument("--cv", f"{self.cv:g} is not between 0 and 100")
 
     @property
     def name(self) -> str:
@@ -67,17 +67,24 @@ class Synthetic:
 
         Another rate has the same lengths in the same order.
         """
-        if rate <= 0:
-            raise InvalidArgument("--rates", f"{rate:g} is not above 0")
         moments, prompts, answers = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(3))
-        due = self._moments(moments, rate, seconds)
+        due = due_times(moments, self.cv, rate, seconds)
         lengths = zip(due, self.prompt.draw(prompts, len(due)), self.answer.draw(answers, len(due)), strict=True)
         arrivals = tuple(Arrival(at, (Block(i, tokens),), new) for i, (at, tokens, new) in enumerate(lengths))
         return Workload(self.name, rate, seconds, seed, arrivals)
 
-    def _moments(self, generator: np.random.Generator, rate: float, seconds: float) -> list[float]:
-        shape = 1 / self.cv**2
-        due, moments = 0.0, []
-        while (due := due + generator.gamma(shape, 1 / (rate * shape))) < seconds:
-            moments.append(due)
-        return moments
+
+def due_times(generator: np.random.Generator, cv: float, rate: float, seconds: float) -> list[float]:
+    """Draws the due times of requests at `rate` per second, all below `seconds`; with a `cv` of 0 all gaps are equal.
+
+    InvalidArgument unless `rate` is above 0.
+    """
+    if rate <= 0:
+        raise InvalidArgument("--rates", f"{rate:g} is not above 0")
+    if cv == 0:
+        return [number / rate for number in range(1, math.ceil(rate * seconds))]
+    shape = 1 / cv**2
+    due, moments = 0.0, []
+    while (due := due + generator.gamma(shape, 1 / (rate * shape))) < seconds:
+        moments.append(due)
+    return moments

@@ -4,11 +4,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from benchmarks.load.client import LoadClient, make_ready
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.workload import Arrival, Block
 from cli.connection.client import RouterClient, ServerView
+from cli.load.client import LoadClient, make_ready
+from cli.load.record import RequestRecord
+from cli.load.workload import Arrival, Block
 from wire.errors import Unavailable
+from wire.generated.tandem.v1 import inference_pb2
 
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
 LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
@@ -55,6 +56,13 @@ class Target:
 def find_target(address: str, api_key: str = "") -> Target:
     """Asks the router. Unavailable if it does not respond or serves nothing yet."""
     return Target(address, api_key, asyncio.run(RouterClient(address, api_key).view()))
+
+
+def find_model(address: str, api_key: str = "") -> Target:
+    """Asks the router for its model alone, which any key may read. Unavailable like `find_target`."""
+    model = asyncio.run(RouterClient(address, api_key).model())
+    unread = inference_pb2.GetServerInfoResponse(), inference_pb2.GetLoadsResponse()
+    return Target(address, api_key, ServerView(*unread, model))
 
 
 def wait_until_idle(target: Target, within_s: float) -> None:

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.slo import SloCell
-from benchmarks.load.spread import Spread
-from benchmarks.load.workload import Workload
+from cli.load.record import RequestRecord
+from cli.load.slo import SloCell
+from cli.load.spread import Spread
+from cli.load.workload import Workload
 from router.observability.verdict import Outcome
 
 
@@ -58,7 +58,8 @@ class LoadReport:
     def tokens_per_s(self) -> float:
         """Answer tokens that arrived while requests were due, per second of that time."""
         seconds = self.workload.seconds
-        return sum(moment <= seconds for record in self.records for moment in record.token_s) / seconds
+        shares = ((record, sum(moment <= seconds for moment in record.token_s)) for record in self.records)
+        return sum(record.tokens * arrived / len(record.token_s) for record, arrived in shares if arrived) / seconds
 
     @property
     def finished_per_s(self) -> float:
@@ -66,12 +67,17 @@ class LoadReport:
         seconds = self.workload.seconds
         return sum(not record.error and record.ended_s <= seconds for record in self.records) / seconds
 
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the start to the end of the last request."""
+        return max(record.ended_s for record in self.records)
+
     def as_result(self) -> dict[str, object]:
         """Returns the report for JSON, without the records; latencies in milliseconds."""
         workload, records = self.workload, self.records
         whole = [record for record in records if not record.error]
         messages = sum(record.chunks for record in records)
-        tokens = sum(len(record.token_s) for record in records)
+        tokens = sum(record.tokens for record in records)
         return {
             "rate": workload.rate,
             "seconds": workload.seconds,
@@ -80,7 +86,7 @@ class LoadReport:
             "finished": len(whole),
             "finished_per_s": round(self.finished_per_s, 4),
             "tokens_per_s": round(self.tokens_per_s, 2),
-            "makespan_s": round(max(record.ended_s for record in records), 3),
+            "makespan_s": round(self.makespan_s, 3),
             "prompt_tokens": sum(record.prompt_tokens for record in whole),
             "cached_tokens": sum(record.cached_tokens for record in whole),
             "answer_tokens": tokens,

@@ -1,5 +1,6 @@
 """A load's definition: when each request is due, the blocks of its prompt, and the length of its answer."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,10 +25,12 @@ class Arrival:
     due_s: float
     prompt: tuple[Block, ...]
     new_tokens: int
+    messages: tuple[tuple[str, str], ...] = ()
+    """A conversation of (role, content) pairs in place of the blocks, for a server that tokenizes."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt in tokens."""
+        """Length of the prompt in tokens; 0 for a conversation, whose length only the server knows."""
         return sum(block.tokens for block in self.prompt)
 
     def fitted(self, context: int) -> "Arrival":
@@ -68,7 +71,7 @@ class Workload:
             raise InvalidArgument("--seed", f"{self.seed} is less than 0")
         if not self.arrivals:
             raise InvalidArgument(
-                "workload", f"no request is due within {self.seconds:g} s; raise --seconds or --rates"
+                "workload", f"no request is due within {self.seconds:g} s; raise the rate or the seconds"
             )
 
     def fitted(self, context: int) -> "Workload":
@@ -76,6 +79,17 @@ class Workload:
         fitted = tuple(arrival.fitted(context) for arrival in self.arrivals)
         clipped = sum(a != b for a, b in zip(fitted, self.arrivals, strict=True))
         return replace(self, arrivals=fitted, clipped=self.clipped + clipped)
+
+
+def parse_rates(text: str, option: str = "--rates") -> list[float]:
+    """Parses "1,2.5,4" into ascending rates. InvalidArgument names `option` unless all are numbers above 0."""
+    try:
+        rates = sorted(float(rate) for rate in text.split(","))
+    except ValueError:
+        raise InvalidArgument(option, f"{text!r} is no list of numbers") from None
+    if not all(0 < rate < math.inf for rate in rates):
+        raise InvalidArgument(option, f"{text!r} has a rate that is not above 0")
+    return rates
 
 
 class Source(Protocol):

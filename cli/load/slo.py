@@ -1,14 +1,18 @@
 """SLO cells: limits of a request's latencies, and the verdict on a request."""
 
+import math
 from dataclasses import dataclass
+from http import HTTPStatus
 
-from benchmarks.load.record import RequestRecord
-from benchmarks.load.spread import percentile
+from cli.load.record import RequestRecord
+from cli.load.spread import percentile
 from router.observability.verdict import Outcome
 from wire.errors import InvalidArgument, ResourceExhausted
 
 GAP_PERCENT = 99.0
 """Default percentile of a request's own gaps that is compared with the limit."""
+_SHED = (ResourceExhausted.code, f"HTTP {HTTPStatus.TOO_MANY_REQUESTS:d}")
+"""The errors of requests that a server rejected at once for lack of capacity, by gRPC and by HTTP."""
 STRICT_STEPS = 2.0
 """The strict cell's limit for gaps, in decode steps of an idle cluster."""
 
@@ -22,15 +26,16 @@ class SloCell:
     gap_s: float
     gap_percent: float = GAP_PERCENT
 
-    def as_result(self) -> dict[str, float]:
-        """Returns the cell for JSON."""
-        limits = round(self.ttft_s * 1e3, 4), round(self.gap_s * 1e3, 4)
-        return {"ttft_ms": limits[0], "gap_ms": limits[1], "gap_percent": self.gap_percent}
+    def as_result(self) -> dict[str, float | None]:
+        """Returns the cell for JSON; None stands for no limit."""
+        limits = (round(each * 1e3, 4) if each < math.inf else None for each in (self.ttft_s, self.gap_s))
+        ttft_ms, gap_ms = limits
+        return {"ttft_ms": ttft_ms, "gap_ms": gap_ms, "gap_percent": self.gap_percent}
 
     def judge(self, record: RequestRecord) -> Outcome:
         """Returns the outcome; SHED = rejected at once for lack of capacity, FAILED = any other incomplete answer."""
         if record.error:
-            return Outcome.SHED if record.error == ResourceExhausted.code else Outcome.FAILED
+            return Outcome.SHED if record.error in _SHED else Outcome.FAILED
         if record.ttft_s is None or record.ttft_s > self.ttft_s:
             return Outcome.MISSED_TTFT
         gaps = record.gaps_s

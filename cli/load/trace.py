@@ -1,7 +1,8 @@
 """Arrivals and lengths from a production trace, at its own speed or scaled to another rate.
 
 Two formats, by suffix: `.jsonl` as Mooncake's (https://github.com/kvcache-ai/Mooncake, FAST'25), whose hashes name the
-blocks of each prompt, and `.csv` as Azure's LLM inference traces (Splitwise, ISCA'24), where no two prompts share any.
+blocks of each prompt, and `.csv` as Azure's LLM inference traces (Splitwise, ISCA'24). Prompts without hashes share
+nothing.
 """
 
 import csv
@@ -12,11 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.workload import Arrival, Block, Workload
+from cli.load.workload import Arrival, Block, Workload
 from wire.errors import InvalidArgument
 
 BLOCK_TOKENS = 512
 """Tokens of a prompt per hash of a Mooncake trace."""
+_UNSHARED = 1 << 41
+"""Lowest key of prompts whose blocks a trace does not name; no hash of a trace is as large."""
 _COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
@@ -96,15 +99,18 @@ def _read_jsonl(name: str, lines: list[str]) -> Iterator[Arrival]:
             raise InvalidArgument(where, f"is no JSON: {error}") from None
         if not isinstance(fields, dict):
             raise InvalidArgument(where, "is no JSON object")
-        yield _mooncake_request(where, fields)
+        yield _mooncake_request(where, number, fields)
 
 
-def _mooncake_request(where: str, fields: dict[str, Any]) -> Arrival:
+def _mooncake_request(where: str, number: int, fields: dict[str, Any]) -> Arrival:
     at_ms = fields.get("timestamp")
     if not isinstance(at_ms, int | float) or isinstance(at_ms, bool) or not 0 <= at_ms < float("inf"):
         raise InvalidArgument(where, f"timestamp {at_ms!r} is no number of milliseconds")
     prompt = _length(where, "input_length", fields.get("input_length"))
     hashes = fields.get("hash_ids")
+    if hashes is None:
+        blocks: tuple[Block, ...] = (Block(_UNSHARED + number, prompt),)
+        return Arrival(at_ms / 1e3, blocks, _length(where, "output_length", fields.get("output_length")))
     if not isinstance(hashes, list) or not all(type(each) is int and each >= 0 for each in hashes):
         raise InvalidArgument(where, "hash_ids is no list of numbers")
     if len(hashes) != -(-prompt // BLOCK_TOKENS):

@@ -1,0 +1,1 @@
+"""The router alone, between a stand-in worker and clients in other processes."""

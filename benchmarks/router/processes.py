@@ -1,0 +1,80 @@
+"""The processes of a measurement of the router: the stand-in worker, and a router that says what it uses."""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.load.token_source import TOKEN, TokenSource
+from router.api.listeners import SERVICE
+from router.config import RouterConfig
+from router.server import RouterServer
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Seconds of CPU time since the router was ready, of itself and of its front processes, and its memory now."""
+
+    cpu_s: float
+    children_s: float
+    rss_bytes: int
+
+
+def run_source(pipe: Connection, step_s: float) -> None:
+    """Runs the stand-in worker; sends the controller's address."""
+
+    async def run() -> None:
+        pipe.send(await TokenSource(step_s).start())
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+def run_router(pipe: Connection, controller: str, model: Path, settings: Mapping[str, Any]) -> None:
+    """Runs a router with these fields of `RouterConfig`; sends its gRPC and HTTP address once it is ready.
+
+    Each "usage" is answered with a `Usage`; "end" stops it.
+    """
+
+    async def run() -> None:
+        config = RouterConfig(
+            **{
+                "router_id": f"router-{os.getpid()}",
+                "model": model,
+                "model_name": "tokens",
+                "controller_address": controller,
+                "token": TOKEN,
+                "grpc_port": 0,
+                "http_port": 0,
+                **settings,
+            }
+        )
+        server = RouterServer(config)
+        listeners = await server.start()
+        async with grpc.aio.insecure_channel(listeners.grpc_address) as channel:
+            asked = health_pb2.HealthCheckRequest(service=SERVICE)
+            async for health in health_pb2_grpc.HealthStub(channel).Watch(asked):
+                if health.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
+        before = _usage()
+        pipe.send((listeners.grpc_address, listeners.http_address.removeprefix("http://")))
+        while await asyncio.to_thread(pipe.recv) != "end":
+            now = _usage()
+            pipe.send(Usage(now.cpu_s - before.cpu_s, now.children_s - before.children_s, now.rss_bytes))
+        await server.stop(0.0)
+
+    asyncio.run(run())
+
+
+def _usage() -> Usage:
+    process = psutil.Process()
+    times = [each.cpu_times() for each in process.children()]
+    return Usage(time.process_time(), float(sum(each.user + each.system for each in times)), process.memory_info().rss)

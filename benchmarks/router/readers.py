@@ -1,0 +1,117 @@
+"""The clients: one process that reads many answers, by gRPC or HTTP, and clients that do not read theirs."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc.aio
+
+from benchmarks.load.token_source import age_of
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+
+PROMPT = tuple(range(1000, 1020))
+_CHUNK = b'"text"'
+_READ_BYTES = 1 << 16
+_SMALL_BUFFER = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a process has read; ages in seconds, from the worker's sending of a token to its reading."""
+
+    answers: int
+    """Complete answers."""
+    tokens: int
+    messages: int
+    ages_s: tuple[float, ...]
+    """Of each message's newest token; empty by HTTP, which carries no token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The number of answers at a time, the tokens of each, and whether ages are kept."""
+
+    answers: int
+    tokens: int
+    keep_ages: bool = False
+
+
+def run_readers(pipe: Connection, kind: str, address: str, asked: Asked) -> None:
+    """Runs the client process: sends the `Answers` once all have been read."""
+    read = {"grpc": _read_grpc, "http": _read_http}[kind]
+    pipe.send(asyncio.run(read(address, asked)))
+
+
+async def _read_grpc(address: str, asked: Asked) -> Answers:
+    ages: list[float] = []
+
+    async def one(stub: Any) -> tuple[int, int]:
+        brought = messages = 0
+        async for message in stub.Generate(_request(asked.tokens)):
+            if message.HasField("chunk"):
+                brought, messages = brought + len(message.chunk.token_ids), messages + 1
+                if asked.keep_ages:
+                    ages.append(age_of(message.chunk.token_ids[-1], time.monotonic()))
+        return brought, messages
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        return await _all([one(stub) for _ in range(asked.answers)], asked.tokens, ages)
+
+
+async def _read_http(address: str, asked: Asked) -> Answers:
+    async def one() -> tuple[int, int]:
+        reader, writer = await asyncio.open_connection(*_host_port(address))
+        writer.write(_http_request(asked.tokens))
+        messages, left = 0, b""
+        while piece := await reader.read(_READ_BYTES):
+            left += piece
+            messages += left.count(_CHUNK)
+            left = left[-len(_CHUNK) + 1 :] if _CHUNK not in left[-len(_CHUNK) :] else b""
+        writer.close()
+        return asked.tokens if messages else 0, messages
+
+    return await _all([one() for _ in range(asked.answers)], asked.tokens, [])
+
+
+async def _all(reading: list[Coroutine[Any, Any, tuple[int, int]]], tokens: int, ages: list[float]) -> Answers:
+    counts = await asyncio.gather(*reading)
+    brought, messages = (sum(column) for column in zip(*counts, strict=True))
+    return Answers(sum(each == tokens for each, _ in counts), brought, messages, tuple(ages))
+
+
+def _request(tokens: int) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=PROMPT),
+        options=inference_pb2.GenerationOptions(max_tokens=tokens, ignore_eos=True),
+    )
+
+
+def _http_request(tokens: int) -> bytes:
+    body = {"model": "tokens", "prompt": list(PROMPT), "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}"
+    return f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + content
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+@contextmanager
+def not_reading(grpc_address: str, http_address: str, tokens: int) -> Iterator[None]:
+    """Keeps an answer by gRPC and one by HTTP open, neither of which is read."""
+    with grpc.insecure_channel(grpc_address) as channel, socket.socket() as connection:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(_request(tokens))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
+        connection.connect(_host_port(http_address))
+        connection.sendall(_http_request(tokens))
+        yield
+        call.cancel()

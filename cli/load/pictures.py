@@ -1,0 +1,89 @@
+"""Draws the distributions of a load's latencies; it needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+_LATENCIES = {
+    "ttft_ms": "time to first token",
+    "gap_ms": "gap between tokens",
+    "worst_decile_gap_ms": "worst tenth of a request's gaps, mean",
+    "tpot_ms": "time per output token",
+    "end_to_end_ms": "end to end",
+}
+_PANEL = (4.6, 3.4)
+GRID = 0.3
+_LEAST_MS = 0.05
+"""Start of logarithmic axes in ms, since tokens of one message have gaps of 0."""
+
+Load = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A result of `tandem bench` or `benchmarks.load`: its label, workload, and loads by ascending rate."""
+
+    label: str
+    workload: str
+    levels: tuple[float, ...]
+    loads: tuple[Load, ...]
+
+
+def run_of(label: str, result: Mapping[str, Any]) -> Run:
+    """Returns the run of a result. KeyError if it is none."""
+    return Run(label, result["workload"], tuple(result["curve_levels"]), by_rate(result["loads"]))
+
+
+def by_rate(loads: Sequence[Load]) -> tuple[Load, ...]:
+    """Returns loads by ascending rate."""
+    return tuple(sorted(loads, key=lambda load: float(load["rate"])))
+
+
+def draw_latencies(run: Run, file: Path) -> None:
+    """Draws the distributions of all latencies, one panel each, with logarithmic time."""
+    figure, panels = panels_of(len(_LATENCIES))
+    for axes, (key, title) in zip(panels, _LATENCIES.items(), strict=True):
+        for load in run.loads:
+            if curve := load[key]["curve"]:
+                times = [max(_LEAST_MS, each) for each in curve]
+                axes.plot(times, [level / 100 for level in run.levels], label=_rate(load))
+        axes.set(title=title, xlabel="ms", ylabel="share", xscale="log", ylim=(0, 1.02))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        _finish(axes)
+    save(figure, run.workload, file)
+
+
+def panels_of(count: int) -> tuple[Figure, list[Axes]]:
+    """Returns a figure with so many panels, at most three beside each other."""
+    columns = min(3, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
+
+
+def _rate(load: Load) -> str:
+    return f"{load['rate']:g}/s" + ("" if load["valid"] else " (clients late)")
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(visible=True, alpha=GRID)
+    axes.legend(fontsize="small")
+
+
+def save(figure: Figure, title: str, file: Path) -> None:
+    """Saves the figure; equal results give equal bytes."""
+    figure.suptitle(title)
+    with mpl.rc_context({"svg.hashsalt": file.stem}):
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -1,0 +1,33 @@
+"""Starts a cluster from Python, asks it and stops it: `python examples/embedded_cluster.py [MODEL]`.
+
+MODEL is a folder in Hugging Face layout or a GGUF file; without it the small model of `make run` is served.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from cli.connection.client import RouterClient, Sampling
+from cli.models.default_model import find_default_model
+from cluster.config import ClusterConfig
+from cluster.launcher import Cluster
+from engine.weights.gguf import prepare_model
+
+
+def main() -> None:
+    """Prints the answer."""
+    model = prepare_model(Path(sys.argv[1]) if len(sys.argv) > 1 else find_default_model())
+    cluster = Cluster.start(ClusterConfig(model, grpc_port=0, http_port=0, prefill=1, decode=1))
+    try:
+        client = RouterClient(cluster.endpoints.grpc)
+        question = [("user", "What is the capital of France?")]
+        answer = asyncio.run(
+            client.chat(question, Sampling(max_tokens=40), lambda text: print(text, end="", flush=True))
+        )
+        print(f"\ntokens: {answer.prompt_tokens} and {answer.completion_tokens}")
+    finally:
+        cluster.stop()
+
+
+if __name__ == "__main__":
+    main()
