@@ -145,7 +145,7 @@ class TokenRows(Sequence[StepRow]):
             columns.table[slot, : columns.page_counts[slot]].tolist(),
             columns.draws[at],
             None if source == FROM_HOST else source,
-            int(columns.adapters[slot]),
+            adapter=int(columns.adapters[slot]),
         )
 
 
