@@ -13,14 +13,18 @@ log = logging.getLogger(__name__)
 
 
 def library_product(x: QuantizedInput, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns x · weightᵀ + bias [T, N] by the library, for a weight that it `uses_library` for."""
+    """Returns x · weightᵀ + bias [T, N] by the library, for a weight that it `uses_library` for.
+
+    The bias is added apart: with one, the library refuses some sizes, as 65 tokens, 1,536 rows and 14,336 columns.
+    """
     if weight.block_scales is None:
-        return torch._scaled_mm(
-            x.codes[: x.tokens], weight.codes.t(), x.scales[0, : x.tokens, None], weight.scales.t(), bias,
+        out = torch._scaled_mm(
+            x.codes[: x.tokens], weight.codes.t(), x.scales[0, : x.tokens, None], weight.scales.t(),
             out_dtype=dtype, use_fast_accum=True,
         )  # fmt: skip
-    # All rows, as the scales are read column by column.
-    out = _block_product(x.codes, x.scales, weight.codes, weight.block_scales, dtype)[: x.tokens]
+    else:
+        # All rows, as the scales are read column by column.
+        out = _block_product(x.codes, x.scales, weight.codes, weight.block_scales, dtype)[: x.tokens]
     return out if bias is None else out.add_(bias)
 
 

@@ -26,13 +26,11 @@ from engine.kernels.packed.scaled_weight import ROW_TILE, QuantizedInput, Scaled
 from engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
 from engine.kernels.packed_weight import PackedWeight
 
-LIBRARY_TOKENS = 64
+LIBRARY_TOKENS = 128
 """The largest step whose FP8 products are Triton's: beyond, they are not bound by the reading of weights.
 
-A layer of llama-3-8b on an H100, µs, by Triton and by the library: 105 and 122 for 64 tokens, 179 and 123 for 128.
+A layer of llama-3-8b on an H100, µs, by Triton and by the library: 99 and 122 for 64 tokens, 103 and 123 for 128.
 """
-_LIBRARY_ROWS = 128
-"""Rows of a weight are a multiple of it where the library multiplies: it refused 272 rows of 14,336 columns."""
 _LEAST_GROUP = 32
 """The least number of columns of 8-bit codes that the matrix units multiply."""
 _STEP = 128
@@ -62,7 +60,7 @@ def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
     served = (
         weight.codes.dtype == torch.float8_e4m3fn
         and dtype == torch.bfloat16
-        and rows % _LIBRARY_ROWS == columns % 16 == 0
+        and rows % 16 == columns % 16 == 0
         and (weight.group == columns or weight.block_scales is not None)
     )
     return served and weight.codes.is_cuda and tokens > LIBRARY_TOKENS
@@ -180,8 +178,8 @@ def launch(
 def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
     """Returns the tile for a step of `tokens` and n outputs, of k columns of which `group` have a single scale.
 
-    As measured for q, k and v of llama-3-8b on an H100: six stages, and for more than 16 tokens only as many splits as
-    keep two thirds of the multiprocessors busy.
+    As measured for llama-3-8b on an H100: six stages, and for more than 32 tokens only as many splits as keep two
+    thirds of the multiprocessors busy.
     """
     grouped = group < k
     columns = min(_STEP, group) if grouped else _STEP
@@ -193,7 +191,7 @@ def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
     if paired:  # twice the rows: two programs of up to 32 tokens, or of 128, fit on a multiprocessor
         warps, stages = (8, 3) if bucket == 128 else (4, 5)
     tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
-    least = 3 * MULTIPROCESSORS // 2 if bucket == 16 else 2 * MULTIPROCESSORS // 3
+    least = 3 * MULTIPROCESSORS // 2 if bucket <= 32 else 2 * MULTIPROCESSORS // 3
     splits = 1
     while tiles * splits < least and k >= splits * 4 * _STEP and splits < _MOST_SPLITS:
         splits *= 2

@@ -19,6 +19,7 @@ from benchmarks.speculation.oracle import OracleProposer
 from decode_worker.request import DecodeRequest
 from engine.config import EngineConfig
 from engine.cuda.verify_graphs import VerifySize
+from engine.kernels.kv_cache import QuantizedKv
 from engine.model_runner import ModelRunner
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
@@ -114,16 +115,20 @@ def test_a_graph_computes_the_bits_of_the_step_that_it_captured(runner: ModelRun
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_the_logits_are_those_of_single_rows(runner: ModelRunner, counts: list[int]) -> None:
-    """Behind each draft, those of a step whose only row of the request is that draft's."""
+    """Behind each draft, those of a step whose only row of the request is that draft's.
+
+    In bfloat16 other tiles round otherwise, which 8-bit KV enlarges (tests/gpu/quantization/test_quantized_kv.py).
+    """
     fill(runner)
     batch = verifying(counts)
     ours = runner.logits(batch).float().clone()
     rows = batch.rows
     exact = runner.dtype == torch.float32
+    near = 1e-4 if exact else 1.5 if isinstance(runner.cache.tensor, QuantizedKv) else 0.75
     for distance in range(max(counts) + 1):
         some = [at for at, row in enumerate(rows) if row.start - LENGTHS[row.page_ids[0] // SHARE] == distance]
         plain = runner.logits(StepBatch([rows[at] for at in some])).float()
-        torch.testing.assert_close(ours[some], plain, rtol=1e-4 if exact else 0.1, atol=1e-4 if exact else 0.5)
+        torch.testing.assert_close(ours[some], plain, rtol=1e-4 if exact else 0.1, atol=near)
         if exact:
             assert ours[some].argmax(-1).tolist() == plain.argmax(-1).tolist()
 
@@ -151,9 +156,12 @@ def exact_runner(model_folder: Path) -> tuple[ModelRunner, EngineConfig]:
     return ModelRunner.load(config), config
 
 
-async def test_answers_are_those_without_drafts(exact_runner: tuple[ModelRunner, EngineConfig]) -> None:
+def test_answers_are_those_without_drafts(exact_runner: tuple[ModelRunner, EngineConfig]) -> None:
     """In float32: greedy and seeded answers, with real, half right and always wrong drafts, few and many of them."""
-    runner, config = exact_runner
+    asyncio.run(_compare_answers(*exact_runner))
+
+
+async def _compare_answers(runner: ModelRunner, config: EngineConfig) -> None:
     repeating = [prompt(12, 3) * 6, prompt(30, 4) * 3]
     prompts = [*(prompt(20 + 31 * n, n) for n in range(4)), *repeating]
     asked = [(each, sampling) for sampling in SAMPLINGS.values() for each in prompts]

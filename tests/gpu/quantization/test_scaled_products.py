@@ -45,13 +45,13 @@ def exact_product(x: Tensor, norm: Tensor | None, weight: PackedWeight, prepared
     return (found.codes[: len(x)].double() * scales) @ weight.dequantized(torch.float64).t()
 
 
-def check(found: Tensor, exact: Tensor, fp8: bool) -> None:
+def check(found: Tensor, exact: Tensor, fp8: bool, columns: int = 4096) -> None:
     """An output's rounding, and of FP8 the matrix units' sums, which have 13 bits beside the largest term.
 
-    They cut off the rest, which adds up: with 4,096 columns peers saw 2 %.
+    They cut off the rest, which adds up: with 4,096 columns peers saw 2 %, with more `columns` more.
     """
     spread = exact.square().mean(1, keepdim=True).sqrt()
-    allowed = exact.abs() * 2**-8 + spread * (2**-5 if fp8 else 2**-12)
+    allowed = exact.abs() * 2**-8 + spread * (2**-5 * max(1, columns / 4096) if fp8 else 2**-12)
     assert ((found.double() - exact).abs() <= allowed).all()
 
 
@@ -68,7 +68,7 @@ def test_products_of_any_number_of_tokens(kind: str, shape: tuple[int, int, int]
         x = random(tokens, k)
         product = exact_product(x, norm, weight, prepared)
         found = scaled_products.norm_linear(x, norm, EPS, Linear(prepared, bias), pdl=pdl)
-        check(found, product + bias.double(), kind == "fp8")
+        check(found, product + bias.double(), kind == "fp8", group)
         gate, up = (product + bias.double()).chunk(2, dim=1)
         found = scaled_products.norm_gate_up(x, norm, EPS, Linear(prepared, bias), pdl=pdl)
         wanted = torch.nn.functional.silu(gate) * up
@@ -77,7 +77,7 @@ def test_products_of_any_number_of_tokens(kind: str, shape: tuple[int, int, int]
         hidden = random(tokens, rows)
         wanted = hidden.double() + exact_product(x, None, weight, prepared)
         scaled_products.linear_add(x, Linear(prepared), hidden, pdl=pdl)
-        check(hidden, wanted, kind == "fp8")
+        check(hidden, wanted, kind == "fp8", group)
 
 
 def test_the_library_is_used_where_it_has_the_product() -> None:
