@@ -65,7 +65,10 @@ class DeviceSampler:
         def scratch(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(max_rows, *sizes, dtype=dtype, device=device)
 
+        # Token 0 everywhere: where kernels are compiled side by side, a launch that fills this may not happen, and the
+        # token that the next one reads from it becomes an address.
         self._best = scratch(triton.cdiv(vocab_size, SMALL_BLOCK), dtype=torch.int64)
+        self._best.fill_(triton_sampling.LOW_HALF.value)
         self._weights = scratch(self._room, dtype=torch.float32)
         self._ids = scratch(CANDIDATES, dtype=torch.int32)
         self._found = scratch(2, dtype=torch.int32)

@@ -24,7 +24,9 @@ BIASES = (((7, 30.0), (9, -100.0)), (), ((3, 2.5),))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "llama3")
+    # Dimensions that the GPU's kernels take.
+    wide = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "llama3", **wide)
 
 
 def run(runner: ModelRunner, chunk: int) -> tuple[list[PromptScores], list[list[int]]]:

@@ -129,6 +129,21 @@ def test_an_id_is_always_in_the_vocabulary(value: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_id_is_in_the_vocabulary_where_a_launch_did_not_happen(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that are compiled side by side are launched by the first alone; what the others draw is an address."""
+    chosen = DeviceSampler(3000, 2, DEVICE, PDL)
+    monkeypatch.setattr(DeviceSampler, "_find_best", lambda *_, **__: 1)
+    monkeypatch.setattr(DeviceSampler, "_weigh", lambda *_, **__: None)
+    plan = chosen.plan([draw(temperature=temperature)] * 2)
+    out = torch.full((2,), -1, dtype=torch.int64, device=DEVICE)
+    params = torch.from_numpy(plan.params).to(DEVICE)
+    chosen.sample(torch.zeros(2, 3000, device=DEVICE), params, out, greedy_only=plan.greedy_only)
+    assert out.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("temperature", [1e-45, 1e-6, 1e6])
 def test_extreme_temperatures(temperature: float) -> None:
     logits = torch.tensor([[1e4, -1e4, 9e3, float("-inf")]]).repeat(2, 1)
