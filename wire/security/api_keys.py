@@ -164,15 +164,27 @@ def plain_keys(words: Iterable[str]) -> list[str]:
 
 def _keys_of(line: str, words: Sequence[str]) -> list[ApiKey]:
     keys: list[ApiKey] = []
+    configured = False
     for word in words:
-        setting, _, value = word.partition("=")
-        if setting not in _SETTINGS:
+        setting, equals, value = word.partition("=")
+        if not equals or setting not in _SETTINGS:
+            _check_no_setting(line, word, after_settings=configured)
             keys.append(ApiKey(_digest(line, word)))
         elif keys:
             keys[-1] = replace(keys[-1], **{setting: _SETTINGS[setting](f"{line}: {setting}", value)})
+            configured = True
         else:
             raise InvalidArgument(line, f"{setting}= has no key before it")
     return keys
+
+
+def _check_no_setting(line: str, word: str, *, after_settings: bool) -> None:
+    """Raise InvalidArgument for a misspelled setting: as a key, it could be guessed. Base64 ends with `=`."""
+    if "=" in word.rstrip("=") or not word.rstrip("=") or word in _SETTINGS:
+        known = ", ".join(f"{name}=" for name in _SETTINGS)
+        raise InvalidArgument(line, f"has a setting that is none of {known}; give a key with = in it as its sha256:")
+    if after_settings:
+        raise InvalidArgument(line, "has a word after the settings; names have no blanks, and another key its own line")
 
 
 def _digest(line: str, word: str) -> bytes:

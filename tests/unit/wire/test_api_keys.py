@@ -28,12 +28,12 @@ def shown(key: str) -> list[tuple[str | bytes, str | bytes]]:
 def test_a_line_has_a_key_and_its_settings() -> None:
     hashed = hashlib.sha256(b"third").hexdigest()
     text = (
-        "first second # two tenants\n\nfourth name=acme requests_per_minute=6 tokens_per_minute=70\n"
+        "first second== # two tenants, and base64\n\nfourth name=acme requests_per_minute=6 tokens_per_minute=70\n"
         f"sha256:{hashed} name=ops role=operator"
     )
     assert parse_keys(text) == (
         ApiKey(digest_of("first")),
-        ApiKey(digest_of("second")),
+        ApiKey(digest_of("second==")),
         ApiKey(digest_of("fourth"), "acme", KeyRole.TENANT, 6, 70),
         ApiKey(digest_of("third"), "ops", KeyRole.OPERATOR),
     )
@@ -49,6 +49,11 @@ def test_a_line_has_a_key_and_its_settings() -> None:
         ("SECRET tokens_per_minute=0", "line 1: tokens_per_minute: must be a whole number from 1"),
         ("SECRET tokens_per_minute=1e6", "line 1: tokens_per_minute: must be a whole number"),
         ("SECRET requests_per_minute=99999999999999999999", "line 1: requests_per_minute: must be a whole number"),
+        ("SECRET request_per_minute=6", "line 1: has a setting that is none of name=, role="),
+        ("SECRET Role=operator", "line 1: has a setting that is none of"),
+        ("SECRET name = acme", "line 1: has a setting that is none of"),
+        ("SECRET=x", "line 1: has a setting that is none of .* as its sha256:"),
+        ("SECRET name=two words", "line 1: has a word after the settings"),
         ("sha256:SECRET", "line 1: sha256: is not followed by 64 hexadecimal digits"),
         ("SECRÉT", "line 1: must be ASCII"),
         ("SECRET name=a\nSECRET name=b", "one key is on two lines with different settings"),
