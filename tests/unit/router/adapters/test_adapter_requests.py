@@ -1,6 +1,8 @@
 """Adapters as clients see them: chosen by the model's name, listed, and kept through attempts and in cache salts."""
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -8,6 +10,7 @@ import httpx
 import pytest
 
 from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import until
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.messages import AdapterFacts
 
@@ -91,3 +94,18 @@ async def test_text_of_an_adapter_is_tokenized(http: httpx.AsyncClient, cluster:
     url = f"http://{cluster.endpoints.http_address}/tokenize"
     found = [(await http.post(url, json={"model": name, "prompt": "Hello"})).json() for name in ("fake", "sql")]
     assert found[0] == found[1]
+
+
+class TestAuditLog:
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> dict[str, Any]:
+        return {"audit_log": tmp_path / "audit.jsonl"}
+
+    async def test_a_record_names_the_adapter(self, http: httpx.AsyncClient, settings: dict[str, Any]) -> None:
+        for name in ("sql", "fake"):
+            await http.post("/completions", json=PROMPT | {"model": name})
+
+        def models() -> list[str]:
+            return [json.loads(line)["model"] for line in settings["audit_log"].read_text().splitlines()]
+
+        await until(lambda: models() == ["sql", "fake"], "a record with each name")
