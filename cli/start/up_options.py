@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -174,7 +175,7 @@ class ListenerOptions:
         str,
         typer.Option(
             help="Form of the model's tool calls: hermes, llama3_json, mistral, deepseek_v3 or openai; auto: by its"
-            " chat template; none: requests with tools are rejected."
+            " chat template; none: tools are rejected unless a call is required."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
@@ -200,8 +201,11 @@ class ListenerOptions:
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """Returns the config with these settings. InvalidArgument names an option."""
         from cli.connection.secret_files import one_key
+        from router.text.answer_syntax.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
         from wire.security.server_tls import tls_files
 
+        _check_parser("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        _check_parser("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         return replace(
             config,
             allowed_origins=tuple(self.allowed_origins or ()),
@@ -322,3 +326,11 @@ class FirstPromptOptions:
         if self.once:
             raise InvalidArgument("--once", "needs a --prompt to answer")
         return None
+
+
+def _check_parser(option: str, name: str, names: Sequence[str]) -> None:
+    """Raises InvalidArgument for an unknown parser before anything starts; the router would only say it later."""
+    from wire.errors import InvalidArgument
+
+    if name not in ("auto", "none", *names):
+        raise InvalidArgument(option, f"{name!r} is none of auto, none, {', '.join(names)}")

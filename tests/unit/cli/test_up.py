@@ -112,6 +112,14 @@ def test_without_options_the_settings_are_their_own_defaults(served: list[Any]) 
     assert served == [ClusterConfig(Path()), None, None, False]
 
 
+@pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
+def test_an_unknown_parser_is_refused_before_anything_starts(served: list[Any], option: str) -> None:
+    run = CliRunner().invoke(app, ["up", option, "hermez"])
+    assert run.exit_code != 0
+    assert f"{option}: 'hermez' is none of auto, none, " in run.output
+    assert served == []
+
+
 def test_the_other_modes_have_workers(served: list[Any]) -> None:
     up("--mode adaptive", "--workers 4")
     assert (served[0].mode, served[0].workers) == ("adaptive", 4)
