@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -175,6 +176,8 @@ def _call(url: str, api_key: str, body: dict[str, Any] | None, timeout_s: float)
             found = json.load(answer)
     except HTTPError as error:
         reason = f"{url} answered {error.code}: {_reason(error.read())}"
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            reason += "; give --api-key or --api-key-file (TANDEM_API_KEY)"
         raise _KINDS.get(error.code, Unavailable)(reason) from None
     except (OSError, ValueError) as error:
         raise Unavailable(f"{url} does not answer: {error}") from None

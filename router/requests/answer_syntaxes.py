@@ -32,7 +32,9 @@ class AnswerSyntaxes:
             raise InvalidArgument("tool_choice", f"cannot force a call beside {wanted.field}; send one of them")
         if tools.choice is ToolChoice.AUTO and not self._calls:
             raise InvalidArgument(
-                "tools", "are not served: the model's form of calls is unknown; set --tool-call-parser, or send none"
+                "tools",
+                "are not served: how this model writes calls is not known; send tool_choice required or a function,"
+                " leave tools out, or start the server with --tool-call-parser",
             )
 
     def of(self, request: ClientRequest, ids: tuple[int, ...]) -> AnswerSyntax | None:

@@ -47,8 +47,9 @@ class Connection:
         """Returns the typed error of a failed call; `begun` says that a part of an answer had come."""
         router = f"the router at {self.address}"
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            wrong = "does not accept this API key" if self.metadata else "asks for an API key"
-            return Unauthenticated(f"{router} {wrong}; give another api_key")
+            if self.metadata:
+                return Unauthenticated(f"{router} does not accept this API key; give another api_key")
+            return Unauthenticated(f"{router} asks for an API key; give api_key")
         own = any(name == ERROR_CODE for name, _ in error.trailing_metadata() or ())
         if own or error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN):
             return error_of(error, router)

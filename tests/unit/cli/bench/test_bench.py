@@ -181,7 +181,7 @@ def test_the_servers_reason_ends_the_run_before_a_load(url: str, server: OpenAIS
     server.key = "right"
     run = bench(*SMALL, "--rate", "6", "--url", url, "--api-key", "wrong")
     assert run.exit_code == 1
-    assert "answered 401: wrong key" in run.output
+    assert "answered 401: wrong key; give --api-key" in run.output
     assert not server.streamed
 
 
