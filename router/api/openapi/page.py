@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import copy
 from typing import Any
 
@@ -66,9 +67,14 @@ def _by_method(route: APIRoute) -> list[APIRoute]:
     routes = []
     for method in sorted((route.methods or set()) - {"HEAD"}):
         one = copy(route)
-        one.methods, one.operation_id = {method}, f"{method.lower()}_{route.path_format.strip('/')}"
+        one.methods, one.operation_id = {method}, _operation_id(method, route)
         routes.append(one)
     return routes
+
+
+def _operation_id(method: str, route: APIRoute) -> str:
+    """Return a name that generated clients can give their function, as `post_v1_chat_completions`."""
+    return re.sub(r"\W+", "_", f"{method.lower()}{route.path_format}").strip("_")
 
 
 def _named(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
