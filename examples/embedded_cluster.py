@@ -20,7 +20,7 @@ def main() -> None:
     cluster = Cluster.start(ClusterConfig(model, grpc_port=0, http_port=0, prefill=1, decode=1))
     try:
         client = RouterClient(cluster.endpoints.grpc)
-        question = [("user", "What is the capital of France?")]
+        question = [("user", "Name the capital of France.")]
         answer = asyncio.run(
             client.chat(question, Sampling(max_tokens=40), lambda text: print(text, end="", flush=True))
         )

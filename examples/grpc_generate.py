@@ -3,6 +3,7 @@
 It uses the stubs of Tandem's own package; other languages generate theirs from `proto/tandem/v1`.
 """
 
+import os
 import sys
 
 import grpc
@@ -12,14 +13,18 @@ from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 
 
+API_KEY = os.environ.get("TANDEM_API_KEY", "")
+
+
 def main() -> None:
     """Prints the answer as it comes, and then the times of its phases."""
     request = inference_pb2.ChatRequest(
-        messages=[inference_pb2.ChatMessage(role="user", content="What is the capital of France?")],
+        messages=[inference_pb2.ChatMessage(role="user", content="Name the capital of France.")],
         options=inference_pb2.GenerationOptions(max_tokens=40, temperature=0),
     )
+    metadata = [("authorization", f"Bearer {API_KEY}")] if API_KEY else []
     with grpc.insecure_channel(ADDRESS) as channel:
-        for reply in inference_pb2_grpc.InferenceStub(channel).Chat(request):
+        for reply in inference_pb2_grpc.InferenceStub(channel).Chat(request, metadata=metadata):
             if reply.HasField("chunk"):
                 print(reply.chunk.text, end="", flush=True)
             else:

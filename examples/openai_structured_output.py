@@ -1,6 +1,7 @@
 """Asks for an answer that follows a JSON schema: `python examples/openai_structured_output.py [BASE_URL]`."""
 
 import json
+import os
 import sys
 
 from openai import OpenAI
@@ -20,7 +21,7 @@ SCHEMA: dict[str, object] = {
 
 def main() -> None:
     """Prints the object's fields."""
-    client = OpenAI(base_url=BASE_URL, api_key="unused")
+    client = OpenAI(base_url=BASE_URL, api_key=os.environ.get("TANDEM_API_KEY", "unused"))
     answer = client.chat.completions.create(
         model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": "Describe the capital of France as JSON."}],

@@ -1,6 +1,7 @@
 """Lets the model call a function, and answers from its result: `python examples/openai_tools.py [BASE_URL]`."""
 
 import json
+import os
 import sys
 
 from openai import OpenAI
@@ -35,7 +36,7 @@ def get_weather(city: str) -> str:
 
 def main() -> None:
     """Prints the call, its result and the answer."""
-    client = OpenAI(base_url=BASE_URL, api_key="unused")
+    client = OpenAI(base_url=BASE_URL, api_key=os.environ.get("TANDEM_API_KEY", "unused"))
     model = client.models.list().data[0].id
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
