@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.api.openai_replies import MESSAGE_CHARS
 from router.api.replies.reply import dumped
-from wire.errors import ContextLengthExceeded, TandemError, clipped
+from wire.errors import ContextLengthExceeded, TandemError, Unauthenticated, clipped
 
 _TYPES = {
     400: "invalid_request_error",
@@ -20,9 +20,13 @@ _TYPES = {
 
 
 def message_error(error: TandemError) -> str:
-    """Return Anthropic's error object; a prompt over the context has the text that its clients match."""
+    """Return Anthropic's error object; a prompt over the context has the text that its clients match.
+
+    A missing key may come in a header of this API's own, too.
+    """
     too_long = "prompt is too long: " if isinstance(error, ContextLengthExceeded) else ""
-    return status_error(error.http_status, too_long + error.message)
+    own_header = " or x-api-key" if isinstance(error, Unauthenticated) else ""
+    return status_error(error.http_status, too_long + error.message + own_header)
 
 
 def status_error(status: int, message: str) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from router.requests.tenants import tenant_of, tenant_salt
 
+from router.access.tenants import tenant_of, tenant_salt
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.api.test_responses import prompt_text
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
@@ -354,6 +354,8 @@ class TestKeys:
                 assert await ask(path, *headers) == (401, "authentication_error")
             for headers in ((("x-api-key", "two"), ("x-api-key", "two")), (("x-api-key", "one"), bearer)):
                 assert await ask(path, *headers) == (400, "invalid_request_error")
+        refused = (await http.post("/v1/messages", json=BODY)).json()
+        assert refused["error"]["message"].endswith("send 'Authorization: Bearer <key>' or x-api-key")
         cluster.decode.go.set()
         assert (await ask("/v1/messages", ("x-api-key", "two")))[0] == 200
         assert (await ask("/v1/messages", bearer))[0] == 200
