@@ -320,7 +320,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._start(task.ref, self._decode(task))
 
     async def _decode(self, task: PrefillTask) -> None:
-        edges = (EdgeStamp.now(Edge.DECODE_ADMITTED), EdgeStamp.now(Edge.DECODE_STARTED))
+        edges: tuple[EdgeStamp, ...] = (EdgeStamp.now(Edge.DECODE_ADMITTED), EdgeStamp.now(Edge.DECODE_STARTED))
         for index in range(task.answered + 1, task.sampling.max_tokens):
             if index - task.answered - 1 == self.switches.preempt_after:
                 edges = (*edges, EdgeStamp.now(Edge.PREEMPTED))
