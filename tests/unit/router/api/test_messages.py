@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from router.requests.tenants import tenant_of, tenant_salt
 
+from router.access.tenants import tenant_of, tenant_salt
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.api.test_responses import prompt_text
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
