@@ -13,7 +13,7 @@ from router.access.tenants import tenant_salt
 from router.config import RouterConfig
 from router.requests.answer_format import FormatCompiler
 from router.requests.answer_syntaxes import AnswerSyntaxes, wanted_format
-from router.requests.prompts import PromptEncoder, check_text, check_token_ids, field_of, too_long
+from router.requests.prompts import PromptEncoder, check_json, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
 from router.slo_options import classes_by_name
 from router.text.request_items import check_template_kwargs
@@ -241,11 +241,12 @@ class RequestValidator:
         self._check_stop(options, served)
 
     def _check_variables(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument if the template variables are not JSON or too large."""
+        """Raise InvalidArgument if the template variables are not JSON, too large, or no text for a tokenizer."""
         variables = request.prompt.variables if isinstance(request.prompt, Conversation) else None
         if not variables:
             return
         check_template_kwargs(variables, self._config.max_template_kwargs_bytes)
+        check_json("chat_template_kwargs", variables)
 
     def _check_stop(self, options: Options, served: ServedModel) -> None:
         most, longest = self._config.max_stop_strings, self._config.max_stop_chars
