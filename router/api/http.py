@@ -195,7 +195,7 @@ class _HttpListener:
         admitted: list[Admitted] = []
         for each in call.requests:
             prompt = replace(each, request_id=request_id, tenant=tenant, traceparent=traceparent)
-            admitted.append(await self.validator.admit(prompt))
+            admitted.append(await self.validator.admit(prompt, like=admitted[0] if admitted else None))
             request_id = admitted[0].request_id
         return call, admitted
 
