@@ -74,6 +74,13 @@ async def test_the_echo_alone(cluster: Cluster, http: httpx.AsyncClient, tokeniz
     assert cluster.prefill.prefills[-1].sampling.max_tokens == 1
 
 
+async def test_the_echo_alone_has_no_other_limit(http: httpx.AsyncClient) -> None:
+    """Regression: tokens up to `max_completion_tokens` were generated and taken from the quota, and not returned."""
+    body = {"model": "fake", "prompt": TEXT, "echo": True, "max_tokens": 0, "max_completion_tokens": 9}
+    reply = await http.post("/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "max_tokens")
+
+
 async def test_without_logprobs_the_prompt_is_not_scored(cluster: Cluster, http: httpx.AsyncClient) -> None:
     ids = [5, 6, 7, 8]
     (choice,) = await choices(http, echo=True, prompt=ids)
