@@ -1,6 +1,8 @@
 """Adapters as clients see them: chosen by the model's name, listed, and kept through attempts and in cache salts."""
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -8,11 +10,17 @@ import httpx
 import pytest
 
 from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import until
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.messages import AdapterFacts
 
 PROMPT = {"prompt": "Hello", "max_tokens": 8}
 SQL, POEMS = AdapterFacts("sql", "a1" * 16, "/adapters/sql"), AdapterFacts("org/poems", "b2" * 16, "/adapters/poems")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {"audit_log": tmp_path / "audit.jsonl"}
 
 
 @pytest.fixture
@@ -91,3 +99,14 @@ async def test_text_of_an_adapter_is_tokenized(http: httpx.AsyncClient, cluster:
     url = f"http://{cluster.endpoints.http_address}/tokenize"
     found = [(await http.post(url, json={"model": name, "prompt": "Hello"})).json() for name in ("fake", "sql")]
     assert found[0] == found[1]
+
+
+async def test_the_audit_log_and_traces_name_the_adapter(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    """Regression: both named the base model, so that nobody could see who used an adapter."""
+    for name in ("sql", "fake"):
+        await http.post("/completions", json=PROMPT | {"model": name})
+    assert [each.model for each in cluster.router._dispatcher.metrics.traces.newest()] == ["fake", "sql"]
+    log = cluster.config.audit_log
+    assert log is not None
+    await until(lambda: len(log.read_text().splitlines()) == 2, "both are written")
+    assert [json.loads(line)["model"] for line in log.read_text().splitlines()] == ["sql", "fake"]
