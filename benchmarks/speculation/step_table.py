@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.speculation.chance import Chance, ChanceProposer
-from benchmarks.speculation.local_worker import ROUTER, LocalWorker
+from benchmarks.speculation.local_worker import ROUTER, Answer, LocalWorker
 from decode_worker.speculation import DRAFTS_MAX
 from engine.config import EngineConfig
 from engine.cuda.verify_graphs import DRAFTS, MOST_ROWS
@@ -51,6 +51,9 @@ class CountingWorker(LocalWorker):
         self.runner = runner
         self._tokens = 0
         self._marks: list[_Mark] = []
+        self._awaited: list[Answer] = []
+        self._begun: int | None = None
+        """The first step in which all of `_awaited` have a token."""
 
     async def figures(
         self, prompts: Sequence[Sequence[int]], most: int, before: int, steps: int
@@ -60,9 +63,11 @@ class CountingWorker(LocalWorker):
         They are taken over about `steps` steps in which all of `prompts` are answered, each by at most `most` tokens,
         behind the first `before` of such steps. RuntimeError if an answer ends before half of them.
         """
-        answers = [self.send(prompt, SamplingParams(most, ignore_eos=True)) for prompt in prompts]
-        await _until(lambda: all(answer.token_ids for answer in answers))
-        first, misses = self._marks[-1].step + before, self.runner.graph_use.misses
+        self._begun = None
+        answers = self._awaited = [self.send(prompt, SamplingParams(most, ignore_eos=True)) for prompt in prompts]
+        await _until(lambda: self._begun is not None)
+        assert self._begun is not None
+        first, misses = self._begun + before, self.runner.graph_use.misses
         last = first + steps
         await _until(lambda: self._marks[-1].step >= last or any(answer.finished.is_set() for answer in answers))
         misses = self.runner.graph_use.misses - misses
@@ -83,6 +88,8 @@ class CountingWorker(LocalWorker):
             self._tokens += sum(len(event.token_ids) for event in step.events)
             self._tokens += sum(len(columns.token_ids) for columns in step.tokens)
             self._marks.append(_Mark(step.step, self._tokens, time.perf_counter()))
+            if self._begun is None and self._awaited and all(answer.token_ids for answer in self._awaited):
+                self._begun = step.step
 
 
 class StepTable:

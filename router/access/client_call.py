@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from router.access.callers import ANYONE, Caller
-from wire.errors import TandemError
 
 
 @dataclass(slots=True)
@@ -42,9 +41,9 @@ class ClientCall:
         self.completion_tokens += tokens
         self._spend(tokens)
 
-    def failed(self, error: TandemError) -> None:
-        """Record the error with which the call ends."""
-        self.error = error.code
+    def failed(self, code: str) -> None:
+        """Record the code of the error with which the call ends."""
+        self.error = code
 
     def _spend(self, tokens: int) -> None:
         if self.caller.quota is not None:

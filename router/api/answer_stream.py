@@ -45,6 +45,8 @@ class AnswerStream(Response):
         self._shape = shape
         self._watch = watch
         self._prompts = prompts
+        self._prompted: set[int] = set()
+        """The answers whose prompt was sent, or need not be."""
         self._comment_s = comment_s
         self._endings: dict[int, Ending] = {}
         self._opened = False
@@ -95,14 +97,20 @@ class AnswerStream(Response):
         event = self._shape.event(event)
         opening = b"" if self._opened else self._shape.opening(len(self._choices))
         self._opened = True
-        if self._prompts is not None:
-            opening += self._shape.prompt(index, await self._prompts.of(index))
+        if self._prompts is not None and index not in self._prompted:
+            opening += await self._prompt(index, self._prompts)
         if not isinstance(event, Ending):
             return opening + self._shape.chunk(index, event)
         self._endings[index] = event
         self._over = self._choices.over
         closing = self._shape.closing(self._endings) if self._over else b""
         return opening + self._shape.ending(index, event) + closing
+
+    async def _prompt(self, index: int, prompts: PromptReplies) -> bytes:
+        """Return the event with the prompt of an answer, made in a thread, as its scores may be megabytes of text."""
+        self._prompted.add(index)
+        prompt = await prompts.of(index)
+        return b"" if prompt is None else await asyncio.to_thread(self._shape.prompt, index, prompt)
 
     async def _next_or_error(self) -> bytes:
         try:

@@ -24,7 +24,7 @@ from router.api.completions.answers import CompleteAnswer, best_of
 from router.api.completions.prompt_replies import PromptReplies
 from router.api.http_body import disconnected, read_body
 from router.api.messages.error_responses import add_error_handlers
-from router.api.model_routes import add_models, answering
+from router.api.model_routes import add_models
 from router.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
 from router.api.openai_replies import ReplyShape
@@ -146,7 +146,7 @@ class _HttpListener:
         shape = ReplyShape(
             chat=chat,
             request_id=choices.request_id,
-            model=answering(self.config, admitted[0]),
+            model=admitted[0].model_name(self.config.model_name),
             created=received.unix_nanos // 10**9,
             stream_options=call.stream_options,
             prompts=[each.prompt_token_ids for each in admitted],
@@ -195,7 +195,7 @@ class _HttpListener:
         admitted: list[Admitted] = []
         for each in call.requests:
             prompt = replace(each, request_id=request_id, tenant=tenant, traceparent=traceparent)
-            admitted.append(await self.validator.admit(prompt))
+            admitted.append(await self.validator.admit(prompt, like=admitted[0] if admitted else None))
             request_id = admitted[0].request_id
         return call, admitted
 

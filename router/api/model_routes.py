@@ -11,15 +11,9 @@ from starlette.responses import JSONResponse
 
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
-from router.requests.request import Admitted
 from router.requests.validation import find_adapter
 
 _METHODS = ["GET", "HEAD"]
-
-
-def answering(config: RouterConfig, admitted: Admitted) -> str:
-    """Return the name of the model, or of its adapter, that answers a request."""
-    return config.model_name if admitted.adapter is None else admitted.adapter.name
 
 
 def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> None:

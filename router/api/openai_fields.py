@@ -46,6 +46,7 @@ _COMPLETION_TOOLS = "tools are for chat completions"
 _COMPLETION_CHAT = "chat templates are for chat completions"
 _GRAMMAR = "structural tags are not served; ask by response_format or structured_outputs"
 _CHOICE = "this sampling option is not supported"
+_ADAPTER = "an adapter is asked for by its name as model"
 _DETOKENIZING = "special tokens are always left out of the text"
 
 UNSERVED: Mapping[str, Unserved] = {
@@ -74,8 +75,8 @@ UNSERVED: Mapping[str, Unserved] = {
     "audio": Unserved("answers are text alone"),
     "web_search_options": Unserved("nothing is searched"),
     "thinking_token_budget": Unserved("reasoning is not limited apart from the answer", empty=False),
-    "lora_request": Unserved("adapters are not served"),
-    "lora_path": Unserved("adapters are not served"),
+    "lora_request": Unserved(_ADAPTER),
+    "lora_path": Unserved(_ADAPTER),
     "vllm_xargs": Unserved("it speaks to extensions of another server"),
     "kv_transfer_params": Unserved("the cluster itself decides where KV is moved", empty=False),
 }

@@ -96,9 +96,9 @@ class ReplyShape:
             events = []
         return b"".join(events)
 
-    def prompt(self, index: int, prompt: PromptReply | None) -> bytes:
-        """Return the event with a choice's prompt, once; empty if it is not echoed."""
-        if prompt is None or not prompt.form.echo or index in self._echoed:
+    def prompt(self, index: int, prompt: PromptReply) -> bytes:
+        """Return the event with a choice's prompt; empty if it is not echoed."""
+        if not prompt.form.echo:
             return b""
         self._echoed[index] = len(prompt.text)
         return self._event([prompt.echo(self._choice(index, "", None), ())])

@@ -103,10 +103,11 @@ def _call(
     fields.drop(INERT)
     model = fields.text("model") or ""
     n, max_tokens, listed = (fields.integer(name) for name in ("n", "max_tokens", "prompt_logprobs"))
-    form = PromptForm(echo, logprobs if echo else None, listed, only=echo and max_tokens == 0)
+    newer = fields.integer("max_completion_tokens")
+    form = PromptForm(echo, logprobs if echo else None, listed, only=echo and max_tokens == 0 and newer is None)
     options = Options(
         max_tokens=1 if form.only else max_tokens,
-        max_completion_tokens=fields.integer("max_completion_tokens"),
+        max_completion_tokens=newer,
         temperature=fields.number("temperature"),
         top_k=_unless_minus_one(fields.integer("top_k"), 0),
         top_p=fields.number("top_p"),

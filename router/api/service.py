@@ -192,9 +192,11 @@ class InferenceServicer:
         try:
             while not choices.over:
                 index, event = await choices.next()
-                if scored and (found := choices.answers[0].prompt_logprobs) is not None:
+                if scored and (found := choices.answers[0].scores_of_prompt()) is not None:
                     scores = await self._validator.spelled(caller.tenant, admitted.prompt_token_ids, found)
-                    yield inference_pb2.GenerateResponse(request_id=choices.request_id, prompt=_prompt_scores(scores))
+                    # There may be hundreds of thousands of scores, which would hold up the event loop.
+                    prompt = await asyncio.to_thread(_prompt_scores, scores)
+                    yield inference_pb2.GenerateResponse(request_id=choices.request_id, prompt=prompt)
                 scored = False
                 for made in _messages(parts, index, event):
                     yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.text.token_scores import TokenScore
-from wire.errors import Cancelled, TandemError
+from wire.errors import Cancelled, Internal, TandemError
 from wire.messages import FinishReason, PromptLogprobs
 from wire.tracing.timeline import Timeline
 
@@ -81,6 +81,15 @@ class Answer:
     def over(self) -> bool:
         """True if the end of the answer is known, so that nothing may be pushed any more."""
         return self._ending is not None or self._error is not None
+
+    def scores_of_prompt(self) -> PromptLogprobs | None:
+        """Return the log probabilities of a prompt that is scored, None before the first token.
+
+        Raises Internal if the worker sent the token without them.
+        """
+        if self.prompt_logprobs is None and self.token_count:
+            raise Internal("the worker sent no log probabilities of the prompt; run workers of the router's release")
+        return self.prompt_logprobs
 
     async def next(self) -> AnswerChunk | Ending:
         """Return the next chunk, or the ending, which is the last.

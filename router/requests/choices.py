@@ -70,7 +70,7 @@ class Choices:
         try:
             index, event = await (self._alone() if len(self.answers) == 1 else self._any())
         except TandemError as error:
-            self._call.failed(error)
+            self._call.failed(error.code)
             raise
         if isinstance(event, Ending):
             del self._open[index]

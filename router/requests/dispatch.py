@@ -112,8 +112,7 @@ class Dispatcher:
             self._live.add(some)
         self._schedule_pump()
         prompt_tokens = sum(len(each.prompt_token_ids) for each in admitted)
-        answering = self._config.model_name if first.adapter is None else first.adapter.name
-        served_call().queued(first.request_id, answering, prompt_tokens)
+        served_call().queued(first.request_id, first.model_name(self._config.model_name), prompt_tokens)
         return Choices([request.answer for request in requests])
 
     def _enter(self, firsts: Sequence[QueuedRequest], answers: int, tenant: str, n: int) -> None:

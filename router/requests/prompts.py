@@ -41,7 +41,7 @@ class PromptEncoder:
             check_message_count(len(prompt.turns), self._max_messages)
             for number, turn in enumerate(prompt.turns):
                 _check_turn(f"messages[{number}]", turn)
-            _check_json("tools", prompt.tools.tools)
+            check_json("tools", prompt.tools.tools)
             return
         if not prompt:
             raise InvalidArgument("prompt", "is empty; send at least one token")
@@ -156,14 +156,16 @@ def _check_turn(field: str, turn: ChatTurn) -> None:
         raise InvalidArgument(f"{field}.role", f"is {shown(turn.role)}, it must be one of {_ROLES}")
     check_text(f"{field}.content", turn.content)
     for name, value in turn.extras.items():
-        _check_json(f"{field}.{name}", value)
+        check_json(f"{field}.{name}", value)
 
 
-def _check_json(field: str, value: Any) -> None:
+def check_json(field: str, value: Any) -> None:
     """Raise InvalidArgument if a string in a JSON value is no text that `check_text` accepts."""
     if value:
         try:
-            check_text(field, json.dumps(value, ensure_ascii=False).replace("\\u0000", "\0"))
+            # Without escaped backslashes, what is left of \u0000 stands for a NUL and not for these six characters.
+            text = json.dumps(value, ensure_ascii=False).replace("\\\\", "")
+            check_text(field, text.replace("\\u0000", "\0"))
         except RecursionError:
             raise InvalidArgument(field, "is nested too deeply") from None
 

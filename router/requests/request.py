@@ -161,6 +161,10 @@ class Admitted:
     syntax: AnswerSyntax | None = None
     """The syntax in which the answers are parsed; None = they are text."""
 
+    def model_name(self, base: str) -> str:
+        """Return the name of the model that answers: `base`, or that of the adapter."""
+        return base if self.adapter is None else self.adapter.name
+
     @property
     def waited_s(self) -> float:
         """Return the seconds since it was received: TTFT counts from there, its tokenization included."""
@@ -272,7 +276,7 @@ class RoutedRequest:
         )
 
     def trace(self, model: str, outcome: str) -> RequestTrace:
-        """Return the trace that is kept of it; `outcome` is a finish reason or an error code."""
+        """Return the trace that is kept of it; `model` is the base model, `outcome` a finish reason or error code."""
         if self.edges[-1].edge is not Edge.FINISHED:
             self.edges.append(EdgeStamp.now(Edge.FINISHED))
         admitted = self.admitted
@@ -281,7 +285,7 @@ class RoutedRequest:
             request_id=admitted.request_id,
             wire_id=self.wire_id,
             context=admitted.context,
-            model=model,
+            model=admitted.model_name(model),
             operation=admitted.operation,
             slo_class=admitted.slo.name,
             outcome=outcome,

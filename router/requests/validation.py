@@ -13,7 +13,7 @@ from router.access.tenants import tenant_salt
 from router.config import RouterConfig
 from router.requests.answer_format import FormatCompiler
 from router.requests.answer_syntaxes import AnswerSyntaxes, wanted_format
-from router.requests.prompts import PromptEncoder, check_text, check_token_ids, field_of, too_long
+from router.requests.prompts import PromptEncoder, check_json, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
 from router.slo_options import classes_by_name
 from router.text.request_items import check_template_kwargs
@@ -91,10 +91,13 @@ class RequestValidator:
         self.reader = RequestReader(config, self._pool, self._context)
         """The parser of requests, which uses the same threads."""
 
-    async def admit(self, request: ClientRequest) -> Admitted:
-        """Return the request with token ids and complete sampling values; raises the `TandemError` for a bad one."""
+    async def admit(self, request: ClientRequest, like: Admitted | None = None) -> Admitted:
+        """Return the request with token ids and complete sampling values; raises the `TandemError` for a bad one.
+
+        `like` is another prompt of the same call, whose grammar this one gets.
+        """
         try:
-            return await self._admit(request)
+            return await self._admit(request, like)
         except TandemError as error:
             self._refused(request.options.slo_class or self._config.default_slo_class, error)
             raise
@@ -124,7 +127,7 @@ class RequestValidator:
         if context and count >= context:
             raise too_long("prompt", field="prompt", prompt=count, answer=1, limit=context, context=context)
 
-    async def _admit(self, request: ClientRequest) -> Admitted:
+    async def _admit(self, request: ClientRequest, like: Admitted | None) -> Admitted:
         adapter = self._adapter(request.model)
         served = self._served()
         request_id = _checked_id(request.request_id)
@@ -135,7 +138,7 @@ class RequestValidator:
         ids = await self._prompts.token_ids(request, served, self._last(request.options, served))
         max_tokens = self._checked_length(field_of(request), len(ids), request.options, served)
         _check_range("min_tokens", request.options.min_tokens, 0, max_tokens)
-        grammar = await self._grammar(request, served)
+        grammar = await self._grammar(request, served) if like is None else like.sampling.grammar
         salt = tenant_salt(request.tenant, request.options.cache_salt, "" if adapter is None else adapter.identity)
         digests = await self._prompts.page_digests(request.tenant, ids, salt, served.page_tokens)
         sampling = self._sampling(request.options, max_tokens, grammar)
@@ -241,11 +244,12 @@ class RequestValidator:
         self._check_stop(options, served)
 
     def _check_variables(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument if the template variables are not JSON or too large."""
+        """Raise InvalidArgument if the template variables are not JSON, too large, or no text for a tokenizer."""
         variables = request.prompt.variables if isinstance(request.prompt, Conversation) else None
         if not variables:
             return
         check_template_kwargs(variables, self._config.max_template_kwargs_bytes)
+        check_json("chat_template_kwargs", variables)
 
     def _check_stop(self, options: Options, served: ServedModel) -> None:
         most, longest = self._config.max_stop_strings, self._config.max_stop_chars

@@ -189,8 +189,8 @@ def a_prompt_may_be_cached_to_its_end(patch: pytest.MonkeyPatch) -> None:
     """Nothing is left to be computed of it."""
     make = PrefixCache.prefix
 
-    def prefix(self: PrefixCache, token_ids: Sequence[int], salt: str) -> Prefix:
-        made = make(self, token_ids, salt)
+    def prefix(self: PrefixCache, token_ids: Sequence[int], salt: str, *, reads: bool = True) -> Prefix:
+        made = make(self, token_ids, salt, reads=reads)
         made.readable = len(made.digests)
         return made
 

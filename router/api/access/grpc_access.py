@@ -89,7 +89,7 @@ _OK = grpc.StatusCode.OK.name
 
 def _note_failure(call: ClientCall, error: Exception) -> None:
     failure = error if isinstance(error, TandemError) else Internal(type(error).__name__)
-    call.failed(failure)
+    call.failed(failure.code)
     call.status = failure.grpc_status.name
 
 

@@ -80,7 +80,6 @@ class HttpAccess:
             if scope["method"] == "POST":
                 self._callers.admit(call.caller)
         except TandemError as error:
-            call.failed(error)
             await error_response(scope["path"], error)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -11,7 +11,6 @@ from router.requests.choices import Choices
 from router.requests.request import Admitted, ClientRequest
 from router.requests.validation import RequestValidator
 from router.text.token_scores import ScoredToken, TokenScore
-from wire.errors import Internal
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,7 @@ class PromptReplies:
         if self._form.echo:
             whole = isinstance(prompt, str) and self._requests[number].options.truncate_prompt_tokens is None
             text = str(prompt) if whole else await self._validator.detokenize(tenant, "", ids)
-        answer = self._choices.answers[number * admitted.n]
-        found = answer.prompt_logprobs
-        if found is None and self._form.top is not None and answer.token_count:
-            raise Internal("the worker sent no log probabilities of the prompt; run workers of the router's release")
+        found = None if self._form.top is None else self._choices.answers[number * admitted.n].scores_of_prompt()
         scores = () if found is None else await self._validator.spelled(tenant, ids, found)
         return PromptReply(self._form, text, scores)
 

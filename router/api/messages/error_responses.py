@@ -19,7 +19,8 @@ _JSON = "application/json"
 
 
 def error_response(path: str, error: TandemError) -> Response:
-    """Return the response with an error to a request for `path`."""
+    """Return the response with an error to a request for `path`, and record the error for the audit log."""
+    served_call().failed(error.code)
     body = message_error(error).encode() if is_messages_path(path) else error_body(error)
     return Response(body, error.http_status, error_headers(error), _JSON)
 
@@ -34,7 +35,8 @@ def add_error_handlers(app: FastAPI) -> None:
 def _status_response(
     path: str, status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return the response with an HTTP status that no `TandemError` stands for; `code` is OpenAI's."""
+    """Return the response with an HTTP status that no `TandemError` stands for; records `code`, which is OpenAI's."""
+    served_call().failed(code.upper())
     in_form = is_messages_path(path)
     body = status_error(status, message).encode() if in_form else json_error(status, message, code=code)
     return Response(body, status, headers, _JSON)
@@ -42,7 +44,6 @@ def _status_response(
 
 async def _on_tandem_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
-    served_call().failed(error)
     return error_response(request.url.path, error)
 
 

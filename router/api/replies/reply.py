@@ -26,8 +26,8 @@ class StreamedReply(Protocol):
     def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
         """Return an event of an answer as the reply has it."""
 
-    def prompt(self, index: int, prompt: PromptReply | None) -> bytes:
-        """Return the event with the prompt of answer number `index`."""
+    def prompt(self, index: int, prompt: PromptReply) -> bytes:
+        """Return the event with the prompt of answer number `index`; may run in any thread."""
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
         """Return the events for the next part of answer number `index`."""
@@ -73,7 +73,7 @@ class NamedEventsReply(ABC):
         """See `StreamedReply`."""
         return event
 
-    def prompt(self, _index: int, _prompt: PromptReply | None) -> bytes:
+    def prompt(self, _index: int, _prompt: PromptReply) -> bytes:
         """See `StreamedReply`."""
         return b""
 

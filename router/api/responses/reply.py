@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from router.api.bodies.api_call import ApiCall
-from router.api.openai_replies import error_body
+from router.api.openai_replies import MESSAGE_CHARS
 from router.api.replies.reply import NamedEventsReply, ReplyFacts, dumped, named_event
 from router.api.responses.output import OutputItems
 from router.requests.answer import Ending
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
-from wire.errors import ResourceExhausted, TandemError
+from wire.errors import ResourceExhausted, TandemError, clipped
 from wire.messages import FinishReason
 
 _STATUS = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "cancelled"}
@@ -49,8 +48,7 @@ class ResponseReply(NamedEventsReply):
         opening = b"" if self._count else self.opening()
         last = self._events(self._output.finish("incomplete")) if self._output.items else b""
         code = "rate_limit_exceeded" if isinstance(error, ResourceExhausted) else "server_error"
-        message = json.loads(error_body(error))["error"]["message"]
-        failed = self._response("failed", error={"code": code, "message": message})
+        failed = self._response("failed", error={"code": code, "message": clipped(error.message, MESSAGE_CHARS)})
         return opening + last + self._response_event("response.failed", failed)
 
     def whole(self) -> bytes:

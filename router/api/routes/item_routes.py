@@ -21,7 +21,6 @@ from router.api.messages.api_key import MESSAGES_PATH
 from router.api.messages.body import CountTokensRequest, MessagesRequest
 from router.api.messages.reply import MessageReply
 from router.api.messages.request import parse_count, parse_message
-from router.api.model_routes import answering
 from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
 from router.api.openapi.json_body import json_body
 from router.api.replies.reply import NamedEventsReply, ReplyFacts, collected
@@ -96,7 +95,8 @@ class _ItemRoutes:
             gone.cancel()
             raise
         gone.add_done_callback(lambda _: choices.close())
-        facts = ReplyFacts(choices.request_id, answering(self.config, admitted), received.unix_nanos // 10**9)
+        model = admitted.model_name(self.config.model_name)
+        facts = ReplyFacts(choices.request_id, model, received.unix_nanos // 10**9)
         reply = reply_to(call, admitted, facts)
         headers = {REQUEST_ID_HEADER: reply.answer_id, **self._ignored(call)}
         if call.stream:

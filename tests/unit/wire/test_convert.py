@@ -263,6 +263,7 @@ def test_every_pair_is_tested() -> None:
 )
 def test_enums_have_the_schema_s_members(mine: Any, theirs: Any, prefix: str) -> None:
     schema = {name.removeprefix(prefix): number for name, number in theirs.items() if number}
+    schema.pop("TOOL_CALLS", None)  # the router's own, of an answer that stopped and has calls
     assert schema == {member.name: int(member) for member in mine}
 
 

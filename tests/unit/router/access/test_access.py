@@ -13,11 +13,13 @@ import openai
 import pytest
 
 from router.access.quota import QUOTA_HEADERS
+from router.requests.validation import RequestValidator
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
-from wire.errors import RateLimited
+from wire.errors import RateLimited, ResourceExhausted
 from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.limits.call_count import CallCount
 from wire.rpc import error_of
 
 KEYS = """
@@ -196,6 +198,35 @@ async def test_every_call_is_in_the_audit_log(
     text = json.dumps(records)
     assert "secret" not in text
     assert "-key" not in text
+
+
+async def test_errors_outside_of_handlers_are_recorded(
+    cluster: Cluster,
+    http: httpx.AsyncClient,
+    audited: Callable[[int], Awaitable[list[dict[str, Any]]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a call over the limit, a defect and an unknown path had a status and no error."""
+
+    async def defect(*_arguments: Any, **_options: Any) -> None:
+        raise RuntimeError
+
+    def refuse(_count: CallCount) -> None:
+        raise ResourceExhausted("too many calls")
+
+    key = bearer("other-key")
+    await http.get("/unknown", headers=key)
+    await http.get("/v1/completions", headers=key)
+    monkeypatch.setattr(RequestValidator, "tokenize", defect)
+    assert (await http.post("/tokenize", json={"prompt": "x"}, headers=key)).status_code == 500
+    monkeypatch.setattr(CallCount, "enter", refuse)
+    await http.post("/v1/messages", json=BODY, headers=key)
+    assert [(each["status"], each["error"]) for each in await audited(4)] == [
+        (404, "NOT_FOUND"),
+        (405, "METHOD_NOT_ALLOWED"),
+        (500, "INTERNAL"),
+        (429, "RESOURCE_EXHAUSTED"),
+    ]
 
 
 async def test_a_client_that_leaves_is_recorded(

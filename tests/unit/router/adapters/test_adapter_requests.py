@@ -19,6 +19,11 @@ SQL, POEMS = AdapterFacts("sql", "a1" * 16, "/adapters/sql"), AdapterFacts("org/
 
 
 @pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return {"audit_log": tmp_path / "audit.jsonl"}
+
+
+@pytest.fixture
 async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     for worker in cluster.workers:
         worker.adapters = (SQL, POEMS)
@@ -96,16 +101,12 @@ async def test_text_of_an_adapter_is_tokenized(http: httpx.AsyncClient, cluster:
     assert found[0] == found[1]
 
 
-class TestAuditLog:
-    @pytest.fixture
-    def settings(self, tmp_path: Path) -> dict[str, Any]:
-        return {"audit_log": tmp_path / "audit.jsonl"}
-
-    async def test_a_record_names_the_adapter(self, http: httpx.AsyncClient, settings: dict[str, Any]) -> None:
-        for name in ("sql", "fake"):
-            await http.post("/completions", json=PROMPT | {"model": name})
-
-        def models() -> list[str]:
-            return [json.loads(line)["model"] for line in settings["audit_log"].read_text().splitlines()]
-
-        await until(lambda: models() == ["sql", "fake"], "a record with each name")
+async def test_the_audit_log_and_traces_name_the_adapter(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    """Regression: both named the base model, so that nobody could see who used an adapter."""
+    for name in ("sql", "fake"):
+        await http.post("/completions", json=PROMPT | {"model": name})
+    assert [each.model for each in cluster.router._dispatcher.metrics.traces.newest()] == ["fake", "sql"]
+    log = cluster.config.audit_log
+    assert log is not None
+    await until(lambda: len(log.read_text().splitlines()) == 2, "both are written")
+    assert [json.loads(line)["model"] for line in log.read_text().splitlines()] == ["sql", "fake"]

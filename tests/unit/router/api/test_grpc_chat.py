@@ -151,6 +151,7 @@ def test_a_conversation_is_the_same_over_both_listeners() -> None:
         ({"messages": [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="1")])]},
          "messages[0].tool_calls[0].name"),
         ({"messages": [pb.ChatMessage(role="other")]}, "messages[0].role"),
+        ({"chat_template_kwargs": r'{"x": "\ud800"}'}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 async def test_bad_fields_are_named(cluster: Cluster, stub: Any, fields: dict[str, Any], named: str) -> None:

@@ -254,3 +254,25 @@ async def test_variables_of_the_template_and_least_lengths(cluster: Cluster, htt
     ):
         reply = await http.post("/v1/chat/completions", json=CHAT | bad)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\0b"])
+async def test_variables_of_the_template_are_text_for_the_tokenizer(http: httpx.AsyncClient, text: str) -> None:
+    """Regression: a template that shows a variable gave the tokenizer a lone surrogate, and the client a 500."""
+    for fields in ({"reasoning_effort": text}, {"chat_template_kwargs": {"x": [text]}}):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reply = await http.post(path, content=chat(**fields))
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+async def test_a_backslash_before_u0000_is_text_and_no_nul(http: httpx.AsyncClient) -> None:
+    """Regression: agents that edit code with such an escape in it were told that a call has a NUL character."""
+
+    def conversation(code: str) -> dict[str, Any]:
+        function = {"name": "f", "arguments": json.dumps({"code": code})}
+        call = {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
+        return {"messages": [*CHAT["messages"], call, *CHAT["messages"]]}
+
+    for code, status in ((r"c === '\u0000'", 200), (r"\\u0000", 200), ("c === '\0'", 400), ("\\\0", 400)):
+        reply = await http.post("/v1/chat/completions", json=CHAT | conversation(code))
+        assert reply.status_code == status, reply.text

@@ -2,12 +2,16 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 
+from router.api import service
+from router.api.openai_replies import ReplyShape
 from router.text.token_scores import spell_prompt
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
@@ -68,6 +72,13 @@ async def test_the_echo_alone(cluster: Cluster, http: httpx.AsyncClient, tokeniz
     assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:]] == [1] * (len(ids) - 1)
     assert reply.json()["usage"]["completion_tokens"] == 0
     assert cluster.prefill.prefills[-1].sampling.max_tokens == 1
+
+
+async def test_the_echo_alone_has_no_other_limit(http: httpx.AsyncClient) -> None:
+    """Regression: tokens up to `max_completion_tokens` were generated and taken from the quota, and not returned."""
+    body = {"model": "fake", "prompt": TEXT, "echo": True, "max_tokens": 0, "max_completion_tokens": 9}
+    reply = await http.post("/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "max_tokens")
 
 
 async def test_without_logprobs_the_prompt_is_not_scored(cluster: Cluster, http: httpx.AsyncClient) -> None:
@@ -195,10 +206,36 @@ def test_offsets_count_characters_over_parts_of_characters() -> None:
 
 
 async def test_workers_that_send_no_scores_are_named(
-    cluster: Cluster, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, http: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.unit.router.fake_cluster.prompt_logprobs", lambda _: None)
     reply = await http.post(
         "/completions", json={"model": "fake", "prompt": "x", "max_tokens": 1, "prompt_logprobs": 1}
     )
     assert (reply.status_code, "of the router's release" in reply.text) == (500, True)
+    options = pb.GenerationOptions(max_tokens=1, prompt_logprobs=1)
+    with pytest.raises(grpc.aio.AioRpcError, match="of the router's release"):
+        _ = [each async for each in stub.Generate(pb.GenerateRequest(text="x", options=options))]
+
+
+async def test_the_event_loop_does_not_wait_for_the_scores_of_a_prompt(
+    cluster: Cluster, http: httpx.AsyncClient, stub: inference_pb2_grpc.InferenceStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: 250,000 log probabilities of one streamed prompt kept all other streams waiting for 0.2 s."""
+    threads: list[threading.Thread] = []
+
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any) -> Any:
+            threads.append(threading.current_thread())
+            return make(*arguments)
+
+        return made
+
+    monkeypatch.setattr(ReplyShape, "prompt", noting(ReplyShape.prompt))
+    monkeypatch.setattr(service, "_prompt_scores", noting(service._prompt_scores))
+    body = {"model": "fake", "prompt": TEXT, "max_tokens": 4, "echo": True, "logprobs": 1, "stream": True}
+    assert TEXT[:9] in (await http.post("/completions", json=body)).text
+    options = pb.GenerationOptions(max_tokens=4, prompt_logprobs=1)
+    _ = [each async for each in stub.Generate(pb.GenerateRequest(text=TEXT, options=options))]
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads

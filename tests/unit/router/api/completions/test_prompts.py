@@ -17,6 +17,7 @@ from router.text.tokenizer import Tokenizer
 from telemetry import families as f
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_token, until
+from vocabulary.grammar_process import GrammarKind, GrammarProcess
 from wire.errors import Internal
 from wire.messages import FinishReason, SamplingParams
 from wire.tracing.timeline import Timeline
@@ -195,3 +196,23 @@ async def test_a_bias_reaches_the_workers(cluster: Cluster, client: openai.Async
     assert [each.logit_bias for each in found] == [((7, -100.0), (12, 2.0)), ((5, 1.0),)]
     assert [each.masked_tokens for each in found] == [3, 3]
     assert SamplingParams(3, min_tokens=1).masked_tokens == 1
+
+
+async def test_the_grammar_of_a_call_is_made_once(
+    cluster: Cluster, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a call of 128 prompts made its grammar 128 times, each of which may take two seconds."""
+    made: list[str] = []
+    make = GrammarProcess.make
+
+    def noting(process: GrammarProcess, kind: GrammarKind, value: Any) -> str:
+        made.append(kind)
+        return make(process, kind, value)
+
+    monkeypatch.setattr(GrammarProcess, "make", noting)
+    body = {"model": "fake", "prompt": [[5], [6], [7]], "max_tokens": 2, "guided_choice": ["yes", "no"]}
+    assert (await http.post("/completions", json=body)).status_code == 200
+    assert made == [GrammarKind.CHOICE]
+    asked = cluster.prefill.prefills[-3:]
+    assert len({each.sampling.grammar for each in asked}) == 1
+    assert asked[0].sampling.grammar
