@@ -33,7 +33,7 @@ class PromptEncoder:
         self._max_messages = max_messages
 
     def check(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument for every error that can be found without tokenizing."""
+        """Raise InvalidArgument for every error that is found at once; tools are checked while they are rendered."""
         prompt = request.prompt
         if isinstance(prompt, Conversation):
             if not prompt.turns:
@@ -41,7 +41,6 @@ class PromptEncoder:
             check_message_count(len(prompt.turns), self._max_messages)
             for number, turn in enumerate(prompt.turns):
                 _check_turn(f"messages[{number}]", turn)
-            check_json("tools", prompt.tools.tools)
             return
         if not prompt:
             raise InvalidArgument("prompt", "is empty; send at least one token")
@@ -72,6 +71,7 @@ class PromptEncoder:
         prompt, special = request.prompt, request.options.add_special_tokens
         assert not isinstance(prompt, tuple)
         if isinstance(prompt, Conversation):
+            check_json("tools", prompt.tools.tools)
             text = self._tokenizer.render_chat(prompt.turns, prompt.variables, prompt.tools.shown, prompt.end)
         else:
             text = prompt
@@ -189,9 +189,7 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _prompt_chars(prompt: str | Conversation) -> int:
-    return (
-        len(prompt) if isinstance(prompt, str) else sum(map(_turn_chars, prompt.turns)) + len(str(prompt.tools.tools))
-    )
+    return len(prompt) if isinstance(prompt, str) else sum(map(_turn_chars, prompt.turns)) + prompt.tools.chars
 
 
 def _turn_chars(turn: ChatTurn) -> int:

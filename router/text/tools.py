@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -35,6 +35,11 @@ class ToolOptions:
     """The function to call if `choice` names one."""
     parallel: bool = True
     """False if only the first call is returned."""
+    chars: int = field(init=False, default=0)
+    """About how many characters the tools have; counted where a body is read, as it takes long for large ones."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chars", len(str(self.tools)))
 
     @property
     def forced(self) -> bool:

@@ -88,6 +88,8 @@ _BODIES = {
         + b"}}"
         for name, value in _TEMPLATE_KWARGS.items()
     },
+    "tools": b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": '
+    b'{"name": "f", "parameters": {"enum": [' + b'"0123456789012345678901234567",' * 120_000 + b'""]}}}]}',
     "text": json.dumps({"prompt": "word " * (_NEARLY_4_MIB // 5)}).encode(),
     "one word": json.dumps({"prompt": "a" * _NEARLY_4_MIB}).encode(),
     "digits": b'{"prompt": "x", "max_tokens": ' + b"1" * _NEARLY_4_MIB + b"}",
