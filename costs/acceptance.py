@@ -18,7 +18,7 @@ class Acceptance:
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
         """By class and position: the probability, and the weight of what it rests on."""
         self._survivals: dict[int, list[float]] = {}
-        """What `survival` returned of each class, the longest, since something was learned: requests ask alike."""
+        """The longest return value of `survival` for each class since something was learned, as requests ask alike."""
 
     def rate(self, match: int, position: int) -> float:
         """Return the probability for the draft at `position`, from 0, of a class."""

@@ -1,1 +1,1 @@
-"""What programs that use Tandem import; `tandem.client` is the client."""
+"""The package that programs import; `tandem.client` is the client."""

@@ -23,14 +23,14 @@ _SMALL_BUFFER = 4096
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a process has read; ages in seconds, from the worker's sending of a token to its reading."""
+    """The messages that a process has read; ages in seconds, from the sending of a token to its reading."""
 
     answers: int
     """Complete answers."""
     tokens: int
     messages: int
     ages_s: tuple[float, ...]
-    """Of each message's newest token; empty by HTTP, which carries no token ids."""
+    """The age of each message's newest token; empty by HTTP, which carries no token ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResultOptions:
-    """What is made of the figures."""
+    """The outputs that are made of the figures."""
 
     ttft: Annotated[
         float | None, typer.Option("--ttft", help="Target of goodput: milliseconds to the first token.")

@@ -82,7 +82,7 @@ class HttpServer:
     """A server with OpenAI's HTTP API, whichever it is."""
 
     share: HttpShare
-    """What all requests have in common; it has no arrivals."""
+    """The settings that all requests have in common; they include no arrivals."""
     context: int | None = None
     words: WordLengths = WordLengths()  # noqa: RUF009  # frozen
 

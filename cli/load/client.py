@@ -45,7 +45,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How many requests of a share were sent, have ended, and have ended with an error."""
+    """The numbers of a share's requests that were sent, have ended, and have ended with an error."""
 
     sent: int = 0
     ended: int = 0

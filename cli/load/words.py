@@ -24,7 +24,7 @@ def prompt_words(prompt: tuple[Block, ...], seed: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WordLengths:
-    """How a server's tokenizer and chat template turn words into tokens: `template` + `per_word` × words."""
+    """A server's tokens for a number of words, by its tokenizer and chat template: `template` + `per_word` × words."""
 
     template: float = 0.0
     per_word: float = 1.0

@@ -42,7 +42,7 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """The rank."""
+        """The rank of the update."""
         return self.a.shape[0]
 
 
@@ -54,7 +54,7 @@ class AdapterFolder:
     identity: str
     """The hash of its two files, in hex."""
     updates: Mapping[str, LowRank]
-    """By the name of the module in the base model's checkpoint."""
+    """The pairs of matrices, by the name of the module in the base model's checkpoint."""
 
     @property
     def rank(self) -> int:

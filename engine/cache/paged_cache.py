@@ -97,7 +97,7 @@ class PagedCache:
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """What two caches must share, as (name, value), before pages may move between them."""
+        """The facts that two caches must share, as (name, value), before pages may move between them."""
         return (
             ("kv_cache_dtype", self.dtype),
             (

@@ -51,7 +51,7 @@ class PromptScores:
 
 
 class StepScoring:
-    """What one step scores, behind its draws."""
+    """The prompt tokens that one step scores, behind its draws."""
 
     def __init__(
         self, rows: Sequence[tuple[PromptScores, Sequence[int]]], targets: Tensor, drawn: int, logprobs: Logprobs

@@ -44,7 +44,7 @@ class Bucket:
 
 
 class Quota:
-    """What is left of a tenant's quota. Belongs to the event loop.
+    """The rest of a tenant's quota. Belongs to the event loop.
 
     A request is admitted while both buckets have at least 1. It takes 1 from the requests at once, the tokens of its
     prompt when it is queued, and those of its answer as they are sent. So no request is too large for a quota, and

@@ -17,12 +17,9 @@ from router.access.callers import Callers
 from router.access.client_call import served_call
 from router.access.quota import QUOTA_HEADERS
 from router.api.access.http_access import READERS_PATHS, AuditedHttp, HttpAccess
-from router.api.answer_stream import AnswerStream
 from router.api.call_limit import CallLimit
-from router.api.client_gone import unless_gone
 from router.api.completions.answers import CompleteAnswer, best_of
 from router.api.completions.prompt_replies import PromptReplies
-from router.api.http_body import disconnected, read_body
 from router.api.messages.error_responses import add_error_handlers
 from router.api.model_routes import add_models
 from router.api.openai.requests import ChatCompletionRequest, CompletionRequest
@@ -34,6 +31,7 @@ from router.api.openapi.routes import add_pages
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
 from router.api.routes.item_routes import add_item_apis
+from router.api.routes.posted_calls import PostedCalls
 from router.api.tokenizer_routes import add_tokenizer
 from router.config import RouterConfig
 from router.requests.answer import Ending
@@ -45,11 +43,8 @@ from router.text.token_scores import TokenScore
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from wire.convert import traces_to_json
-from wire.errors import InvalidArgument, TandemError
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
-
-_JSON = "application/json"
 
 Parser = Callable[..., OpenAICall]
 
@@ -64,13 +59,14 @@ def make_app(
     """Return the whole application, with the checks of `callers` and an audit log."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     exposition = Exposition(dispatcher.metrics.registry)
-    listener = _HttpListener(config, validator, dispatcher, metrics_page(exposition), IgnoredLog())
+    calls = PostedCalls(config, validator, dispatcher, IgnoredLog())
+    listener = _HttpListener(calls, metrics_page(exposition))
     for path, answer, body in (
         ("/v1/chat/completions", listener.chat, ChatCompletionRequest),
         ("/v1/completions", listener.completions, CompletionRequest),
     ):
         app.add_api_route(path, answer, methods=["POST"], openapi_extra=json_body(body))
-    add_item_apis(app, config, validator, dispatcher, listener.ignored)
+    add_item_apis(app, calls)
     add_models(app, config, dispatcher)
     add_tokenizer(app, config, validator)
     add_probes(app, dispatcher)
@@ -102,11 +98,8 @@ def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 @dataclass(frozen=True, slots=True)
 class _HttpListener:
-    config: RouterConfig
-    validator: RequestValidator
-    dispatcher: Dispatcher
+    calls: PostedCalls
     metrics_page: Page
-    ignored: IgnoredLog
 
     async def chat(self, request: Request) -> Response:
         """Serve POST /v1/chat/completions."""
@@ -123,79 +116,49 @@ class _HttpListener:
 
     async def traces(self, request: Request) -> Response:
         """Serve GET /traces: `?id=` for one request or trace, `?slow` for the slowest; else the newest."""
-        store, asked = self.dispatcher.metrics.traces, request.query_params
+        store, asked = self.calls.dispatcher.metrics.traces, request.query_params
         found = store.find(asked["id"]) if "id" in asked else store.slow() if "slow" in asked else store.newest()
-        return Response(traces_to_json(found, store.kept), media_type=_JSON)
+        return Response(traces_to_json(found, store.kept), media_type="application/json")
 
     async def _answer(self, request: Request, parse: Parser, *, chat: bool) -> Response:
         received = EdgeStamp.now(Edge.RECEIVED)
-        reading = partial(parse, received=received, strict=self.config.strict_requests)
-        body = await self._body(request)
-        gone = asyncio.create_task(disconnected(request.receive))
-        try:
-            call, admitted = await unless_gone(
-                self._admitted(request, body, reading),
-                gone,
-            )
-            choices = self.dispatcher.submit(*admitted)
-        except BaseException:
-            gone.cancel()
-            raise
-        gone.add_done_callback(lambda _: choices.close())
-        self.ignored.note(call.ignored)
+        admit = partial(self._admitted, request, parse=parse, received=received)
+        call, admitted, submitted = await self.calls.submitted(request, admit)
+        choices, first = submitted.choices, admitted[0]
         shape = ReplyShape(
             chat=chat,
             request_id=choices.request_id,
-            model=admitted[0].model_name(self.config.model_name),
+            model=first.model_name(self.calls.config.model_name),
             created=received.unix_nanos // 10**9,
             stream_options=call.stream_options,
             prompts=[each.prompt_token_ids for each in admitted],
             choices=call.request.options.n or 1,
-            syntax=admitted[0].syntax,
+            syntax=first.syntax,
             logprobs=call.request.options.alternatives is not None,
             return_token_ids=call.return_token_ids,
             prompts_only=call.prompts.only,
         )
-        prompts = PromptReplies(call.prompts, self.validator, call.requests, admitted, choices)
-        headers = {REQUEST_ID_HEADER: shape.answer_id}
-        if call.ignored:
-            headers[IGNORED_HEADER] = ", ".join(call.ignored)
-        if call.stream:
-            comment_s = self.config.sse_comment_s
-            return AnswerStream(choices, shape, gone, headers=headers, comment_s=comment_s, prompts=prompts)
-        try:
+        prompts = PromptReplies(call.prompts, self.calls.validator, call.requests, admitted, choices)
+
+        async def whole() -> bytes:
             answers = await _collect(choices, shape, prompts)
             ends = [each.ending for each in answers]
-            answers = best_of(answers, call.request.options.n or 1, admitted[0].n)
+            made = partial(shape.whole, best_of(answers, call.request.options.n or 1, first.n), ends)
             # The scores of a prompt may be megabytes of text, which would hold up the event loop.
-            whole = partial(shape.whole, answers, ends)
-            body = await asyncio.to_thread(whole) if call.prompts.needed else whole()
-            return Response(body, headers=headers, media_type=_JSON)
-        finally:
-            gone.cancel()
-            choices.close()
+            return await asyncio.to_thread(made) if call.prompts.needed else made()
 
-    async def _body(self, request: Request) -> bytes:
-        try:
-            return await read_body(request, self.config.listeners.max_request_bytes)
-        except InvalidArgument as error:
-            self.dispatcher.metrics.refused("", error)
-            raise
+        return await self.calls.respond(call, submitted, shape, whole, prompts=prompts)
 
     async def _admitted(
-        self, request: Request, body: bytes, parse: Callable[[bytes], OpenAICall]
+        self, request: Request, body: bytes, *, parse: Parser, received: EdgeStamp
     ) -> tuple[OpenAICall, list[Admitted]]:
-        tenant = served_call().caller.tenant
-        try:
-            call = await self.validator.reader.json(tenant, body, parse)
-        except TandemError as error:
-            self.dispatcher.metrics.refused("", error)
-            raise
-        traceparent, request_id = only(request.headers.getlist(TRACEPARENT)), call.request.request_id
+        call = await self.calls.parsed(body, parse, received)
+        tenant, traceparent = served_call().caller.tenant, only(request.headers.getlist(TRACEPARENT))
+        request_id = call.request.request_id
         admitted: list[Admitted] = []
         for each in call.requests:
             prompt = replace(each, request_id=request_id, tenant=tenant, traceparent=traceparent)
-            admitted.append(await self.validator.admit(prompt, like=admitted[0] if admitted else None))
+            admitted.append(await self.calls.validator.admit(prompt, like=admitted[0] if admitted else None))
             request_id = admitted[0].request_id
         return call, admitted
 

@@ -23,7 +23,7 @@ _GIVEN = frozenset(
 
 
 class PromptEnd(Enum):
-    """Where the prompt of a conversation ends."""
+    """The place at which the prompt of a conversation ends."""
 
     NEXT_TURN = "add_generation_prompt"
     """At the beginning of the assistant's next message, so that the model answers."""

@@ -34,7 +34,7 @@ _NAME_CHARS = 64
 
 
 class KeyRole(StrEnum):
-    """What a key gives access to."""
+    """The calls that a key gives access to."""
 
     TENANT = "tenant"
     """Requests for answers."""

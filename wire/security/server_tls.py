@@ -97,7 +97,7 @@ class ServerTls:
         self._watch = WatchedFiles(*files.all)
         self._loaded = load(files)
         self._given: grpc.ServerCertificateConfiguration | None = None
-        """What gRPC has now."""
+        """The configuration that gRPC has now."""
 
     def current(self) -> Loaded:
         """Return the current content of the files; if it cannot be used, the content before."""

@@ -17,7 +17,7 @@ class CompleteAnswer:
     scores: Sequence[TokenScore]
     ending: Ending
     prompt: PromptReply | None = None
-    """What its choice says about its prompt."""
+    """The prompt as its choice shows it."""
 
     @property
     def mean_logprob(self) -> float:

@@ -1,4 +1,4 @@
-"""What a reply says about its prompts: the echo of `echo`, and the scores of `prompt_logprobs` in vLLM's shape."""
+"""The prompts in a reply: the text that `echo` repeats, and the scores of `prompt_logprobs` in vLLM's shape."""
 
 from __future__ import annotations
 

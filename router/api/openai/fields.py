@@ -34,7 +34,7 @@ Biases = Annotated[
     dict[str, Bias],
     Field(max_length=LOGIT_BIASES_MAX, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
 ]
-"""What is added to logits, by token id."""
+"""The numbers that are added to logits, by token id."""
 Logprobs = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 LastTokens = Annotated[int, Field(ge=1, le=INT32_MAX)] | Literal[-1]
 Salt = Annotated[str, Field(max_length=SALT_MAX)]

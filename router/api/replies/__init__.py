@@ -1,1 +1,1 @@
-"""What the replies of all HTTP APIs have in common."""
+"""The interface and the parts that the replies of all HTTP APIs share."""

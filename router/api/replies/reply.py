@@ -20,6 +20,9 @@ from wire.errors import TandemError
 class StreamedReply(Protocol):
     """The events of a stream, as bytes ready to send; empty where there is none."""
 
+    answer_id: str
+    """The id of the reply, which its header has, too."""
+
     def opening(self, choices: int = 1) -> bytes:
         """Return the first events, for so many answers."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,37 +11,28 @@ from fastapi import FastAPI, Request, Response
 from starlette.responses import JSONResponse
 
 from router.access.client_call import served_call
-from router.api.answer_stream import AnswerStream
 from router.api.bodies.api_call import ApiCall
-from router.api.client_gone import unless_gone
-from router.api.http_body import disconnected, read_body
 from router.api.messages.api_key import MESSAGES_PATH
 from router.api.messages.body import CountTokensRequest, MessagesRequest
 from router.api.messages.reply import MessageReply
 from router.api.messages.request import parse_count, parse_message
-from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
 from router.api.openapi.json_body import json_body
 from router.api.replies.reply import NamedEventsReply, ReplyFacts, collected
-from router.api.request_id import REQUEST_ID_HEADER
 from router.api.responses.body import ResponsesRequest
 from router.api.responses.reply import ResponseReply
 from router.api.responses.request import parse_response
-from router.config import RouterConfig
-from router.requests.dispatch import Dispatcher
+from router.api.routes.posted_calls import PostedCalls
 from router.requests.request import Admitted, ClientRequest
-from router.requests.validation import RequestValidator
-from wire.errors import InvalidArgument, TandemError
+from wire.errors import InvalidArgument
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
 
 
-def add_item_apis(
-    app: FastAPI, config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher, ignored: IgnoredLog
-) -> None:
+def add_item_apis(app: FastAPI, calls: PostedCalls) -> None:
     """Add the three routes to `app`; their requests share everything with chat completions but the form."""
-    routes = _ItemRoutes(config, validator, dispatcher, ignored)
+    routes = _ItemRoutes(calls)
     for path, answer, body in (
         ("/v1/responses", routes.responses, ResponsesRequest),
         (MESSAGES_PATH, routes.messages, MessagesRequest),
@@ -54,10 +43,7 @@ def add_item_apis(
 
 @dataclass(frozen=True, slots=True)
 class _ItemRoutes:
-    config: RouterConfig
-    validator: RequestValidator
-    dispatcher: Dispatcher
-    ignored: IgnoredLog
+    calls: PostedCalls
 
     async def responses(self, request: Request) -> Response:
         """Serve POST /v1/responses."""
@@ -70,13 +56,10 @@ class _ItemRoutes:
     async def count_tokens(self, request: Request) -> Response:
         """Serve POST /v1/messages/count_tokens."""
         received = EdgeStamp.now(Edge.RECEIVED)
-        body = await self._body(request)
-        gone = asyncio.create_task(disconnected(request.receive))
-        try:
-            call, count = await unless_gone(self._read(request, body, parse_count, received, self._count), gone)
-        finally:
-            gone.cancel()
-        return JSONResponse({"input_tokens": count}, headers=self._ignored(call))
+        body = await self.calls.body(request)
+        reading = self._read(request, body, parse=parse_count, received=received, use=self._count)
+        call, count = await self.calls.unless_gone(request, reading)
+        return JSONResponse({"input_tokens": count}, headers=self.calls.ignored_header(call))
 
     async def _answer(
         self,
@@ -85,64 +68,33 @@ class _ItemRoutes:
         reply_to: Callable[[ApiCall, Admitted, ReplyFacts], NamedEventsReply],
     ) -> Response:
         received = EdgeStamp.now(Edge.RECEIVED)
-        body = await self._body(request)
-        gone = asyncio.create_task(disconnected(request.receive))
-        try:
-            reading = self._read(request, body, parse, received, self.validator.admit)
-            call, admitted = await unless_gone(reading, gone)
-            choices = self.dispatcher.submit(admitted)
-        except BaseException:
-            gone.cancel()
-            raise
-        gone.add_done_callback(lambda _: choices.close())
-        model = admitted.model_name(self.config.model_name)
-        facts = ReplyFacts(choices.request_id, model, received.unix_nanos // 10**9)
+        admit = partial(self._read, request, parse=parse, received=received, use=self._admitted)
+        call, (admitted,), submitted = await self.calls.submitted(request, admit)
+        model = admitted.model_name(self.calls.config.model_name)
+        facts = ReplyFacts(submitted.choices.request_id, model, received.unix_nanos // 10**9)
         reply = reply_to(call, admitted, facts)
-        headers = {REQUEST_ID_HEADER: reply.answer_id, **self._ignored(call)}
-        if call.stream:
-            return AnswerStream(choices, reply, gone, headers=headers, comment_s=self.config.sse_comment_s)
-        try:
-            return Response(await collected(choices, reply), headers=headers, media_type="application/json")
-        finally:
-            gone.cancel()
-            choices.close()
-
-    async def _body(self, request: Request) -> bytes:
-        with self._counting_refusals():
-            return await read_body(request, self.config.listeners.max_request_bytes)
+        return await self.calls.respond(call, submitted, reply, partial(collected, submitted.choices, reply))
 
     async def _read(
         self,
         request: Request,
         body: bytes,
+        *,
         parse: Callable[..., ApiCall],
         received: EdgeStamp,
         use: Callable[[ClientRequest], Coroutine[Any, Any, _T]],
     ) -> tuple[ApiCall, _T]:
         """Parse a body and return what `use` returns for its request; errors name the client's fields."""
-        tenant = served_call().caller.tenant
-        parsing = partial(parse, received=received, strict=self.config.strict_requests)
-        with self._counting_refusals():
-            call = await self.validator.reader.json(tenant, body, parsing)
-        traceparent = only(request.headers.getlist(TRACEPARENT))
+        call = await self.calls.parsed(body, parse, received)
+        tenant, traceparent = served_call().caller.tenant, only(request.headers.getlist(TRACEPARENT))
         try:
             return call, await use(replace(call.request, tenant=tenant, traceparent=traceparent))
         except InvalidArgument as error:
             raise call.names.error(error) from error
 
+    async def _admitted(self, request: ClientRequest) -> list[Admitted]:
+        return [await self.calls.validator.admit(request)]
+
     async def _count(self, request: ClientRequest) -> int:
-        ids, _, _ = await self.validator.tokenize(request, spell=False)
+        ids, _, _ = await self.calls.validator.tokenize(request, spell=False)
         return len(ids)
-
-    def _ignored(self, call: ApiCall) -> dict[str, str]:
-        """Log the ignored fields, and return the header that names them."""
-        self.ignored.note(call.ignored)
-        return {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
-
-    @contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except TandemError as error:
-            self.dispatcher.metrics.refused("", error)
-            raise

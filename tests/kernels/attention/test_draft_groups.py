@@ -181,7 +181,7 @@ def test_groups_have_each_row_once(seed: int) -> None:
 
 
 def test_a_group_fills_a_tile() -> None:
-    """By the query heads of a key head: 8B models have 4, 70B models 8, some have 7."""
+    """The size depends on the query heads of a key head: 8B models have 4, 70B models 8, some have 7."""
     assert [group_rows([heads(32, 8, 128)], drafts) for drafts in (1, 2, 3, 5, 7)] == [4, 4, 4, 8, 8]
     assert [group_rows([heads(64, 8, 128)], drafts) for drafts in (1, 3, 7)] == [2, 4, 4]
     assert [group_rows([heads(28, 4, 128)], drafts) for drafts in (1, 3)] == [2, 4]

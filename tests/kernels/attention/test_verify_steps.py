@@ -78,7 +78,7 @@ def verify_step(runner: ModelRunner, size: VerifySize, batch: StepBatch) -> tupl
 @pytest.mark.parametrize("engine", [{}, {"num_key_value_heads": 2}], ids=["4 heads", "2 heads"], indirect=True)
 @pytest.mark.parametrize("group", [2, 4, 8])
 def test_logits_of_single_rows(engine: tuple[ModelRunner, CudaKernels], group: int) -> None:
-    """With padding rows, requests and groups, and more rows than decode attention has scratch for."""
+    """The step has padding rows, requests and groups, and more rows than decode attention has scratch for."""
     size, batch = VerifySize(16, 4, group), verifying(DRAFTS)
     runner, kernels = engine
     kernels.reserve_draft_groups(size.groups.groups, group)
