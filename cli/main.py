@@ -14,6 +14,7 @@ from cli.observe.trace import trace
 from cli.observe.why import why
 from cli.operations.down import down
 from cli.operations.drain import drain
+from cli.operations.lora import lora_commands
 from cli.operations.mode import mode
 from cli.operations.ready import ready
 from cli.operations.scale import scale
@@ -45,6 +46,7 @@ for command in (
     generate, chat, bench, status, top, why, trace, logs, mode, scale, drain, ready, plan, quantize, doctor, down,
 ):  # fmt: skip
     app.command()(command)
+app.add_typer(lora_commands, name="lora")
 
 
 @app.callback()

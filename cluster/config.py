@@ -57,9 +57,11 @@ class ClusterConfig:
     """The longest context in tokens, prompt and answer together; None = the model's."""
     loras: tuple[tuple[str, Path], ...] = ()
     """Low-rank adapters: the model name by which clients choose each, and its folder."""
-    max_loras: int = 16
+    runtime_loras: bool = False
+    """True if operators may load and unload adapters while the cluster serves, for which workers keep slots."""
+    max_loras: int = 8
     """Most adapters."""
-    max_lora_rank: int = 64
+    max_lora_rank: int = 16
     """Highest rank of an adapter."""
     mode: str = Mode.DISAGGREGATED
     """`disaggregated`: `prefill` and `decode` workers; `colocated`: `workers` that do both."""

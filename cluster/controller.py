@@ -60,8 +60,8 @@ class Controller:
     async def start(self) -> str:
         """Opens the listener, begins to start or take over all processes, and returns the listener's host:port."""
         cluster, token = self._config.cluster, self._config.token
-        operator, elsewhere = self._supervisor.operator, self._election.decided
-        servicer = ForwardingServicer(self._registry, operator, token, elsewhere)
+        supervisor, elsewhere = self._supervisor, self._election.decided
+        servicer = ForwardingServicer(self._registry, supervisor.operator, supervisor.adapters, token, elsewhere)
         cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, self._server)
         host = node_address()
         port = listen(self._server, address_of(host, cluster.controller_port), token)

@@ -6,23 +6,25 @@ from typing import Any
 
 import grpc.aio
 
+from cluster.operations.adapters import Adapters
 from cluster.operations.operator import Operator
 from cluster.supervision.modes import ModeChange
 from cluster.supervision.registry import Registry
 from cluster.supervision.size import SizeChange
 from wire import convert
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
 from wire.messages import PeerRef
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
-    """Implements `tandem.v1.Cluster` over a registry and an operator."""
+    """Implements `tandem.v1.Cluster` over a registry, an operator and the cluster's adapters."""
 
-    def __init__(self, registry: Registry, operator: Operator) -> None:
+    def __init__(self, registry: Registry, operator: Operator, adapters: Adapters) -> None:
         self._registry = registry
         self._operator = operator
+        self._adapters = adapters
 
     async def Register(self, request: cluster_pb2.RegisterRequest, _context: _Context) -> cluster_pb2.RegisterResponse:
         """Registers a worker or a new incarnation of it. StaleEpoch for an incarnation that is over."""
@@ -82,6 +84,20 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.ResizeResponse(
             workers=[convert.worker_info_to_proto(info) for info in workers], seconds=time.monotonic() - began
         )
+
+    async def LoadAdapter(
+        self, request: types_pb2.LoadAdapterRequest, _context: _Context
+    ) -> types_pb2.LoadAdapterResponse:
+        """Has every worker load an adapter; returns when requests may name it."""
+        loaded = await self._adapters.load(request.lora_name, request.lora_path)
+        return types_pb2.LoadAdapterResponse(adapter=convert.adapter_to_proto(loaded))
+
+    async def UnloadAdapter(
+        self, request: types_pb2.UnloadAdapterRequest, _context: _Context
+    ) -> types_pb2.UnloadAdapterResponse:
+        """Takes an adapter off the list."""
+        await self._adapters.unload(request.lora_name)
+        return types_pb2.UnloadAdapterResponse()
 
     async def ListAbsent(
         self, _request: cluster_pb2.ListAbsentRequest, _context: _Context

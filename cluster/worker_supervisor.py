@@ -11,6 +11,7 @@ from cluster.background import begin, going_on
 from cluster.config import ClusterConfig
 from cluster.leadership.forwarding import mirror
 from cluster.metrics import ClusterMetrics
+from cluster.operations.adapters import Adapters
 from cluster.operations.assignments import Assignments
 from cluster.operations.handover_state import Handover, HandoverState, inherit, slot_of
 from cluster.operations.operator import Operator
@@ -29,7 +30,7 @@ from cluster.supervision.roles import Slot, another
 from cluster.supervision.size import SizeChange
 from cluster.supervision.worker_calls import WorkerCalls
 from wire.errors import TandemError
-from wire.messages import PeerRef, Role
+from wire.messages import AdapterFacts, PeerRef, Role
 from wire.mode import Mode
 from worker.reporting.description import Settings, WorkerDescription, differences, served_of, tuning_of
 
@@ -43,6 +44,7 @@ GRACE_S = 60.0
 """Seconds that workers that were taken over have for their requests before they are restarted or leave."""
 
 _ASSIGNMENTS = "sending workers their assignments"
+_ADAPTERS = "having workers load adapters"
 Found = Mapping[str, tuple[OrphanedWorker, WorkerDescription]]
 
 
@@ -76,6 +78,13 @@ class WorkerSupervisor:
         calls = WorkerCalls(config.token)
         self._assignments = Assignments(registry, Topology.of(cluster), {}, calls.set_assignment)
         self.operator = Operator(registry, self._assignments, self.fleet, calls, node_is_up)
+        self.adapters = Adapters(
+            registry,
+            calls,
+            allowed=cluster.runtime_loras,
+            first=[AdapterFacts(name, "", str(path)) for name, path in cluster.loras],
+            model_names=(cluster.model_name or cluster.model.name, *cluster.model_aliases),
+        )
         self.taken_over: frozenset[str] = frozenset()
         """The workers that another controller started."""
         self.started = asyncio.Event()
@@ -116,8 +125,10 @@ class WorkerSupervisor:
         await self._until_they_follow()
         self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
         self.operator.resume(handover)
+        self.adapters.inherit()
         self._tasks = [
             begin(going_on(self._assignments.run, _ASSIGNMENTS), _ASSIGNMENTS),
+            begin(going_on(self.adapters.run, _ADAPTERS), _ADAPTERS),
             begin(self._adjust(found, state), "changing workers that were taken over"),
         ]
         if self._planner is not None:

@@ -107,7 +107,7 @@ class DecodeAdmission:
 
     # ---- routers ----
 
-    def reserve(self, reservation: Reservation) -> GrantedLease:
+    def reserve(self, reservation: Reservation, adapter: int = 0) -> GrantedLease:
         """Promise pages to a validated reservation. The same one twice gets the same lease.
 
         ResourceExhausted with a retry hint when there is no room now, InvalidArgument when there never will be,
@@ -118,7 +118,7 @@ class DecodeAdmission:
         prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt, reads=reads)
         with self.lock:
             try:
-                request = self._known(reservation) or self._leased.grant(reservation, prefix)
+                request = self._known(reservation) or self._leased.grant(reservation, prefix, adapter)
             finally:
                 self._expect(self._leases.open_leases)
         return GrantedLease(request.lease, self._config.lease_s, request.skipped * self._page_tokens)
@@ -148,6 +148,11 @@ class DecodeAdmission:
         """Every request that is not over, with its router."""
         with self.lock:
             return self.requests.refs()
+
+    def adapters(self) -> set[str]:
+        """The hashes of the adapters of all requests that a step may still compute; "" = the base model."""
+        with self.lock:
+            return self.requests.adapters()
 
     def close(self, why: str) -> None:
         """Promise nothing new until `open`; what is here goes on."""

@@ -140,7 +140,6 @@ class DecodeHalf:
         request.edges.append(EdgeStamp.now(Edge.DECODE_STARTED))
         sampling = request.reservation.sampling
         request.ending = Ending.of(request.prompt_tokens, sampling, self._model)
-        request.adapter = self._model.adapter_number(request.reservation.adapter)
         if sampling.needs_history:
             request.history = History(request.reservation.question, request.token_ids)
         self._batch.join(request)

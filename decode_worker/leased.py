@@ -40,7 +40,7 @@ class LeasedRequests:
     def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(self._by_epoch.values())
 
-    def grant(self, reservation: Reservation, prefix: Prefix) -> DecodeRequest:
+    def grant(self, reservation: Reservation, prefix: Prefix, adapter: int) -> DecodeRequest:
         """Make a request with a lease and a promise of pages beside the cached pages of `prefix`.
 
         It fails as `PageBudget.promise` and `LeaseTable.grant` do, and has taken nothing then.
@@ -72,6 +72,7 @@ class LeasedRequests:
             skipped,
             lease_pages=lease_pages,
             held=lease_pages + held,
+            adapter=adapter,
         )
         self._budget.await_prompt(request)
         self._by_epoch[lease.epoch] = request

@@ -82,7 +82,7 @@ class DecodeRequest:
     history: History | None = None
     """The tokens that penalties look back on, for a running request with penalties."""
     adapter: int = 0
-    """The number of a running request's adapter, as in `StepRow`."""
+    """The number of its adapter, as in `StepRow`."""
     edges: list[EdgeStamp] = field(default_factory=list)
 
     def __post_init__(self) -> None:

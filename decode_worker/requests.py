@@ -34,6 +34,8 @@ class DecodeRequests:
         self._arrived: OrderedDict[int, None] = OrderedDict()
         self.preemptions = 0
         """The number of preempted requests."""
+        self._dropped: set[DecodeRequest] = set()
+        """Cancelled requests whose pages are in use."""
         self.cancelled = 0
         """The number of requests that were cancelled while their pages were in use."""
 
@@ -48,6 +50,10 @@ class DecodeRequests:
     def refs(self) -> list[tuple[str, RequestRef]]:
         """Every request that is not over, with its router."""
         return [(router_id, request.reservation.ref) for (router_id, _), request in self._by_key.items()]
+
+    def adapters(self) -> set[str]:
+        """The hashes of the adapters of all requests that a step may still compute; "" = the base model."""
+        return {request.reservation.adapter for request in (*self._by_key.values(), *self._dropped)}
 
     def add(self, request: DecodeRequest) -> None:
         """A request in Stage.LEASED."""
@@ -147,6 +153,7 @@ class DecodeRequests:
             # Its pages may be read now: the batch drops it at the step's end, the check when it has its result.
             request.cancelled = True
             self.cancelled += 1
+            self._dropped.add(request)
             self._by_key.pop(request.key, None)
 
     def leave(self, request: DecodeRequest) -> None:
@@ -174,6 +181,7 @@ class DecodeRequests:
         self._cache.let_go(request.prefix)
         self._budget.give_back(request)
         request.claimed, request.pages, request.stage = 0, [], Stage.OVER
+        self._dropped.discard(request)
         if self._by_key.get(request.key) is request:
             del self._by_key[request.key]
         if failure is not None:

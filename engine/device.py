@@ -145,7 +145,7 @@ def choose_kernels(
         from engine.kernels.cuda import CudaKernels
         from engine.kernels.lora.cuda_lora import LoraCudaKernels
 
-        chosen = LoraCudaKernels if config.adapters else CudaKernels
+        chosen = LoraCudaKernels if config.has_loras else CudaKernels
         return chosen(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
     if dtype in {torch.float32, torch.bfloat16}:
         # Imported here, as compiling takes seconds and processes on GPUs need none of it.
@@ -154,8 +154,8 @@ def choose_kernels(
 
         # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
         torch.set_num_threads(1)
-        return (LoraCpuKernels if config.adapters else CpuKernels)(dtype, config.threads)
-    return LoraReferenceKernels() if config.adapters else ReferenceKernels()
+        return (LoraCpuKernels if config.has_loras else CpuKernels)(dtype, config.threads)
+    return LoraReferenceKernels() if config.has_loras else ReferenceKernels()
 
 
 def device_name(device: torch.device) -> str:

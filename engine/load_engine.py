@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.adapters.load import load_adapters
+from engine.adapters.load import LoadedAdapters, load_adapters, slot_bytes
+from engine.adapters.slots import AdapterSlots
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
@@ -32,7 +33,7 @@ from engine.weights.checkpoint import Progress, check_model, load_weights, revis
 from engine.weights.random_weights import fill_randomly, random_revision
 from vocabulary.grammars import Grammars, LazyGrammars
 from wire.errors import InvalidArgument
-from wire.messages import AdapterFacts, ModelFacts
+from wire.messages import ModelFacts
 
 _CPU_CACHE_BYTES = 1 << 30
 
@@ -65,7 +66,9 @@ class LoadedParts:
     """The dtype of the activations, and of weights that are not quantized."""
     facts: ModelFacts
     revision: str
-    """The name of the weights, adapters included."""
+    """The name of the weights."""
+    adapters: AdapterSlots
+    """The adapters of the start, and slots for others."""
     stepper: Stepper
     expert_tokens: ExpertTokens
     compile_grammar: Callable[[str], None]
@@ -83,7 +86,7 @@ def load_parts(
     dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
     check_weights(device, spec)
     if device.type == "cpu":
-        check_host_memory(weight_bytes(spec, dtype, on_cpu=True))
+        check_host_memory(weight_bytes(spec, dtype, on_cpu=True) + slot_bytes(config, spec, dtype))
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     else:
         torch.cuda.set_device(device)
@@ -112,11 +115,11 @@ def load_parts(
         dtype=str(dtype).removeprefix("torch."),
         summary=model_summary(spec, dtype.itemsize, cache.element_bytes, on_cpu=is_cpu(device)),
         kv_windows=cache.kv_pages.windows,
-        adapters=adapters,
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
-    revision += "".join(f", adapter {each.name} {each.identity}" for each in adapters)
-    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars.check)
+    return LoadedParts(
+        spec, cache, dtype, facts, revision, adapters.slots, stepper, model.expert_tokens, grammars.check
+    )
 
 
 def _load_model(
@@ -127,7 +130,7 @@ def _load_model(
     device: torch.device,
     *,
     progress: Progress | None,
-) -> tuple[DecoderModel, tuple[AdapterFacts, ...]]:
+) -> tuple[DecoderModel, LoadedAdapters]:
     try:
         with torch.inference_mode():
             parameters = allocate_parameters(spec, dtype, device)
@@ -139,11 +142,11 @@ def _load_model(
             if adapters.tables:
                 assert isinstance(kernels, LoraProducts)
                 kernels.tables = adapters.tables
-            return DecoderModel(spec, parameters, kernels, spec.max_context), adapters.facts
+            return DecoderModel(spec, parameters, kernels, spec.max_context), adapters
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
-        size = weight_bytes(spec, dtype, on_cpu=is_cpu(device))
+        size = weight_bytes(spec, dtype, on_cpu=is_cpu(device)) + slot_bytes(config, spec, dtype)
         raise InvalidArgument(
             "device",
             f"{device} has no memory for the weights, {size / GIB:.2f} GiB; free memory there, or"

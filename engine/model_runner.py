@@ -27,6 +27,7 @@ class ModelRunner:
         """Use `load`."""
         self.spec = spec = loaded.spec
         self.facts = loaded.facts
+        self.adapters = loaded.adapters
         self.dtype = loaded.dtype
         self.cache = cache = loaded.cache
         self.pool = PagePool(cache.pages)

@@ -81,7 +81,8 @@ class PrefillHalf:
         self._hand_over = hand_over
         self._wake = wake
         self._lock = threading.Lock()
-        self._registry = RequestRegistry(me, config.max_requests)
+        self.registry = RequestRegistry(me, config.max_requests)
+        """The prompts from their arrival to the end of their hand-over. Changed on the event loop."""
         self.queue = PromptQueue()
         """The prompts that are not computed to their end. Guarded by the half's lock, but for its `length`."""
         self._steps = InFlightSteps()
@@ -90,22 +91,22 @@ class PrefillHalf:
     @property
     def fenced(self) -> int:
         """Attempts that came after newer ones."""
-        return self._registry.fenced
+        return self.registry.fenced
 
     # ---- event loop: requests come and go ----
 
-    def submit(self, task: PrefillTask) -> None:
+    def submit(self, task: PrefillTask, adapter: int = 0) -> None:
         """Take a validated task. The same attempt twice is one; an older one is StaleEpoch; a newer one replaces.
 
         ResourceExhausted when too many are known, RoleClosed while closed, InvalidArgument when the prompt can
         never fit the page pool.
         """
-        request = self._make(task)
+        request = self._make(task, adapter)
         with self._lock:
-            if self._registry.knows(task):
+            if self.registry.knows(task):
                 return
-            self._registry.check_accepts(task, self._pending_transfers.not_ready)
-            replaced = self._registry.add(request)
+            self.registry.check_accepts(task, self._pending_transfers.not_ready)
+            replaced = self.registry.add(request)
             self.queue.add(request)
         if replaced is not None and replaced.handoff is not None:
             replaced.handoff.abort()
@@ -116,29 +117,29 @@ class PrefillHalf:
         """Abort these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
         for ref in refs:
             with self._lock:
-                request = self._registry.find(router_id, ref)
+                request = self.registry.find(router_id, ref)
             if request is not None and request.handoff is not None:
                 request.handoff.abort()
 
     def abort_router(self, router_id: str) -> list[RequestRef]:
         """Abort every request of a router; returns them."""
         with self._lock:
-            refs = [request.task.ref for owner, request in self._registry if owner == router_id]
+            refs = [request.task.ref for owner, request in self.registry if owner == router_id]
         self.abort(router_id, refs)
         return refs
 
     def refs(self) -> list[tuple[str, RequestRef]]:
         """Every request that is not leaving, with its router."""
         with self._lock:
-            return [(router_id, request.task.ref) for router_id, request in self._registry]
+            return [(router_id, request.task.ref) for router_id, request in self.registry]
 
     def close(self, why: str) -> None:
         """Take nothing new until `open`; what is here goes on."""
-        self._registry.closed = why
+        self.registry.closed = why
 
     def open(self) -> None:
         """Take work."""
-        self._registry.closed = ""
+        self.registry.closed = ""
 
     def withdraw(self, request: PrefillRequest) -> None:
         """Compute no more of this request; its progress says when the engine has let go of it."""
@@ -157,7 +158,7 @@ class PrefillHalf:
     def free(self, request: PrefillRequest) -> None:
         """Free the pages of a request, which the engine has released and no write reads."""
         with self._lock:
-            self._registry.remove(request)
+            self.registry.remove(request)
             self._pending_transfers.discard(request)
             self._pages.give_back(request)
         # They know each other: with the knot they and all their writes would wait for the garbage collector.
@@ -267,11 +268,11 @@ class PrefillHalf:
     def known_requests(self) -> int:
         """Requests whose handoff has not ended."""
         with self._lock:
-            return len(self._registry)
+            return len(self.registry)
 
     # ---- inside ----
 
-    def _make(self, task: PrefillTask) -> PrefillRequest:
+    def _make(self, task: PrefillTask, adapter: int) -> PrefillRequest:
         kv, tokens = self._cache.kv, len(task.prompt_token_ids)
         pages = kv.held(tokens)
         if pages > self._pages_total:
@@ -284,8 +285,7 @@ class PrefillHalf:
         edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
         scores = PromptScores(task.question, task.sampling.prompt_logprobs or 0) if task.scores_prompt else None
         return PrefillRequest(
-            task, kv.numbers(tokens), local, Progress(), prefix, token_hash, scores=scores, edges=edges,
-            adapter=self._model.adapter_number(task.adapter),
+            task, kv.numbers(tokens), local, Progress(), prefix, token_hash, scores=scores, edges=edges, adapter=adapter
         )  # fmt: skip
 
     def _start(self, request: PrefillRequest) -> StartResult:

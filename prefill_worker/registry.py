@@ -38,6 +38,10 @@ class RequestRegistry:
         """Those that nobody has replaced, with their routers."""
         return ((router_id, request) for (router_id, _), request in self._requests.items())
 
+    def adapters(self) -> set[str]:
+        """The hashes of the adapters that any of them has; "" = the base model."""
+        return {request.task.adapter for request in (*self._requests.values(), *self._replaced)}
+
     def find(self, router_id: str, ref: RequestRef) -> PrefillRequest | None:
         """The newest attempt of this request, unless it is newer than `ref`."""
         request = self._requests.get((router_id, ref.request_id))

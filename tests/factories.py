@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
 from engine.models.allocation import allocate_parameters
 from engine.models.families import places_of
 from engine.models.load_spec import parse_spec
-from engine.steps.batch import StepRow
+from engine.steps.batch import StepBatch, StepRow
 from engine.steps.draws import Draw
 from engine.weights.safetensors_file import write_float32
 from wire.messages import SamplingParams
@@ -247,3 +249,16 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: tuple[int, ...], 
         return values / 10
     scale = 1.0 if len(shape) == 1 or "embed" in name else 1 / math.sqrt(shape[-1])
     return (values * scale).astype(np.float32)
+
+
+def greedy_answer(runner: ModelRunner, prompt: Sequence[int], tokens: int) -> list[int]:
+    """Returns the tokens of an answer that one engine computes, the prompt in chunks of 32 tokens."""
+    pages, found, start = list(range(-(-(len(prompt) + tokens) // 16))), list(prompt), 0
+    while len(found) < len(prompt) + tokens:
+        chunk = found[start : start + 32]
+        last = start + len(chunk) == len(found)
+        step = StepRow(chunk, start, pages, draw(index=len(found) - len(prompt)) if last else None)
+        (token,) = runner.run(StepBatch([step])).token_ids
+        start += len(chunk)
+        found += [] if token is None else [token]
+    return found[len(prompt) :]

@@ -18,6 +18,7 @@ import torch
 
 from costs.roofline import Ceilings, ModelSizes, Roofline
 from decode_worker.request import DecodeRequest
+from engine.adapters.slots import AdapterSlots
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
@@ -50,6 +51,7 @@ class FakeEngine:
 
     def __init__(self, pages: int = 64, facts: ModelFacts = FACTS) -> None:
         self.facts = replace(facts, kv_windows=self.windows)
+        self.adapters = AdapterSlots()
         self.page_tokens = PAGE_TOKENS
         self.kv_pages = KvPages(PAGE_TOKENS, self.windows, self.step_tokens)
         self.pool = PagePool(pages)

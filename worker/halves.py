@@ -77,6 +77,10 @@ class Halves:
         """Return the requests with their routers; one that both halves know comes twice."""
         return [*self.prefill.refs(), *self.admission.refs()]
 
+    def adapters(self) -> set[str]:
+        """Return the hashes of the adapters that requests of either half use; "" = the base model."""
+        return self.prefill.registry.adapters() | self.admission.adapters()
+
     def close(self, why: str) -> None:
         """Take nothing new."""
         self.prefill.close(why)

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from costs.roofline import Roofline
 from costs.step_cost import CostParameters
+from engine.adapters.slots import AdapterSlots
 from engine.cache.page_pool import PagePool
 from kv_transfer.checksums import PageSums
 from kv_transfer.handshake import Facts, layout_facts
@@ -24,6 +25,11 @@ class LoadedEngine(Runner, Protocol):
     @property
     def facts(self) -> ModelFacts:
         """The facts of the model."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """The adapters that requests may name, and slots for others."""
         ...
 
     @property

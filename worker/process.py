@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -174,7 +175,7 @@ class WorkerProcess:
                 on_peer_gone=self._worker.peer_gone,
                 on_superseded=self._end,
             )
-            self._worker.assignment.on_change = self._controller.refresh
+            self._worker.assignment.on_change = self._worker.adapters.on_change = self._controller.refresh
             await self._controller.register()
         self._registered = True
         return describe()
@@ -202,7 +203,7 @@ class WorkerProcess:
             peer=self._me,
             role=assignment.role,
             address=address,
-            model=engine.facts,
+            model=replace(engine.facts, adapters=worker.adapters.facts),
             pages_total=engine.cache.pages,
             page_tokens=engine.page_tokens,
             max_batch_requests=decode_batch(assignment.role, sizes),

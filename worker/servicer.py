@@ -67,6 +67,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._worker.assume(meant, convert.assignment_from_proto(request.assignment), request.grace_s)
         return worker_pb2.SetAssignmentResponse()
 
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadWorkerAdapterRequest, _context: _Context
+    ) -> worker_pb2.LoadWorkerAdapterResponse:
+        """Loads an adapter; returns when requests may have it."""
+        meant = PeerRef(request.worker_id, request.incarnation)
+        loaded = await self._worker.adapters.load(meant, convert.adapter_from_proto(request.adapter))
+        return worker_pb2.LoadWorkerAdapterResponse(adapter=convert.adapter_to_proto(loaded))
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadWorkerAdapterRequest, _context: _Context
+    ) -> worker_pb2.UnloadWorkerAdapterResponse:
+        """Lists an adapter no more."""
+        self._worker.adapters.unload(PeerRef(request.worker_id, request.incarnation), request.name)
+        return worker_pb2.UnloadWorkerAdapterResponse()
+
     async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
         """Returns the identity and state of the worker."""
         return convert.inspection_to_proto(self._worker.report.inspect())

@@ -25,14 +25,14 @@ ID_LENGTH_MAX = 256
 
 
 def check_prefill(task: PrefillTask, model: ModelFacts) -> None:
-    """InvalidArgument names the field and the limit; FailedPrecondition for an adapter that is not loaded."""
+    """InvalidArgument names the field and the limit."""
     _check(task, model)
     if task.destination is None and task.sampling.max_tokens > task.answered + 1:
         raise InvalidArgument("destination", "is missing, and max_tokens leaves room for more than one token")
 
 
 def check_reservation(reservation: Reservation, model: ModelFacts) -> None:
-    """InvalidArgument names the field and the limit; FailedPrecondition for an adapter that is not loaded."""
+    """InvalidArgument names the field and the limit."""
     _check(reservation, model)
     if not reservation.gap_target_s > 0:
         raise InvalidArgument("gap_target_s", f"{reservation.gap_target_s:g} is not above 0")
@@ -45,7 +45,6 @@ def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:
             raise InvalidArgument(field, f"has {len(name)} characters, must have 1 to {ID_LENGTH_MAX}")
     if len(asked.cache_salt) > CACHE_SALT_MAX:
         raise InvalidArgument("cache_salt", f"has {len(asked.cache_salt)} characters, the limit is {CACHE_SALT_MAX}")
-    model.adapter_number(asked.adapter)
     if ref.attempt < 1:
         raise InvalidArgument("attempt", f"{ref.attempt} is less than 1")
     _check_prompt(asked.prompt_token_ids, model)

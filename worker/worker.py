@@ -33,6 +33,7 @@ from wire.messages import (
     WorkerInfo,
     WorkerLoad,
 )
+from worker.adapters import WorkerAdapters
 from worker.assignment import WorkerAssignment, decode_batch
 from worker.config import WorkerConfig
 from worker.halves import Halves
@@ -93,6 +94,8 @@ class Worker:
             emit=post,
         )
         """The assignment of this worker."""
+        self.adapters = WorkerAdapters(me, engine.adapters, halves.adapters)
+        """The adapters of this worker."""
         self._warm_ups = WarmUps(
             self.peers, lambda: self.assignment.assignment.role.prefills and not self.assignment.draining
         )
@@ -131,10 +134,11 @@ class Worker:
             await asyncio.to_thread(self._compile_grammar, sampling.grammar)
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
-        """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take."""
+        """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take, NotFound for its adapter."""
         check_reservation(reservation, self.facts)
+        adapter = self.adapters.number(reservation.adapter)
         try:
-            granted = self.admission.reserve(reservation)
+            granted = self.admission.reserve(reservation, adapter)
         except ResourceExhausted:
             self.metrics.refused()
             raise
@@ -142,9 +146,9 @@ class Worker:
         return granted
 
     def prefill(self, task: PrefillTask) -> None:
-        """See `PrefillHalf.submit`; InvalidArgument for what no worker would take."""
+        """See `PrefillHalf.submit`; InvalidArgument for what no worker would take, NotFound for its adapter."""
         check_prefill(task, self.facts)
-        self._halves.prefill.submit(task)
+        self._halves.prefill.submit(task, self.adapters.number(task.adapter))
         self._outbox.expect(task.router_id)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:

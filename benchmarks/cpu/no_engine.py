@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.cpu.stopwatch import Stopwatch
 from costs.roofline import CPU, ModelSizes, Roofline
+from engine.adapters.slots import AdapterSlots
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.config import GPU_PAGE_TOKENS
@@ -38,6 +39,7 @@ class NoEngine:
     """Maximum number of decoding requests."""
     asynchronous: bool = True
     facts: ModelFacts = MODEL
+    adapters: AdapterSlots = field(default_factory=AdapterSlots)
     page_tokens: int = GPU_PAGE_TOKENS
     kv_pages = KvPages(GPU_PAGE_TOKENS)
     cost_guess = UNMEASURED

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
+from cluster.operations.adapters import Adapters
 from cluster.operations.operator import Operator
 from cluster.service import ClusterServicer
 from cluster.supervision.registry import Registry
@@ -69,8 +70,8 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         server = open_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
         registry = Registry()
-        operator = cast(Operator, None)  # no operation is requested
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, operator), server)
+        operator, adapters = cast(Operator, None), cast(Adapters, None)  # no operation is requested
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, operator, adapters), server)
         address = f"127.0.0.1:{listen(server, '127.0.0.1:0', TOKEN)}"
         await server.start()
         self._server = server

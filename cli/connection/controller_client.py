@@ -7,8 +7,8 @@ import grpc.aio
 
 from wire import convert
 from wire.errors import TandemError, Unauthenticated, Unavailable
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.messages import Absence, WorkerInfo
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
+from wire.messages import Absence, AdapterFacts, Membership, WorkerInfo
 from wire.rpc import ERROR_CODE, error_of, is_refused_peer, open_channel
 
 GRACE_S = 30.0
@@ -76,12 +76,15 @@ class ControllerClient:
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Returns all serving workers."""
+        return (await self._membership()).workers
+
+    async def _membership(self) -> Membership:
         async with open_channel(self._address, self._token) as channel:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
             call = stub.Watch(cluster_pb2.WatchRequest(), timeout=_LOOK_S)
             membership = await self._typed(call.read())
             call.cancel()
-        return convert.membership_from_proto(membership).workers
+        return convert.membership_from_proto(membership)
 
     async def absent(self) -> tuple[Absence, ...]:
         """Returns the workers that were requested but do not serve now."""
@@ -107,6 +110,28 @@ class ControllerClient:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
             reply = await self._typed(stub.DrainWorker(request, timeout=grace_s + _CHANGE_MARGIN_S))
         return float(reply.seconds)
+
+    async def load_adapter(self, name: str, path: str) -> AdapterFacts:
+        """Has all workers load an adapter; returns it once requests may name it. See `LoadAdapterRequest`."""
+        request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.LoadAdapter(request, timeout=_CHANGE_MARGIN_S))
+        return convert.adapter_from_proto(reply.adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Has all workers unload an adapter; NotFound if it is not loaded."""
+        request = types_pb2.UnloadAdapterRequest(lora_name=name)
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            await self._typed(stub.UnloadAdapter(request, timeout=_CHANGE_MARGIN_S))
+
+    async def adapters(self) -> tuple[AdapterFacts, ...]:
+        """Returns the adapters that requests may name."""
+        found = await self._membership()
+        if found.adapters is not None:
+            return found.adapters
+        return found.workers[0].model.adapters if found.workers else ()
 
     async def _typed(self, call: Awaitable[Result]) -> Result:
         try:

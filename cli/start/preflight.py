@@ -135,6 +135,7 @@ def check_weights(config: ClusterConfig) -> None:
     """
     import torch
 
+    from engine.adapters.load import slot_bytes
     from engine.device import parse_dtype
     from engine.models.allocation import weight_bytes
     from engine.models.load_spec import bounded, load_spec, quantized_at_load
@@ -144,11 +145,13 @@ def check_weights(config: ClusterConfig) -> None:
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
     if not config.on_cpu or config.ray_address:
         return
-    dtype = parse_dtype(_engine(config), torch.device("cpu"), stored)
+    engine = _engine(config)
+    dtype = parse_dtype(engine, torch.device("cpu"), stored)
     counts = {Role.BOTH: config.workers}
     if config.mode == Mode.DISAGGREGATED:
         counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
-    sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) for role in counts}
+    slots = slot_bytes(engine, stored, dtype)
+    sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + slots for role in counts}
     each, pages = max(sizes.values()) / GIB, config.worker_kv_cache_bytes or 0
     free = psutil.virtual_memory().available
     if sum(counts[role] * (size + pages) for role, size in sizes.items()) > free:
@@ -169,6 +172,7 @@ def _engine(config: ClusterConfig) -> EngineConfig:
         page_tokens=config.page_tokens,
         random_weights=config.random_weights,
         adapters=tuple(AdapterSource(name, path) for name, path in config.loras),
+        runtime_loras=config.runtime_loras,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
     )

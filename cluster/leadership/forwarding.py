@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from cluster.operations.adapters import Adapters
 from cluster.operations.operator import Operator
 from cluster.service import ClusterServicer
 from cluster.supervision.registry import Registry
 from wire import convert, rpc
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,14 @@ class ForwardingServicer(ClusterServicer):
     """
 
     def __init__(
-        self, registry: Registry, operator: Operator, token: str, elsewhere: Callable[[], Awaitable[str]]
+        self,
+        registry: Registry,
+        operator: Operator,
+        adapters: Adapters,
+        token: str,
+        elsewhere: Callable[[], Awaitable[str]],
     ) -> None:
-        super().__init__(registry, operator)
+        super().__init__(registry, operator, adapters)
         self._token = token
         self._elsewhere = elsewhere
 
@@ -68,6 +74,20 @@ class ForwardingServicer(ClusterServicer):
         """Changes the number of workers here or at the leader."""
         own = super().Resize
         return await self._answer(lambda: own(request, context), lambda stub: stub.Resize(request))
+
+    async def LoadAdapter(
+        self, request: types_pb2.LoadAdapterRequest, context: _Context
+    ) -> types_pb2.LoadAdapterResponse:
+        """Loads an adapter here or at the leader."""
+        own = super().LoadAdapter
+        return await self._answer(lambda: own(request, context), lambda stub: stub.LoadAdapter(request))
+
+    async def UnloadAdapter(
+        self, request: types_pb2.UnloadAdapterRequest, context: _Context
+    ) -> types_pb2.UnloadAdapterResponse:
+        """Unloads an adapter here or at the leader."""
+        own = super().UnloadAdapter
+        return await self._answer(lambda: own(request, context), lambda stub: stub.UnloadAdapter(request))
 
     async def ListAbsent(
         self, request: cluster_pb2.ListAbsentRequest, context: _Context

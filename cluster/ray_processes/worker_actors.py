@@ -127,7 +127,9 @@ class WorkerActors:
             random_weights=cluster.random_weights,
             draft_graphs=SpeculationMethod(cluster.speculate) not in (SpeculationMethod.AUTO, SpeculationMethod.OFF),
             threads=cluster.threads,
-            adapters=tuple(AdapterSource(name, path) for name, path in cluster.loras),
+            # The controller has workers with slots load them (`cluster/operations/adapters.py`).
+            adapters=() if cluster.runtime_loras else tuple(AdapterSource(*lora) for lora in cluster.loras),
+            runtime_loras=cluster.runtime_loras,
             max_loras=cluster.max_loras,
             max_lora_rank=cluster.max_lora_rank,
         )

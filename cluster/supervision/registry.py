@@ -5,10 +5,11 @@ One event loop owns a registry; no call blocks.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import replace
 
 from wire.errors import StaleEpoch
-from wire.messages import Membership, PeerRef, WorkerInfo
+from wire.messages import AdapterFacts, Membership, PeerRef, WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,9 @@ class Registry:
         self._gone: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._mode = ""
+        self._adapters: tuple[AdapterFacts, ...] | None = None
+        self.lack: Callable[[WorkerInfo], str] = lambda _: ""
+        """Returns what a worker lacks, so that routers send it no new requests; empty = nothing."""
 
     def set_mode(self, mode: str) -> None:
         """Sets the mode that routers follow from now on."""
@@ -29,11 +33,22 @@ class Registry:
             self._mode = mode
             self._publish()
 
+    def set_adapters(self, adapters: tuple[AdapterFacts, ...] | None) -> None:
+        """Sets the adapters that requests may name from now on; None = those that the workers started with."""
+        if adapters != self._adapters:
+            self._adapters = adapters
+            self._publish()
+
+    def look_again(self) -> None:
+        """Publishes the membership again, because what workers lack may have changed."""
+        self._publish()
+
     def mirror(self, membership: Membership) -> None:
-        """Copies the membership and mode of another registry."""
+        """Copies the membership, mode and adapters of another registry."""
         workers = {info.peer.worker_id: info for info in membership.workers}
-        if (workers, membership.mode) != (self._workers, self._mode):
-            self._workers, self._mode = workers, membership.mode
+        copied = workers, membership.mode, membership.adapters
+        if copied != (self._workers, self._mode, self._adapters):
+            self._workers, self._mode, self._adapters = copied
             self._publish()
 
     def keep(self, peers: Collection[PeerRef]) -> None:
@@ -66,7 +81,8 @@ class Registry:
 
     def membership(self) -> Membership:
         """Returns all serving workers, by id."""
-        return Membership(self._revision, tuple(self._workers[key] for key in sorted(self._workers)), self._mode)
+        workers = tuple(self._whole(self._workers[key]) for key in sorted(self._workers))
+        return Membership(self._revision, workers, self._mode, self._adapters)
 
     async def watch(self) -> AsyncIterator[Membership]:
         """Yields the membership now and after each change; a slow watcher skips outdated versions."""
@@ -74,6 +90,10 @@ class Registry:
             changed = self._changed
             yield self.membership()
             await changed.wait()
+
+    def _whole(self, info: WorkerInfo) -> WorkerInfo:
+        lack = self.lack(info)
+        return info if not lack else replace(info, not_ready="; ".join(filter(None, (info.not_ready, lack))))
 
     def _publish(self) -> None:
         self._revision += 1

@@ -4,10 +4,12 @@ import grpc.aio
 
 from wire import convert, rpc
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import Assignment, WorkerInfo
+from wire.messages import AdapterFacts, Assignment, WorkerInfo
 
 ANSWER_S = 5.0
 """Timeout of calls that a worker can complete immediately, in seconds."""
+LOAD_S = 120.0
+"""Timeout of a call that reads an adapter's files, in seconds."""
 
 
 class WorkerCalls:
@@ -28,6 +30,31 @@ class WorkerCalls:
         async with rpc.open_channel(info.address, self._token) as channel:
             try:
                 await worker_pb2_grpc.WorkerStub(channel).SetAssignment(request, timeout=ANSWER_S)
+            except grpc.aio.AioRpcError as error:
+                raise rpc.error_of(error, f"worker {peer.worker_id}") from error
+
+    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts) -> AdapterFacts:
+        """Has a worker load an adapter, with any hash if its identity is empty; returns what was loaded."""
+        peer = info.peer
+        request = worker_pb2.LoadWorkerAdapterRequest(
+            worker_id=peer.worker_id, incarnation=peer.incarnation, adapter=convert.adapter_to_proto(adapter)
+        )
+        async with rpc.open_channel(info.address, self._token) as channel:
+            try:
+                reply = await worker_pb2_grpc.WorkerStub(channel).LoadAdapter(request, timeout=LOAD_S)
+            except grpc.aio.AioRpcError as error:
+                raise rpc.error_of(error, f"worker {peer.worker_id}") from error
+        return convert.adapter_from_proto(reply.adapter)
+
+    async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
+        """Has a worker unload an adapter; one that it does not have is ignored."""
+        peer = info.peer
+        request = worker_pb2.UnloadWorkerAdapterRequest(
+            worker_id=peer.worker_id, incarnation=peer.incarnation, name=name
+        )
+        async with rpc.open_channel(info.address, self._token) as channel:
+            try:
+                await worker_pb2_grpc.WorkerStub(channel).UnloadAdapter(request, timeout=ANSWER_S)
             except grpc.aio.AioRpcError as error:
                 raise rpc.error_of(error, f"worker {peer.worker_id}") from error
 

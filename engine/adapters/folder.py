@@ -87,6 +87,12 @@ def read_adapter(path: Path) -> AdapterFolder:
     return AdapterFolder(path, _hash(path), updates)
 
 
+def check_unchanged(folder: AdapterFolder) -> None:
+    """Raises ModelError if the files are not those that `read_adapter` hashed: tensors read meanwhile may be mixed."""
+    if _hash(folder.path) != folder.identity:
+        raise ModelError(f"{folder.path} changed while it was read; load it once it is written.")
+
+
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_bytes())
@@ -142,8 +148,11 @@ def _of_module(module: str, patterns: Mapping[str, object], default: object) -> 
 
 def _hash(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name in (CONFIG, WEIGHTS):
-        with (path / name).open("rb") as stream:
-            while piece := stream.read(_READ_BYTES):
-                digest.update(piece)
+    try:
+        for name in (CONFIG, WEIGHTS):
+            with (path / name).open("rb") as stream:
+                while piece := stream.read(_READ_BYTES):
+                    digest.update(piece)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}); is this process allowed to read it?") from error
     return digest.hexdigest()

@@ -56,7 +56,14 @@ class EngineConfig:
     """CPU threads of the engine; None = all cores this process may use."""
     adapters: tuple[AdapterSource, ...] = ()
     """Low-rank adapters that requests may name, in the order of their numbers from 1."""
-    max_loras: int = 16
+    runtime_loras: bool = False
+    """True to keep `max_loras` slots of rank `max_lora_rank`, into which adapters are loaded while the engine runs."""
+    max_loras: int = 8
     """Most adapters."""
-    max_lora_rank: int = 64
+    max_lora_rank: int = 16
     """Highest rank of an adapter."""
+
+    @property
+    def has_loras(self) -> bool:
+        """True if steps compute updates of adapters."""
+        return self.runtime_loras or bool(self.adapters)

@@ -68,7 +68,7 @@ class Callers:
         return self._caller(headers, KeyRole.OPERATOR, KeyRole.READER, closed=closed, kind=kind)
 
     def operator(self, headers: Headers) -> Caller:
-        """Return the caller that changes the router, which takes an operator's key where keys are required."""
+        """Return the caller that changes the cluster, which takes an operator's key where keys are required."""
         return self._caller(headers, KeyRole.OPERATOR)
 
     def admit(self, caller: Caller) -> None:

@@ -30,6 +30,7 @@ from router.api.openapi.json_body import json_body
 from router.api.openapi.routes import add_pages
 from router.api.probes import PROBE_PATHS, add_probes
 from router.api.request_id import REQUEST_ID_HEADER, RequestIds
+from router.api.routes.adapter_routes import add_adapters
 from router.api.routes.item_routes import add_item_apis
 from router.api.routes.posted_calls import PostedCalls
 from router.api.tokenizer_routes import add_tokenizer
@@ -40,6 +41,7 @@ from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
 from router.requests.validation import RequestValidator
 from router.text.token_scores import TokenScore
+from router.workers.adapter_calls import AdapterCalls
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from wire.convert import traces_to_json
@@ -69,6 +71,7 @@ def make_app(
     add_item_apis(app, calls)
     add_models(app, config, dispatcher)
     add_tokenizer(app, config, validator)
+    add_adapters(app, config, validator, AdapterCalls(dispatcher.pool))
     add_probes(app, dispatcher)
     add_pages(app)
     app.add_api_route(METRICS_PATH, listener.metrics, methods=["GET", "HEAD"])

@@ -29,16 +29,18 @@ from router.requests.validation import RequestValidator
 from router.text.request_items import check_template_kwargs_size
 from router.text.request_reader import check_message_count
 from router.text.token_scores import ScoredToken, TokenScore
+from router.workers.adapter_calls import AdapterCalls
 from vocabulary.grammar_process import GrammarKind
 from wire import convert
 from wire.errors import InvalidArgument, TandemError, Unavailable
-from wire.generated.tandem.v1 import inference_pb2
+from wire.generated.tandem.v1 import inference_pb2, types_pb2
 from wire.rpc import values_of
 from wire.tracing.request_trace import TRACEPARENT, only
 from wire.tracing.timeline import Edge, EdgeStamp
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _M = TypeVar("_M", bound=Message)
+_A = TypeVar("_A", types_pb2.LoadAdapterRequest, types_pb2.UnloadAdapterRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class InferenceServicer:
         self._config = config
         self._validator = validator
         self._dispatcher = dispatcher
+        self._adapters = AdapterCalls(dispatcher.pool)
         self._started_unix_nanos = time.time_ns()
 
     def Generate(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
@@ -97,6 +100,7 @@ class InferenceServicer:
             eos_token_ids=served.facts.eos_token_ids,
             dtype=served.facts.dtype,
             summary=served.facts.summary,
+            adapters=map(convert.adapter_to_proto, served.facts.adapters),
         )
 
     async def GetServerInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetServerInfoResponse:
@@ -128,9 +132,27 @@ class InferenceServicer:
             ],
         )
 
+    async def LoadAdapter(self, request: bytes, _context: _Context) -> types_pb2.LoadAdapterResponse:
+        """Load an adapter into every worker of the cluster."""
+        asked = await self._of_operator(types_pb2.LoadAdapterRequest, request)
+        adapter = await self._adapters.load(asked.lora_name, asked.lora_path)
+        return types_pb2.LoadAdapterResponse(adapter=convert.adapter_to_proto(adapter))
+
+    async def UnloadAdapter(self, request: bytes, _context: _Context) -> types_pb2.UnloadAdapterResponse:
+        """Unload an adapter."""
+        asked = await self._of_operator(types_pb2.UnloadAdapterRequest, request)
+        await self._adapters.unload(asked.lora_name)
+        return types_pb2.UnloadAdapterResponse()
+
     async def GetLoads(self, _request: bytes, _context: _Context) -> inference_pb2.GetLoadsResponse:
         """Return the numbers of waiting and running requests."""
         return inference_pb2.GetLoadsResponse(waiting=self._dispatcher.waiting, running=self._dispatcher.running)
+
+    async def _of_operator(self, kind: type[_A], request: bytes) -> _A:
+        call = served_call()
+        asked = await self._validator.reader.message(call.caller.tenant, kind, request, lambda each: each)
+        call.model = asked.lora_name
+        return asked
 
     def _caller(self, context: _Context) -> _Caller:
         gone = asyncio.get_running_loop().create_future()

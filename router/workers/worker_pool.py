@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -17,7 +18,7 @@ from wire import convert
 from wire.ending import answer_tokens
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.logging.recurring import RECURRING
-from wire.messages import Membership, ModelFacts, PeerRef, WorkerInfo
+from wire.messages import AdapterFacts, Membership, ModelFacts, PeerRef, WorkerInfo
 from wire.mode import Mode
 from wire.rpc import is_refused_peer, open_channel
 
@@ -59,7 +60,12 @@ class WorkerPool:
         self._model: ServedModel | None = None
         self.mode = config.mode.value
         """The placement mode set by the controller, the value of a `Mode`."""
+        self.adapters: tuple[AdapterFacts, ...] = ()
+        """The adapters that the controller lists, where they may change while the cluster serves."""
         self._channel = open_channel(config.controller_address, config.token)
+        self.controller: Any = cluster_pb2_grpc.ClusterStub(self._channel)
+        """The controller's service."""
+        self._followed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._watch_forever(), name="router-watch")
 
@@ -106,6 +112,11 @@ class WorkerPool:
         """Return the state of the live workers."""
         return list(self.fleet.live)
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition` is true of a membership that this pool follows."""
+        while not condition():
+            await self._followed.wait()
+
     def link(self, peer: PeerRef) -> WorkerLink:
         """Return the link to `peer`, which placement just chose."""
         return self._links[peer]
@@ -149,11 +160,10 @@ class WorkerPool:
         return any(alone if one is other else incompatible.fit(one.info.peer, other.info.peer) for one, other in pairs)
 
     async def _watch_forever(self) -> None:
-        stub = cluster_pb2_grpc.ClusterStub(self._channel)
         pause = _RETRY_S[0]
         while True:
             try:
-                async for message in stub.Watch(cluster_pb2.WatchRequest()):
+                async for message in self.controller.Watch(cluster_pb2.WatchRequest()):
                     self._follow(convert.membership_from_proto(message))
                     pause = _RETRY_S[0]
             except grpc.aio.AioRpcError as error:
@@ -198,6 +208,8 @@ class WorkerPool:
         self._learn_model(membership)
         self._drop_retired()
         self._observer.on_change()
+        self._followed.set()
+        self._followed = asyncio.Event()
 
     def _open(self, info: WorkerInfo) -> WorkerLink:
         config = self._config
@@ -229,6 +241,10 @@ class WorkerPool:
                 decode_tokens_min=min(answer_tokens(w) for w in decodes),
                 page_tokens=sizes.pop() if len(sizes := {w.page_tokens for w in membership.workers}) == 1 else 0,
             )
+        if membership.adapters is not None:
+            self.adapters = membership.adapters
+            if self._model is not None:
+                self._model = replace(self._model, facts=replace(self._model.facts, adapters=self.adapters))
 
 
 def _has_both(links: list[WorkerLink]) -> bool:

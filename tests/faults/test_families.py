@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,21 @@ import grpc
 import pytest
 
 from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
+from tests.adapter_client import AdapterClient
 from tests.e2e.reference import TIE, Reference
-from tests.factories import draw, tiny_engine_config, write_tiny_model
+from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
 
 from .conftest import VOCAB
 from .moments import busy, kill, restarted
 from .streams import Client, Question, Stream, undisturbed
 
+ADAPTED = "qwen3_moe"
+"""The family whose cluster loads adapters."""
 FAMILIES = ["qwen3_moe", "deepseek_v3", "gpt_oss"]
 PROMPTS = (20, 33, 64, 90)
 ANSWER = 150
 IN_DECODE = 5
+FOLLOWS_WITHIN_S = 60.0
 
 
 async def with_a_death(cluster: Any, questions: list[Question]) -> tuple[list[Stream], Any]:
@@ -72,7 +76,10 @@ def test_the_tokens_of_transformers_though_a_worker_dies(
     family: str, running_cluster: Callable[..., Any], model_folder: Path, tmp_path: Path
 ) -> None:
     folder = copy_of_tiny_model(family, model_folder, tmp_path)
-    cluster = running_cluster(model=folder, **SETTINGS)
+    adapted = family == ADAPTED
+    cluster = running_cluster(model=folder, runtime_loras=adapted, max_loras=2, **SETTINGS)
+    operator = AdapterClient(cluster, family, VOCAB, tmp_path) if adapted else None
+    first = None if operator is None else load_first(operator)
     streams, dead = asyncio.run(with_a_death(cluster, questions()))
     reference = Reference(folder)
     for stream in streams:
@@ -82,7 +89,55 @@ def test_the_tokens_of_transformers_though_a_worker_dies(
         for token, best, second, gap in zip(stream.tokens, choices.best, choices.seconds, choices.gaps, strict=True):
             assert token == best or (gap < TIE and token == second), stream.name
     restarted(cluster, dead)
+    if operator is not None and first is not None:
+        adapters_come_and_go(operator, first)
     cluster.assert_idle_and_sound()
+
+
+def load_first(operator: AdapterClient) -> list[int]:
+    """Loads an adapter; returns the answer with it."""
+    path, wanted = operator.write("first", seed=1)
+    reply = operator.load("sql", path)
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+    assert operator.answer("sql") == wanted
+    return wanted
+
+
+def adapters_come_and_go(operator: AdapterClient, first: list[int]) -> None:
+    """A worker has restarted since `load_first`; the cached prefixes of an adapter are no other adapter's."""
+    cluster, base = operator.cluster, operator.answer("")
+    assert operator.listed() == ["sql"]
+    members = {member.worker_id: member for member in cluster.members()}
+    assert {name: [each.name for each in member.model.adapters] for name, member in members.items()} == {
+        "prefill-0": ["sql"], "decode-0": ["sql"], "decode-1": ["sql"]
+    }  # fmt: skip
+    assert operator.answer("sql") == first
+
+    path, second = operator.write("second", seed=2)
+    assert len({tuple(each) for each in (first, second, base)}) == 3, "the adapters change nothing"
+    taken = operator.load("sql", path)
+    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
+    missing = operator.load("other", operator.folder / "nothing")
+    assert missing.status_code == 400
+    assert "is no adapter" in missing.text
+    assert "worker " in missing.json()["error"]["message"]
+    assert operator.listed() == ["sql"]
+
+    assert operator.unload("sql").status_code == 200
+    assert operator.ask("sql").status_code == operator.unload("sql").status_code == 404
+    assert not operator.listed()
+    asyncio.run(cluster.controller.load_adapter("sql", str(path)))
+    assert [each.path for each in asyncio.run(cluster.controller.adapters())] == [str(path)]
+    give_up = time.monotonic() + FOLLOWS_WITHIN_S  # another operator's change reaches this router in a moment
+    while operator.ask("sql").status_code != 200:
+        assert time.monotonic() < give_up
+    assert operator.answer("sql") == second
+    assert operator.answer("sql") == second, "from its own cached prefix"
+    assert operator.load("first", operator.folder / "first").status_code == 200
+    assert [operator.answer(name) for name in ("first", "sql", "")] == [first, second, base]
+    full = operator.load("third", operator.write("third", seed=3)[0])
+    assert full.status_code == 429
+    assert "all 2 slots for adapters are in use" in full.text
 
 
 @pytest.mark.timeout(300)
@@ -104,22 +159,9 @@ def test_8_bits_give_the_tokens_of_one_engine_though_a_worker_dies(
     if family == "llama3":
         runner = ModelRunner.load(tiny_engine_config(folder, **scheme, max_step_tokens=32, threads=1))
         for stream in streams:
-            assert stream.tokens == greedy(runner, stream.question.prompt), stream.name
+            assert stream.tokens == greedy_answer(runner, stream.question.prompt, ANSWER), stream.name
     restarted(cluster, dead)
     asyncio.run(cluster.controller.set_mode("colocated", step_policy="chunked", step_budget=48))
     colocated = asyncio.run(undisturbed(cluster.grpc_address, questions()))
     assert colocated == [stream.tokens for stream in streams]
     cluster.assert_idle_and_sound()
-
-
-def greedy(runner: ModelRunner, prompt: Sequence[int]) -> list[int]:
-    """Returns the tokens of an answer that one engine computes, the prompt in chunks of a step."""
-    pages, found, start = list(range(-(-(len(prompt) + ANSWER) // 16))), list(prompt), 0
-    while len(found) < len(prompt) + ANSWER:
-        chunk = found[start : start + 32]
-        last = start + len(chunk) == len(found)
-        step = StepRow(chunk, start, pages, draw(index=len(found) - len(prompt)) if last else None)
-        (token,) = runner.run(StepBatch([step])).token_ids
-        start += len(chunk)
-        found += [] if token is None else [token]
-    return found[len(prompt) :]

@@ -7,6 +7,8 @@ message from outside validates it.
 from wire.convert.cluster import (
     absence_from_proto,
     absence_to_proto,
+    adapter_from_proto,
+    adapter_to_proto,
     assignment_from_proto,
     assignment_to_proto,
     membership_from_proto,
@@ -81,6 +83,8 @@ from wire.convert.work import (
 __all__ = [
     "absence_from_proto",
     "absence_to_proto",
+    "adapter_from_proto",
+    "adapter_to_proto",
     "assignment_from_proto",
     "assignment_to_proto",
     "cost_from_proto",

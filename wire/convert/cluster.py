@@ -30,6 +30,16 @@ def assignment_from_proto(message: types_pb2.Assignment) -> Assignment:
     )
 
 
+def adapter_to_proto(value: AdapterFacts) -> types_pb2.AdapterFacts:
+    """Convert an `AdapterFacts` to protobuf."""
+    return types_pb2.AdapterFacts(name=value.name, identity=value.identity, path=value.path)
+
+
+def adapter_from_proto(message: types_pb2.AdapterFacts) -> AdapterFacts:
+    """Convert an `AdapterFacts` from protobuf."""
+    return AdapterFacts(message.name, message.identity, message.path)
+
+
 def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
     """Convert a `WorkerInfo` to protobuf."""
     return cluster_pb2.WorkerInfo(
@@ -45,10 +55,7 @@ def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
             dtype=value.model.dtype,
             summary=value.model.summary,
             kv_windows=[window or 0 for window in value.model.kv_windows],
-            adapters=[
-                cluster_pb2.AdapterFacts(name=each.name, identity=each.identity, path=each.path)
-                for each in value.model.adapters
-            ],
+            adapters=[adapter_to_proto(each) for each in value.model.adapters],
         ),
         pages_total=value.pages_total,
         page_tokens=value.page_tokens,
@@ -80,7 +87,7 @@ def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
             model.dtype,
             tuple(model.summary),
             tuple(window or None for window in model.kv_windows) or (None,),
-            tuple(AdapterFacts(each.name, each.identity, each.path) for each in model.adapters),
+            tuple(map(adapter_from_proto, model.adapters)),
         ),
         pages_total=message.pages_total,
         page_tokens=message.page_tokens,
@@ -100,13 +107,23 @@ def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
 def membership_to_proto(value: Membership) -> cluster_pb2.Membership:
     """Convert a `Membership` to protobuf."""
     return cluster_pb2.Membership(
-        revision=value.revision, workers=[worker_info_to_proto(w) for w in value.workers], mode=value.mode
+        revision=value.revision,
+        workers=[worker_info_to_proto(w) for w in value.workers],
+        mode=value.mode,
+        adapters=None
+        if value.adapters is None
+        else cluster_pb2.AdapterList(adapters=map(adapter_to_proto, value.adapters)),
     )
 
 
 def membership_from_proto(message: cluster_pb2.Membership) -> Membership:
     """Convert a `Membership` from protobuf."""
-    return Membership(message.revision, tuple(worker_info_from_proto(w) for w in message.workers), message.mode)
+    return Membership(
+        message.revision,
+        tuple(worker_info_from_proto(w) for w in message.workers),
+        message.mode,
+        tuple(map(adapter_from_proto, message.adapters.adapters)) if message.HasField("adapters") else None,
+    )
 
 
 def absence_to_proto(value: Absence) -> cluster_pb2.Absence:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from wire.errors import FailedPrecondition
 from wire.kv_pages import KvPages
 from wire.messages.assignment import Assignment, Role
 from wire.messages.references import PeerRef
@@ -33,13 +32,7 @@ class ModelFacts:
     """Parameters, KV cache, attention and experts, a line each, for display only."""
     kv_windows: tuple[int | None, ...] = (None,)
     adapters: tuple[AdapterFacts, ...] = ()
-
-    def adapter_number(self, identity: str) -> int:
-        """Return the number of an adapter from 1, 0 for "", the base model; FailedPrecondition for an unknown one."""
-        known = ["", *(adapter.identity for adapter in self.adapters)]
-        if identity not in known:
-            raise FailedPrecondition(f"No adapter with the hash {identity[:64]} is loaded here.")
-        return known.index(identity)
+    """The adapters that requests may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +107,5 @@ class Membership:
     revision: int
     workers: tuple[WorkerInfo, ...]
     mode: str = ""
+    adapters: tuple[AdapterFacts, ...] | None = None
+    """The adapters of the cluster where they change while it serves; None = those that its workers started with."""

@@ -17,6 +17,8 @@ from wire.generated.tandem.v1 import inference_pb2
 _Context = grpc.aio.ServicerContext[Any, Any]
 _READERS_METHODS = frozenset({"GetServerInfo", "GetLoads"})
 """The methods that show the load of all tenants: for operators and readers, but not for tenants."""
+_OPERATORS_METHODS = frozenset({"LoadAdapter", "UnloadAdapter"})
+"""The methods that change the cluster: for operators alone."""
 _ALL_ROLES_METHODS = frozenset({"GetModelInfo"})
 _ANSWERING_METHODS = frozenset({"Generate", "Chat"})
 """The methods that count against a tenant's requests."""
@@ -81,6 +83,8 @@ class GrpcAccess:
     def _caller(self, name: str, metadata: Headers) -> Caller:
         if name in _ALL_ROLES_METHODS:
             return self._callers.any_role(metadata)
+        if name in _OPERATORS_METHODS:
+            return self._callers.operator(metadata)
         return self._callers.reader(metadata) if name in _READERS_METHODS else self._callers.tenant(metadata)
 
 

@@ -21,8 +21,9 @@ from wire.errors import NotFound, TandemError, clipped
 
 READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
 """The paths that show the load of all tenants: for operators and readers, but not for tenants."""
-OPERATORS_PATHS: frozenset[str] = frozenset()
-"""The paths that change the router: for operators alone."""
+LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+OPERATORS_PATHS = frozenset({LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH})
+"""The paths that change the cluster: for operators alone."""
 
 
 class AuditedHttp:

@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from cli.connection.controller_client import ControllerClient
+from cluster.operations.adapters import Adapters
 from cluster.operations.operator import Operator
 from cluster.service import ClusterServicer
 from cluster.supervision.modes import ModeChange
@@ -13,7 +14,7 @@ from cluster.supervision.registry import Registry
 from cluster.supervision.size import SizeChange
 from wire.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.messages import Absence, PeerRef, WorkerInfo
+from wire.messages import Absence, AdapterFacts, PeerRef, WorkerInfo
 from wire.rpc import is_refused_peer, listen, open_channel, open_server
 
 ABSENT = Absence("decode-1", "waiting for a node", coming=True)
@@ -40,11 +41,24 @@ class Asked(Operator):
         raise NotFound(f"{worker_id} {grace_s} {restart} {force} {node_leaves}")
 
 
+class AskedAdapters(Adapters):
+    """Adapters that return their arguments to the caller as an error."""
+
+    def __init__(self) -> None:
+        """Creates a list without workers."""
+
+    async def load(self, name: str, path: str) -> AdapterFacts:
+        raise InvalidArgument("lora_path", f"{name} {path}")
+
+    async def unload(self, name: str) -> None:
+        raise NotFound(name)
+
+
 @pytest.fixture
 async def listener() -> AsyncIterator[tuple[str, Registry]]:
     registry = Registry()
     server = open_server()
-    cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, Asked()), server)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, Asked(), AskedAdapters()), server)
     port = listen(server, "127.0.0.1:0", "secret")
     await server.start()
     yield f"127.0.0.1:{port}", registry

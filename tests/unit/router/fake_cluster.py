@@ -378,6 +378,8 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
         self.workers: dict[str, WorkerInfo] = {}
         self.revision = 0
         self.mode = ""
+        self.adapters: tuple[AdapterFacts, ...] | None = None
+        """The adapters of the membership; None = those that the workers report."""
         self.changed = asyncio.Condition()
 
     async def start(self) -> "FakeController":
@@ -406,7 +408,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
                 while self.revision <= seen:
                     await self.changed.wait()
                 seen = self.revision
-                membership = Membership(seen, tuple(self.workers.values()), self.mode)
+                membership = Membership(seen, tuple(self.workers.values()), self.mode, self.adapters)
             yield convert.membership_to_proto(membership)
 
 

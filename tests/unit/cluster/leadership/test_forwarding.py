@@ -13,7 +13,7 @@ from cluster.leadership import forwarding as elsewhere
 from cluster.leadership.forwarding import ForwardingServicer, mirror
 from cluster.supervision.registry import Registry
 from tests.unit.cluster.crew import FACTS, until
-from tests.unit.cluster.test_service import ABSENT, Asked
+from tests.unit.cluster.test_service import ABSENT, Asked, AskedAdapters
 from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable
 from wire.generated.tandem.v1 import cluster_pb2_grpc
 from wire.messages import Membership, PeerRef, Role, WorkerInfo
@@ -22,6 +22,13 @@ from wire.rpc import listen, open_server
 
 class Nobody(Asked):
     """An operator that must not be called."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+class NoAdapters(AskedAdapters):
+    """The adapters of a controller that must not be asked for them."""
 
     def __getattribute__(self, name: str) -> Any:
         raise AssertionError(name)
@@ -36,7 +43,8 @@ class Listeners:
 
     async def open(self, operator: Asked, where: Callable[[], Awaitable[str]]) -> str:
         server = open_server()
-        servicer = ForwardingServicer(self.registry, operator, "secret", where)
+        adapters = AskedAdapters() if type(operator) is Asked else NoAdapters()
+        servicer = ForwardingServicer(self.registry, operator, adapters, "secret", where)
         cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server)
         port = listen(server, "127.0.0.1:0", "secret")
         await server.start()
@@ -64,6 +72,8 @@ def asks(client: ControllerClient) -> list[Awaitable[Any]]:
         client.set_mode("colocated"),
         client.resize(workers=3),
         client.drain_worker("w", grace_s=2.0, restart=True),
+        client.load_adapter("sql", "/adapters/sql"),
+        client.unload_adapter("sql"),
     ]
 
 
@@ -82,7 +92,13 @@ async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(
     listeners.clear.set()
     client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     asked_here = await failures(client)
-    assert [type(error) for error in asked_here] == [InvalidArgument, InvalidArgument, NotFound]
+    assert [type(error) for error in asked_here] == [
+        InvalidArgument,
+        InvalidArgument,
+        NotFound,
+        InvalidArgument,
+        NotFound,
+    ]
     for here, there in zip(asked_here, asked_there, strict=True):
         assert there.message.removeprefix("the controller: ") in here.message
     assert await client.absent() == (ABSENT,)

@@ -62,18 +62,8 @@ class ModelFacts(_message.Message):
     dtype: str
     summary: _containers.RepeatedScalarFieldContainer[str]
     kv_windows: _containers.RepeatedScalarFieldContainer[int]
-    adapters: _containers.RepeatedCompositeFieldContainer[AdapterFacts]
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., summary: _Optional[_Iterable[str]] = ..., kv_windows: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[AdapterFacts, _Mapping]]] = ...) -> None: ...
-
-class AdapterFacts(_message.Message):
-    __slots__ = ("name", "identity", "path")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    identity: str
-    path: str
-    def __init__(self, name: _Optional[str] = ..., identity: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterFacts]
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., summary: _Optional[_Iterable[str]] = ..., kv_windows: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterFacts, _Mapping]]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker",)
@@ -102,14 +92,22 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("revision", "workers", "mode")
+    __slots__ = ("revision", "workers", "mode", "adapters")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
     mode: str
-    def __init__(self, revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., mode: _Optional[str] = ...) -> None: ...
+    adapters: AdapterList
+    def __init__(self, revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., mode: _Optional[str] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ...) -> None: ...
+
+class AdapterList(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterFacts]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterFacts, _Mapping]]] = ...) -> None: ...
 
 class SetModeRequest(_message.Message):
     __slots__ = ("mode", "prefill", "decode", "step_policy", "step_budget", "itl_target_s", "grace_s")

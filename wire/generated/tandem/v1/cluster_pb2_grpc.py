@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from wire.generated.tandem.v1 import cluster_pb2 as tandem_dot_v1_dot_cluster__pb2
+from wire.generated.tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
@@ -65,6 +66,16 @@ class ClusterStub:
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ResizeRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.ResizeResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/tandem.v1.Cluster/LoadAdapter',
+                request_serializer=tandem_dot_v1_dot_types__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/tandem.v1.Cluster/UnloadAdapter',
+                request_serializer=tandem_dot_v1_dot_types__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.ListAbsent = channel.unary_unary(
                 '/tandem.v1.Cluster/ListAbsent',
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentRequest.SerializeToString,
@@ -120,6 +131,21 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Called by operators and, for them, by routers: has every worker load an adapter while it serves. Returns when all
+        workers have it and routers serve it. If one worker fails, none has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Called by operators and, for them, by routers: requests can no longer name an adapter; those that run finish.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAbsent(self, request, context):
         """Called by operators: lists the requested workers that do not serve now, with the reasons.
         """
@@ -159,6 +185,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Resize,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.ResizeRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.ResizeResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'ListAbsent': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAbsent,
@@ -329,6 +365,60 @@ class Cluster:
             '/tandem.v1.Cluster/Resize',
             tandem_dot_v1_dot_cluster__pb2.ResizeRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.ResizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/LoadAdapter',
+            tandem_dot_v1_dot_types__pb2.LoadAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/UnloadAdapter',
+            tandem_dot_v1_dot_types__pb2.UnloadAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from wire.generated.tandem.v1 import inference_pb2 as tandem_dot_v1_dot_inference__pb2
+from wire.generated.tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.84.0'
 GRPC_VERSION = grpc.__version__
@@ -61,6 +62,16 @@ class InferenceStub:
                 request_serializer=tandem_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/tandem.v1.Inference/LoadAdapter',
+                request_serializer=tandem_dot_v1_dot_types__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/tandem.v1.Inference/UnloadAdapter',
+                request_serializer=tandem_dot_v1_dot_types__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_types__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.GetLoads = channel.unary_unary(
                 '/tandem.v1.Inference/GetLoads',
                 request_serializer=tandem_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
@@ -108,6 +119,21 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Called by operators: loads an adapter (LoRA) into every worker while requests run; Generate and Chat then take its
+        name as model. The cluster must allow it (--allow-runtime-lora-updating).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Called by operators: no request can name an adapter any more; those that run finish.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoads(self, request, context):
         """Returns the current load, for load balancers in front of routers.
         """
@@ -142,6 +168,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=tandem_dot_v1_dot_inference__pb2.GetServerInfoRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=tandem_dot_v1_dot_types__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_types__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'GetLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoads,
@@ -286,6 +322,60 @@ class Inference:
             '/tandem.v1.Inference/GetServerInfo',
             tandem_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
             tandem_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/LoadAdapter',
+            tandem_dot_v1_dot_types__pb2.LoadAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/UnloadAdapter',
+            tandem_dot_v1_dot_types__pb2.UnloadAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_types__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

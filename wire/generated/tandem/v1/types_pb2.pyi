@@ -155,3 +155,37 @@ class Assignment(_message.Message):
     step_budget: int
     itl_target_s: float
     def __init__(self, role: _Optional[str] = ..., step_policy: _Optional[str] = ..., step_budget: _Optional[int] = ..., itl_target_s: _Optional[float] = ...) -> None: ...
+
+class AdapterFacts(_message.Message):
+    __slots__ = ("name", "identity", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    identity: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., identity: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("lora_name", "lora_path")
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    lora_path: str
+    def __init__(self, lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: AdapterFacts
+    def __init__(self, adapter: _Optional[_Union[AdapterFacts, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("lora_name",)
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    def __init__(self, lora_name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

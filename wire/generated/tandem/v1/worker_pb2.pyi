@@ -321,6 +321,36 @@ class SetAssignmentResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LoadWorkerAdapterRequest(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "adapter")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    adapter: _types_pb2.AdapterFacts
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., adapter: _Optional[_Union[_types_pb2.AdapterFacts, _Mapping]] = ...) -> None: ...
+
+class LoadWorkerAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: _types_pb2.AdapterFacts
+    def __init__(self, adapter: _Optional[_Union[_types_pb2.AdapterFacts, _Mapping]] = ...) -> None: ...
+
+class UnloadWorkerAdapterRequest(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "name")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    name: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class UnloadWorkerAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class InspectRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -71,6 +71,16 @@ class WorkerStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.SetAssignmentRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.SetAssignmentResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/tandem.v1.Worker/LoadAdapter',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.LoadWorkerAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.LoadWorkerAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/tandem.v1.Worker/UnloadAdapter',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.UnloadWorkerAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.UnloadWorkerAdapterResponse.FromString,
+                _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/tandem.v1.Worker/Inspect',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
@@ -164,6 +174,20 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Called by the controller: load an adapter into a free slot. Returns when requests may have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Called by the controller: list an adapter no more. Requests that have it finish; then its slot is free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Inspect(self, request, context):
         """Returns page states, load, and the result of the page pool's integrity checks. Cheap.
         """
@@ -251,6 +275,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SetAssignment,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.SetAssignmentRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.SetAssignmentResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.LoadWorkerAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.LoadWorkerAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.UnloadWorkerAdapterRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.UnloadWorkerAdapterResponse.SerializeToString,
             ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
@@ -479,6 +513,60 @@ class Worker:
             '/tandem.v1.Worker/SetAssignment',
             tandem_dot_v1_dot_worker__pb2.SetAssignmentRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.SetAssignmentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/LoadAdapter',
+            tandem_dot_v1_dot_worker__pb2.LoadWorkerAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.LoadWorkerAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/UnloadAdapter',
+            tandem_dot_v1_dot_worker__pb2.UnloadWorkerAdapterRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.UnloadWorkerAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,61 @@
+"""An operator's calls to load and unload adapters, which the controller executes for the whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc.aio
+
+from router.workers.worker_pool import WorkerPool
+from wire import convert
+from wire.errors import DeadlineExceeded
+from wire.generated.tandem.v1 import types_pb2
+from wire.messages import AdapterFacts
+from wire.rpc import error_of
+
+_CHANGE_S = 300.0
+"""Timeout of a change, in seconds: each worker reads the adapter's files."""
+_FOLLOW_S = 10.0
+"""Timeout for this router to follow a change that the controller has made, in seconds."""
+
+_Reply = TypeVar("_Reply")
+
+
+class AdapterCalls:
+    """Calls of one router, which has followed a change when a call returns; other routers follow within moments."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    async def load(self, name: str, path: str) -> AdapterFacts:
+        """Have every worker load the adapter in `path`; return it once requests may name it.
+
+        See `Adapters.load` in `cluster/operations/adapters.py` for the errors; Unavailable if there is no controller.
+        """
+        request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
+        reply = await _typed(self._pool.controller.LoadAdapter(request, timeout=_CHANGE_S))
+        adapter = convert.adapter_from_proto(reply.adapter)
+        await self._follow(lambda: adapter in self._pool.adapters)
+        return adapter
+
+    async def unload(self, name: str) -> None:
+        """Have requests name an adapter no more; NotFound if it is not loaded."""
+        request = types_pb2.UnloadAdapterRequest(lora_name=name)
+        await _typed(self._pool.controller.UnloadAdapter(request, timeout=_CHANGE_S))
+        await self._follow(lambda: all(adapter.name != name for adapter in self._pool.adapters))
+
+    async def _follow(self, changed: Callable[[], bool]) -> None:
+        try:
+            async with asyncio.timeout(_FOLLOW_S):
+                await self._pool.until(changed)
+        except TimeoutError:
+            raise DeadlineExceeded("the adapters have changed, and this router has yet to follow; look again") from None
+
+
+async def _typed(call: Awaitable[_Reply]) -> _Reply:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error, "the controller") from error

@@ -1,0 +1,138 @@
+"""Adapters that a worker loads and unloads while requests run."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from engine.model_runner import ModelRunner
+from tests.adapters import TinyAdapter
+from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
+from tests.unit.worker.adapters.test_adapter_handovers import PROMPT, SAMPLING, made, send
+from tests.worker_pair import WorkerPair, until
+from wire.errors import FailedPrecondition, InvalidArgument, ModelError, NotFound, ResourceExhausted, StaleEpoch
+from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from wire.messages import AdapterFacts, PeerRef, RequestRef
+from wire.rpc import error_of
+
+ONE, OTHER = TinyAdapter(seed=1), TinyAdapter(seed=2, rank=7)
+
+Factory = Callable[[int], Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path) -> Factory:
+    """A factory of engines with one slot."""
+    config = tiny_engine_config(model, runtime_loras=True, max_loras=1)
+    return lambda _pages: made(ModelRunner.load(config))
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The answers of the models into which `ONE` and `OTHER` are merged."""
+    folders = [adapter.merged(tmp_path_factory.mktemp("merged")) for adapter in (ONE, OTHER)]
+    runners = [ModelRunner.load(tiny_engine_config(folder)) for folder in folders]
+    return [greedy_answer(runner, PROMPT, SAMPLING.max_tokens) for runner in runners]
+
+
+def facts(path: Path, name: str = "it", identity: str = "") -> AdapterFacts:
+    return AdapterFacts(name, identity, str(path))
+
+
+async def test_a_request_that_runs_keeps_its_adapter_and_another_one_waits_for_its_slot(
+    engines: Factory, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    async with WorkerPair(both=True, make_engine=engines, max_step_tokens=32) as pair:
+        worker, me = pair.decode.worker, pair.decode.me
+        changes: list[None] = []
+        worker.adapters.on_change = lambda: changes.append(None)
+        one = await worker.adapters.load(me, facts(ONE.write(tmp_path / "one")))
+        other = facts(OTHER.write(tmp_path / "other"))
+        running = send(pair, "running", one.identity)
+        worker.adapters.unload(me, "it")
+        assert len(changes) == 2
+        assert not worker.adapters.facts
+        later = send(pair, "later", one.identity)  # from a router that has yet to follow
+        await until(lambda: running.finish and later.finish)
+        assert running.tokens == later.tokens == wanted[0]
+        await pair.decode.empty()
+
+        reservation = replace(pair.reservation("reserved", PROMPT, SAMPLING), adapter=one.identity)
+        worker.reserve(reservation)
+        with pytest.raises(ResourceExhausted, match="'it' still finishes requests"):
+            await worker.adapters.load(me, other)
+        worker.abort(reservation.router_id, [RequestRef("reserved", 1)])
+        other = await worker.adapters.load(me, other)
+        with pytest.raises(NotFound, match="it was unloaded"):
+            send(pair, "too late", one.identity)
+        heard = send(pair, "other", other.identity)
+        await until(lambda: heard.finish)
+        assert (heard.tokens, heard.cached_tokens) == (wanted[1], 0)
+
+        worker.adapters.unload(me, "it")
+        assert await worker.adapters.load(me, one) == one
+        again = send(pair, "again", one.identity)
+        await until(lambda: again.finish)
+        assert (again.tokens, again.cached_tokens) == (wanted[0], 64), "its cached pages are still its own"
+
+
+async def test_a_cancelled_request_keeps_the_slot_until_no_step_computes_it(engines: Factory, tmp_path: Path) -> None:
+    async with WorkerPair(both=True, make_engine=engines, max_step_tokens=32) as pair:
+        worker, me = pair.decode.worker, pair.decode.me
+        one = await worker.adapters.load(me, facts(ONE.write(tmp_path / "one")))
+        requests = worker.admission.requests
+        await until(lambda: not requests.adapters())
+        heard = send(pair, "cancelled", one.identity)
+        await until(lambda: heard.tokens or heard.finish)
+        assert one.identity in worker._halves.adapters() or heard.finish
+        worker.abort(pair.reservation("cancelled", PROMPT, SAMPLING).router_id, [RequestRef("cancelled", 1)])
+        await until(lambda: not worker._halves.adapters())
+        await pair.decode.empty()
+
+
+async def test_what_cannot_be_loaded_changes_nothing(engines: Factory, tmp_path: Path) -> None:
+    async with WorkerPair(both=True, make_engine=engines) as pair:
+        adapters, me = pair.decode.worker.adapters, pair.decode.me
+        one = facts(ONE.write(tmp_path / "one"))
+        with pytest.raises(ModelError, match="is no adapter"):
+            await adapters.load(me, facts(tmp_path / "nothing"))
+        with pytest.raises(InvalidArgument, match="max_lora_rank: is 16"):
+            await adapters.load(me, facts(replace(ONE, rank=17).write(tmp_path / "wide")))
+        with pytest.raises(FailedPrecondition, match="give all workers the same files"):
+            await adapters.load(me, replace(one, identity="00" * 16))
+        with pytest.raises(StaleEpoch):
+            await adapters.load(PeerRef(me.worker_id, me.incarnation + 1), one)
+        assert not adapters.facts
+        first, second = await asyncio.gather(adapters.load(me, one), adapters.load(me, one))
+        assert first == second == adapters.facts[0]
+        with pytest.raises(FailedPrecondition, match="'it' is another adapter here; unload it first"):
+            await adapters.load(me, facts(OTHER.write(tmp_path / "other")))
+        moved = await adapters.load(me, facts(ONE.write(tmp_path / "moved")))
+        assert adapters.facts == (moved,)
+        assert (moved.identity, moved.path) == (first.identity, str(tmp_path / "moved"))
+
+
+async def test_over_grpc(engines: Factory, tmp_path: Path) -> None:
+    async with WorkerPair(both=True, make_engine=engines) as pair, grpc.aio.insecure_channel(pair.decode.address) as to:
+        stub, me = worker_pb2_grpc.WorkerStub(to), pair.decode.me
+        path = str(ONE.write(tmp_path / "one"))
+        asked = types_pb2.AdapterFacts(name="it", path=path)
+        run = {"worker_id": me.worker_id, "incarnation": me.incarnation}
+        reply = await stub.LoadAdapter(worker_pb2.LoadWorkerAdapterRequest(**run, adapter=asked))
+        loaded = pair.decode.worker.adapters.facts
+        assert [(each.name, each.identity, each.path) for each in loaded] == [("it", reply.adapter.identity, path)]
+        await stub.UnloadAdapter(worker_pb2.UnloadWorkerAdapterRequest(**run, name="it"))
+        assert not pair.decode.worker.adapters.facts
+        asked.path = "/nothing"
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.LoadAdapter(worker_pb2.LoadWorkerAdapterRequest(**run, adapter=asked))
+        assert isinstance(error_of(failure.value, "worker"), ModelError)
