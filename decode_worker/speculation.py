@@ -58,6 +58,8 @@ class SpeculationCounts:
     """The accepted ones of them."""
     saved_s: float = 0.0
     """Predicted seconds that steps without drafts would have taken longer, for the mean tokens of a request."""
+    lost_s: float = 0.0
+    """Predicted seconds that steps without drafts would have been shorter, where too few drafts were accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,9 @@ class Speculation:
         speedup = 1.0
         if isinstance(step, VerifiedStep):
             row_tokens = 1.0 + gained / len(step.snapshot)
-            self.counts.saved_s += row_tokens * self._plain_s - self._verify_s
+            saved_s = row_tokens * self._plain_s - self._verify_s
+            self.counts.saved_s += max(saved_s, 0.0)
+            self.counts.lost_s += max(-saved_s, 0.0)
             speedup = row_tokens * self._plain_s / self._verify_s
         self._speedup += _SPEEDUP_WEIGHT * (speedup - self._speedup)
 

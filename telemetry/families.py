@@ -235,6 +235,10 @@ SPECULATION_SAVED = counter(
     "speculation_saved_seconds_total",
     "Predicted seconds that steps without drafts would have taken longer for the same tokens of a request.",
 )
+SPECULATION_LOST = counter(
+    "speculation_lost_seconds_total",
+    "Predicted seconds that steps without drafts would have been shorter, where too few drafts were accepted.",
+)
 SPECULATION_SPEEDUP = gauge(
     "speculation_speedup_ratio",
     "Tokens per second of recent decode steps / those that steps without drafts would have given.",

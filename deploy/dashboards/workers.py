@@ -204,7 +204,16 @@ _SPECULATION = Row(
             width=6,
         ),
         _rates("Drafted tokens", Unit.A_SECOND, f.DRAFTED, "Drafts that steps verified."),
-        _rates("Seconds saved", Unit.NUMBER, f.SPECULATION_SAVED, "Predicted decode seconds saved in a second."),
+        Panel(
+            "Seconds saved",
+            Unit.NUMBER,
+            (
+                Query(rate(of_workers(f.SPECULATION_SAVED), "worker"), "{{worker}} saved"),
+                Query(rate(of_workers(f.SPECULATION_LOST), "worker"), "{{worker}} lost"),
+            ),
+            "Predicted decode seconds saved in a second, and lost where too few drafts were accepted.",
+            width=6,
+        ),
     ),
     folded=True,
 )

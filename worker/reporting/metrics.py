@@ -215,6 +215,7 @@ def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts
         f.DRAFTED_BY_MATCH: _by(0, counts.drafted, range(1, LAST_CLASS + 1)),
         f.ACCEPTED_BY_MATCH: _by(0, counts.accepted, range(1, LAST_CLASS + 1)),
         f.SPECULATION_SAVED: counts.saved_s,
+        f.SPECULATION_LOST: counts.lost_s,
         f.SPECULATION_SPEEDUP: speedup,
     }
 

@@ -9,6 +9,8 @@ import pytest
 import worker.worker
 from benchmarks.speculation.oracle import OracleProposer
 from costs.answer_length import SEEN_MIN
+from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.speculation import Speculation
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.suffix import SuffixProposer
@@ -106,6 +108,25 @@ async def test_a_stop_token_at_each_place_of_a_run_ends_the_answer(at: int, monk
             await until(lambda heard=heard: heard.finish)
             assert_whole(heard, prompt, sampling)
             await pair.empty()
+
+
+async def test_seconds_saved_and_lost_never_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    propose_by(monkeypatch, "wrong")
+    complete, seen = Speculation.complete, [(0.0, 0.0)]
+
+    def record(self: Speculation, step: CompletedStep) -> None:
+        complete(self, step)
+        seen.append((self.counts.saved_s, self.counts.lost_s))
+
+    monkeypatch.setattr(Speculation, "complete", record)
+    async with WorkerPair(pages=64, both=True) as pair:
+        draft(pair, 7)
+        heard = pair.send("q", PROMPTS[0], SAMPLINGS[0])
+        await until(lambda: heard.finish)
+    saved, lost = zip(*seen, strict=True)
+    assert list(saved) == sorted(saved)
+    assert list(lost) == sorted(lost)
+    assert lost[-1] > 0
 
 
 async def test_nothing_is_drafted_for_requests_that_ask_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
