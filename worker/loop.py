@@ -228,7 +228,7 @@ class StepLoop:
         planned = self._scheduler.plan()
         if planned is None:
             return None
-        return _Step(self._runner.launch(planned.batch), planned.work, began, planned.batch.scored)
+        return _Step(self._runner.launch(planned.batch), planned.work, began + planned.drafting_s, planned.batch.scored)
 
     def _postprocess(self, step: _Step) -> None:
         result = step.result()
