@@ -13,18 +13,13 @@ from dataclasses import dataclass, field
 
 from costs.step_cost import StepCost
 from costs.step_work import NOTHING, StepWork, chunk_pairs
+from decode_worker.draft_choice import GAIN_MIN, ROWS_MAX, Candidate, StepBounds
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
-from decode_worker.speculation import (
-    DRAFTS_MAX,
-    GAIN_MIN,
-    PROBE_EVERY,
-    ROWS_MAX,
-    Candidate,
-    Speculation,
-    StepBounds,
-)
-from engine.speculation.proposer import MODEL_CLASS, BatchProposer, Proposer
+from decode_worker.speculation import DRAFTS_MAX, PROBE_EVERY, Speculation
+from engine.speculation.proposer import MODEL_CLASS, ModelProposer, Proposer
+from engine.steps.draws import Draw
+from wire.messages import SamplingParams
 
 MISSING_MAX = DRAFTS_MAX + 1
 """The most tokens without KV that a draft begins with, each as a row of its own; of more, a piece is stored first."""
@@ -61,7 +56,7 @@ class ModelSpeculation(Speculation):
 
     def __init__(
         self,
-        proposer: BatchProposer,
+        proposer: ModelProposer,
         batch: DraftingBatch,
         grow: Callable[[DecodeRequest], bool],
         clock: Callable[[], float] = time.perf_counter,
@@ -70,6 +65,7 @@ class ModelSpeculation(Speculation):
         super().__init__(proposer, batch, grow)
         self._model = proposer
         self._clock = clock
+        self.counts.model_bytes = proposer.memory
         self._probed: DecodeRequest | None = None
         """The request that will have a draft as a probe, while its context is stored."""
 
@@ -93,7 +89,7 @@ class ModelSpeculation(Speculation):
         began = self._clock()
         if plan.pieces:
             self._model.store_context(plan.pieces)
-        found = self._model.propose_all(wanted) if wanted else {}
+        found = self._model.propose_all({each: self._draws(each, n) for each, n in wanted.items()}) if wanted else {}
         self.drafting_s = self._clock() - began
         if self._probed in wanted:
             self._probed = None
@@ -145,7 +141,8 @@ class ModelSpeculation(Speculation):
         if self.fixed_drafts is not None or self._steps_without < PROBE_EVERY:
             return _NO_PLAN
         plain_s = bounds.cost.seconds(work)
-        if self._probed not in eligible:
+        request = self._probed
+        if request is None or request not in eligible:
             request = min(eligible, key=self._missing)
             missing, context = self._missing(request), self._batch.next_position(request) + 1
             costs = DraftCosts(bounds.cost, self._model.cost, work, 1, context)
@@ -155,8 +152,6 @@ class ModelSpeculation(Speculation):
             if spent_s * PROBE_EVERY > self._steps_without * plain_s:
                 return _NO_PLAN
             self._probed = request
-        request = self._probed
-        assert request is not None
         self._tell(request)
         if self._model.missing(request) > MISSING_MAX:
             return _Plan(pieces=self._pieces(bounds, work, [request], plain_s, None))
@@ -213,6 +208,21 @@ class ModelSpeculation(Speculation):
         expected = self._batch.kv.tokens_in(request.committed, decoding=True) - self._batch.next_position(request)
         return min(expected, self._batch.rows_left(request))
 
+    @staticmethod
+    def _draws(request: DecodeRequest, drafts: int) -> list[Draw]:
+        """Return the draws of the tokens behind the newest one, without biases and limits of the answer's beginning."""
+        sampling = request.reservation.sampling
+        first = request.first_draw + len(request.token_ids) - 1
+        drawn = SamplingParams(
+            1,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        )
+        return [Draw(drawn, first + draft) for draft in range(drafts)]
+
     def _context(self, request: DecodeRequest) -> int | None:
         return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
 
@@ -254,10 +264,8 @@ def _store_seconds(cost: StepCost, missing: int, end: int, chunk: int) -> tuple[
     return cost.prefill_seconds(missing, chunk_pairs(missing, max(0, end + 1 - missing)), chunk)
 
 
-def speculation_of(
-    proposer: Proposer, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]
-) -> Speculation:
+def speculation_of(proposer: Proposer, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
     """Return the speculation by this proposer; see `Speculation`."""
-    if isinstance(proposer, BatchProposer):
+    if isinstance(proposer, ModelProposer):
         return ModelSpeculation(proposer, batch, grow)
     return Speculation(proposer, batch, grow)

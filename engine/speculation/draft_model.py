@@ -9,19 +9,17 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
+from typing import Protocol, cast
 
 from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import StepFit
 from costs.step_work import StepWork, chunk_pairs
 from engine.cache.page_pool import PagePool
-from engine.speculation.proposer import MODEL_CLASS, BatchProposer, Draft
+from engine.speculation.proposer import MODEL_CLASS, Draft, ModelProposer
 from engine.steps.batch import StepBatch, StepResult, StepRow
 from engine.steps.draws import Draw
 from wire.kv_pages import KvPages
-from wire.messages import ModelFacts, RequestRef, SamplingParams
-
-_GREEDY = Draw(SamplingParams(max_tokens=1), 0)
+from wire.messages import ModelFacts, RequestRef
 
 
 class DraftRunner(Protocol):
@@ -73,12 +71,21 @@ class _Request:
         self.drafted = ()
 
 
-class DraftModel(BatchProposer):
-    """Proposes what the model draws greedily. Owns the pages of its requests; the runner is used, not owned."""
+class DraftModel(ModelProposer):
+    """Proposes what the model draws with the number that the target will draw with: equal models draw equal tokens.
 
-    def __init__(self, runner: DraftRunner, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock` returns seconds."""
+    Owns the pages of its requests; the runner is used, not owned.
+    """
+
+    def __init__(
+        self,
+        runner: DraftRunner,
+        memory: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`memory`: see `ModelProposer`; `clock` returns seconds."""
         self._runner = runner
+        self._memory = memory or {}
         self._clock = clock
         self._fit = StepFit(runner.cost_guess)
         self._requests: dict[Hashable, _Request] = {}
@@ -86,12 +93,17 @@ class DraftModel(BatchProposer):
 
     @property
     def cost(self) -> StepCost:
-        """See `BatchProposer`."""
+        """See `ModelProposer`."""
         return StepCost(self._fit.parameters)
 
     @property
+    def memory(self) -> Mapping[str, int]:
+        """See `ModelProposer`."""
+        return self._memory
+
+    @property
     def max_step_tokens(self) -> int:
-        """See `BatchProposer`."""
+        """See `ModelProposer`."""
         return self._runner.kv_pages.step_tokens
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
@@ -109,12 +121,12 @@ class DraftModel(BatchProposer):
         self._runner.pool.free(self._requests.pop(key).owner)
 
     def missing(self, key: Hashable) -> int:
-        """See `BatchProposer`."""
+        """See `ModelProposer`."""
         request = self._requests[key]
         return len(request.tokens) - min(request.stored, len(request.tokens) - 1)
 
     def room(self, key: Hashable, drafts: int) -> int:
-        """See `BatchProposer`; pages that are missing are taken from the pool while it has some."""
+        """See `ModelProposer`; pages that are missing are taken from the pool while it has some."""
         request, kv, pool = self._requests[key], self._runner.kv_pages, self._runner.pool
         # The last draft is drawn and not fed: it takes no position.
         fed = len(request.tokens) - 1
@@ -128,7 +140,7 @@ class DraftModel(BatchProposer):
         return max(0, min(drafts, kv.tokens_of(request.pages) - fed))
 
     def store_context(self, pieces: Mapping[Hashable, int]) -> None:
-        """See `BatchProposer`."""
+        """See `ModelProposer`."""
         rows, pairs = [], 0.0
         for key, tokens in pieces.items():
             request = self._requests[key]
@@ -138,42 +150,42 @@ class DraftModel(BatchProposer):
             request.stored += tokens
         self._run(rows, StepWork(sum(pieces.values()), pairs))
 
-    def propose_all(self, drafts: Mapping[Hashable, int]) -> Mapping[Hashable, Draft]:
-        """See `BatchProposer`: one step for the first draft of all requests, one for the second of those that have one.
+    def propose_all(self, draws: Mapping[Hashable, Sequence[Draw]]) -> Mapping[Hashable, Draft]:
+        """See `ModelProposer`: one step for the first draft of all requests, one for the second of those that have one.
 
         Tokens are rows of their own, as drafts are when they are verified.
         """
-        found: dict[Hashable, list[int]] = {key: [] for key in drafts}
+        found: dict[Hashable, list[int]] = {key: [] for key in draws}
         fed = {}
-        for key in drafts:
-            request = self._requests[key]
-            start = len(request.tokens) - self.missing(key)
-            fed[key] = [(token, start + place) for place, token in enumerate(request.tokens[start:])]
+        for key in draws:
+            tokens = self._requests[key].tokens
+            start = len(tokens) - self.missing(key)
+            fed[key] = list(enumerate(tokens[start:], start))
         while fed:
-            drawn = self._draw(fed)
-            for key, token in drawn.items():
+            for key, token in self._draw(fed, {key: draws[key][len(found[key])] for key in fed}).items():
                 found[key].append(token)
             fed = {
-                key: [(token, len(self._requests[key].tokens) + len(found[key]) - 1)]
-                for key, token in drawn.items()
-                if len(found[key]) < drafts[key]
+                key: [(len(self._requests[key].tokens) + len(found[key]) - 1, found[key][-1])]
+                for key in fed
+                if len(found[key]) < len(draws[key])
             }
         for key, tokens in found.items():
             request = self._requests[key]
             request.stored, request.drafted = len(request.tokens) + len(tokens) - 1, tokens
         return {key: Draft(tokens, MODEL_CLASS) for key, tokens in found.items()}
 
-    def _draw(self, fed: Mapping[Hashable, Sequence[tuple[int, int]]]) -> dict[Hashable, int]:
-        """Feed tokens, each with its position; returns the token that follows the last one of each request."""
+    def _draw(
+        self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, Draw]
+    ) -> dict[Hashable, int]:
+        """Feed tokens behind their positions; returns what is drawn behind the last token of each request."""
         rows, last = [], {}
         for key, tokens in fed.items():
             pages = self._requests[key].pages
-            rows += [StepRow([token], position, pages, _GREEDY) for token, position in tokens]
+            rows += [StepRow([token], position, pages, draws[key]) for position, token in tokens]
             last[key] = len(rows) - 1
         context = sum(row.start + 1 for row in rows)
         drawn = self._run(rows, StepWork(decode_rows=len(rows), decode_context_tokens=context)).token_ids
-        tokens_of = {key: drawn[row] for key, row in last.items()}
-        return {key: token for key, token in tokens_of.items() if token is not None}
+        return {key: cast("int", drawn[row]) for key, row in last.items()}
 
     def _run(self, rows: Sequence[StepRow], work: StepWork) -> StepResult:
         """Run a step and learn from the time that it takes."""
