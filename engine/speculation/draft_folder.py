@@ -31,8 +31,10 @@ def draft_kind(folder: Path) -> DraftKind:
     try:
         load_spec(folder)
     except ModelError as error:
+        described = config.get("architectures") or config.get("model_type") or "no known weights"
         raise ModelError(
-            f"{folder / CONFIG} describes no draft model that is served, and no Medusa heads ({_HEADS_FIELD}): {error}"
+            f"{folder / CONFIG} describes {described}; served as drafts are complete models, and Medusa heads"
+            f" ({_HEADS_FIELD})."
         ) from error
     return DraftKind.MODEL
 
