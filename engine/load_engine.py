@@ -26,6 +26,7 @@ from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
+from engine.speculation.draft_runner import LoadModel
 from engine.speculation.load_draft import MakeProposer, draft_model_of, model_with_draft, split_kv
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
@@ -76,9 +77,14 @@ class LoadedParts:
 
 
 def load_parts(
-    config: EngineConfig, progress: Progress | None, *, name: str | None, kernels: Kernels | None
+    config: EngineConfig,
+    progress: Progress | None,
+    *,
+    name: str | None,
+    kernels: Kernels | None,
+    load_another: LoadModel,
 ) -> LoadedParts:
-    """Loads the parts of a runner; see `ModelRunner.load`."""
+    """Loads the parts of a runner; see `ModelRunner.load`, which is `load_another`: it loads a draft model."""
     device = parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
     stored = load_spec(config.model) if config.random_weights else check_model(config.model)
@@ -93,7 +99,7 @@ def load_parts(
     chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
     model, adapters, heads = _load_model(config, spec, chosen, dtype, device, progress=progress)
     kv = split_kv(config, spec, page_tokens, _CPU_CACHE_BYTES if device.type == "cpu" else None)
-    proposer = heads or draft_model_of(config, spec, page_tokens, kv)
+    proposer = heads or draft_model_of(load_another, config, spec, page_tokens, kv)
     config = replace(config, kv_cache_bytes=kv.target)
 
     grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))

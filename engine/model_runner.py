@@ -54,7 +54,7 @@ class ModelRunner:
         `kernels` are by default the fastest for the device; given ones run step by step, without CUDA graphs.
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
         """
-        loaded = load_parts(config, progress, name=name, kernels=kernels)
+        loaded = load_parts(config, progress, name=name, kernels=kernels, load_another=cls.load)
         runner = cls(loaded)
         with naming_the_setting(loaded.cache.device):
             warm_up(runner.run, loaded.cache, runner.facts.max_context, progress)

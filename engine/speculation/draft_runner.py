@@ -1,13 +1,14 @@
 """Loading of a draft model: an engine of its own beside the target's, with a part of the KV memory."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-from engine.cache.paged_cache import page_bytes
+from engine.cache.paged_cache import PagedCache, page_bytes
 from engine.config import EngineConfig
 from engine.config.kv import kv_groups
 from engine.config.model import ModelSpec
@@ -17,16 +18,34 @@ from engine.memory import kv_cache_bytes
 from engine.model_sizes import matrix_bytes, total_weights
 from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
+from engine.speculation.draft_model import DraftRunner
 from vocabulary.tokenizer_formats import has_tokenizer, load_tokenizer
 from wire.errors import ModelError
-
-if TYPE_CHECKING:
-    from engine.model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
 _ROWS_PER_REQUEST = 2
 """The rows of a request in the first step of a draft, if all of its last draft was accepted."""
+
+
+class LoadedDraft(DraftRunner, Protocol):
+    """The part of a `ModelRunner` that tells its memory."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights that are not quantized."""
+
+    @property
+    def cache(self) -> PagedCache:
+        """The KV pages."""
+
+
+LoadModel = Callable[[EngineConfig], LoadedDraft]
+"""Loads an engine."""
 
 
 def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
@@ -54,20 +73,20 @@ def kv_share(spec: ModelSpec, draft: ModelSpec, page_tokens: int) -> float:
     return its / (mine + its)
 
 
-def memory_of(runner: "ModelRunner") -> dict[str, int]:
+def memory_of(runner: LoadedDraft) -> dict[str, int]:
     """Return the bytes of a model's `weights`, as far as they are matrices, and of its `kv` pages."""
     weights = matrix_bytes(runner.spec, runner.dtype.itemsize, on_cpu=is_cpu(runner.cache.device))
     return {"weights": weights, "kv": runner.cache.storage.nbytes}
 
 
-def load_draft_runner(config: EngineConfig, spec: ModelSpec, page_tokens: int, total: int | None) -> "ModelRunner":
-    """Load the model of `config.draft` on the same device.
+def load_draft_runner(
+    load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, total: int | None
+) -> LoadedDraft:
+    """Load the model of `config.draft` on the same device, by `load`.
 
     `total` is the KV memory of both models in bytes; None = on a GPU that has the target's weights, what they leave.
     ModelError for a model that cannot be served or has another vocabulary.
     """
-    from engine.model_runner import ModelRunner  # which loads this one
-
     assert config.draft is not None
     check_draft_model(config.draft, spec, config.tokenizer or config.model)
     device, draft = parse_device(config.device), load_spec(config.draft)
@@ -86,6 +105,6 @@ def load_draft_runner(config: EngineConfig, spec: ModelSpec, page_tokens: int, t
     if total is None:
         weights = weight_bytes(draft, parse_dtype(mine, device, draft), on_cpu=is_cpu(device))
         total = kv_cache_bytes(device, config.memory_fraction, weights)
-    runner = ModelRunner.load(replace(mine, kv_cache_bytes=int(total * kv_share(spec, draft, page_tokens))))
+    runner = load(replace(mine, kv_cache_bytes=int(total * kv_share(spec, draft, page_tokens))))
     log.info("Draft model %s: %d KV pages", config.draft, runner.cache.pages)
     return runner

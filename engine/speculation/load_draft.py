@@ -11,7 +11,7 @@ from engine.models.load_spec import load_spec
 from engine.models.parameters import Parameters
 from engine.speculation.draft_folder import DraftKind, draft_kind
 from engine.speculation.draft_model import DraftModel
-from engine.speculation.draft_runner import kv_share, load_draft_runner, memory_of
+from engine.speculation.draft_runner import LoadModel, kv_share, load_draft_runner, memory_of
 from engine.speculation.heads.hidden_states import HiddenStateModel
 from engine.speculation.heads.medusa import load_medusa_heads
 from engine.speculation.heads.proposer import HeadsProposer
@@ -51,12 +51,14 @@ def model_with_draft(
     return model, lambda: HeadsProposer(heads, model.drawn_hidden)
 
 
-def draft_model_of(config: EngineConfig, spec: ModelSpec, page_tokens: int, kv: KvMemory) -> MakeProposer | None:
+def draft_model_of(
+    load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, kv: KvMemory
+) -> MakeProposer | None:
     """Load the draft model of `config.draft`, if it has one, before the target's KV pages; returns its proposer.
 
     ModelError for one that cannot be served, or with other tokens.
     """
     if config.draft is None or draft_kind(config.draft) is not DraftKind.MODEL:
         return None
-    runner = load_draft_runner(config, spec, page_tokens, kv.both)
+    runner = load_draft_runner(load, config, spec, page_tokens, kv.both)
     return lambda: DraftModel(runner, memory_of(runner))

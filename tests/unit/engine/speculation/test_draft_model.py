@@ -1,7 +1,7 @@
 """A draft model: what it drafts, the KV that it keeps and rolls back, its pages, and its folder."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,8 @@ from engine.speculation.draft_runner import memory_of
 from engine.speculation.load_draft import split_kv
 from engine.speculation.proposer import MODEL_CLASS
 from engine.steps.draws import Draw
-from tests.fake_engine import PAGE_TOKENS, FakeEngine, next_token
 from tests.factories import tiny_engine_config, write_tiny_model
+from tests.fake_engine import PAGE_TOKENS, FakeEngine, next_token
 from tests.small_tokenizer import save_tokenizer
 from wire.errors import InvalidArgument, ModelError
 from wire.messages import SamplingParams
@@ -58,7 +58,7 @@ def test_drafts_are_the_models_own_tokens_whatever_was_accepted(
             accepted = dice.randint(0, len(drafted))
             gained = [*drafted[:accepted], dice.randrange(3, 900)]
             model.extend(name, gained)
-            text += gained
+            texts[name] = text + gained
         engine.pool.check_integrity()
     assert all(found[name].match == MODEL_CLASS for name in found)
     for name in texts:
@@ -114,11 +114,11 @@ def test_a_request_is_known_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     write_tiny_model(folder / "target")
     write_tiny_model(folder / "draft", "smollm2", num_hidden_layers=1)
-    yield folder
+    return folder
 
 
 def test_folders_that_do_not_fit_are_refused(folders: Path) -> None:
@@ -132,7 +132,7 @@ def test_folders_that_do_not_fit_are_refused(folders: Path) -> None:
         check_draft_folder(other, spec, target)
     (folders / "strange").mkdir()
     (folders / "strange" / "config.json").write_text('{"architectures": ["Oracle"], "model_type": "oracle"}')
-    with pytest.raises(ModelError, match="describes .*Oracle.* complete models, and Medusa heads"):
+    with pytest.raises(ModelError, match=r"describes .*Oracle.* complete models, and Medusa heads"):
         check_draft_folder(folders / "strange", spec, target)
 
 
