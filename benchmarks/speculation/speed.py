@@ -102,6 +102,7 @@ async def measure_set(
         "tokens_a_step": round(drafting.tokens / max(1, drafting.tokens - accepted), 3),
         "drafted": drafted,
         "accepted": accepted,
+        "drafting_share": round(counts.drafting_s / drafting.seconds, 4),
     }
 
 
