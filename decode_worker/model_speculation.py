@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from costs.acceptance import Acceptance
 from costs.step_cost import StepCost
 from costs.step_work import NOTHING, StepWork, chunk_pairs
 from decode_worker.draft_choice import GAIN_MIN, ROWS_MAX, Candidate, StepBounds
@@ -66,6 +67,8 @@ class ModelSpeculation(Speculation):
         self._model = proposer
         self._clock = clock
         self.counts.model_bytes = proposer.memory
+        # Optimism finds out what an unknown draft model is worth: a few wrong drafts correct it (decision 48).
+        self._acceptance = Acceptance(prior=1.0)
         self._probed: DecodeRequest | None = None
         """The request that will have a draft as a probe, while its context is stored."""
 

@@ -15,7 +15,7 @@ from engine.config.model import ModelSpec
 from engine.device import parse_device, parse_dtype
 from engine.kernels.base import is_cpu
 from engine.memory import kv_cache_bytes
-from engine.model_sizes import matrix_bytes, total_weights
+from engine.model_sizes import matrix_bytes
 from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
 from engine.speculation.draft_model import DraftRunner
@@ -24,6 +24,8 @@ from wire.errors import ModelError
 
 log = logging.getLogger(__name__)
 
+_ITEM_BYTES = 2
+"""The bytes of a plain weight when two models are compared."""
 _ROWS_PER_REQUEST = 2
 """The rows of a request in the first step of a draft, if all of its last draft was accepted."""
 
@@ -63,8 +65,8 @@ def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
         mine, its = (load_tokenizer(each).inner.get_vocab() for each in (folder, tokenizer))
         if mine != its:
             raise ModelError(f"{folder} has another tokenizer than {tokenizer}; a draft model must have the same.")
-    if total_weights(draft) >= total_weights(spec):
-        log.warning("The draft model %s is as large as the model itself: its drafts hardly pay.", folder)
+    if matrix_bytes(draft, _ITEM_BYTES) >= matrix_bytes(spec, _ITEM_BYTES):
+        log.warning("The draft model %s has as many bytes as the model itself: its drafts hardly pay.", folder)
 
 
 def kv_share(spec: ModelSpec, draft: ModelSpec, page_tokens: int) -> float:
