@@ -23,10 +23,9 @@ from engine.kernels.lora.lora_kernels import LoraProducts
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
-from engine.models.decoder import DecoderModel
 from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
-from engine.speculation.load_draft import MakeProposer, model_with_draft
+from engine.speculation.load_draft import MakeProposer, ModelWithDraft, model_with_draft
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
@@ -73,6 +72,8 @@ class LoadedParts:
     """Compiles a grammar before a step needs it."""
     draft_proposer: MakeProposer | None
     """Makes a proposer of drafts with the trained weights of `EngineConfig.draft`; None without."""
+    drawn_hidden: Tensor | None
+    """The hidden states of the newest step, see `HiddenStateModel`; None where nobody needs them."""
 
 
 def load_parts(
@@ -91,7 +92,8 @@ def load_parts(
     else:
         torch.cuda.set_device(device)
     chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
-    model, adapters, proposer = _load_model(config, spec, chosen, dtype, device, progress=progress)
+    loaded, adapters = _load_model(config, spec, chosen, dtype, device, progress=progress)
+    model = loaded.model
 
     grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))
     masks = GrammarMasks(grammars, spec.eos_token_ids)
@@ -119,7 +121,18 @@ def load_parts(
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
     revision += "".join(f", adapter {each.name} {each.identity}" for each in adapters)
-    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars.check, proposer)
+    return LoadedParts(
+        spec,
+        cache,
+        dtype,
+        facts,
+        revision,
+        stepper,
+        model.expert_tokens,
+        grammars.check,
+        loaded.proposer,
+        loaded.drawn_hidden,
+    )
 
 
 def _load_model(
@@ -130,7 +143,7 @@ def _load_model(
     device: torch.device,
     *,
     progress: Progress | None,
-) -> tuple[DecoderModel, tuple[AdapterFacts, ...], MakeProposer | None]:
+) -> tuple[ModelWithDraft, tuple[AdapterFacts, ...]]:
     try:
         with torch.inference_mode():
             parameters = allocate_parameters(spec, dtype, device)
@@ -142,8 +155,7 @@ def _load_model(
             if adapters.tables:
                 assert isinstance(kernels, LoraProducts)
                 kernels.tables = adapters.tables
-            model, proposer = model_with_draft(config, spec, parameters, kernels)
-            return model, adapters.facts, proposer
+            return model_with_draft(config, spec, parameters, kernels), adapters.facts
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise

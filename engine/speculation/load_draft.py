@@ -1,6 +1,9 @@
 """Loading of the trained weights that propose drafts, beside the model that verifies them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
@@ -17,15 +20,26 @@ MakeProposer = Callable[[], BatchProposer]
 """Returns a new proposer, which belongs to the engine's thread."""
 
 
-def model_with_draft(
-    config: EngineConfig, spec: ModelSpec, parameters: Parameters, kernels: Kernels
-) -> tuple[DecoderModel, MakeProposer | None]:
-    """Return the model, and its proposer if `config.draft` names one; ModelError for a folder that does not fit."""
-    if config.draft is None:
-        return DecoderModel(spec, parameters, kernels, spec.max_context), None
-    draft_kind(config.draft)
-    heads = load_medusa_heads(config.draft, spec, parameters, kernels)
+@dataclass(frozen=True, slots=True)
+class ModelWithDraft:
+    """A model, and what is loaded beside it for drafts."""
+
+    model: DecoderModel
+    proposer: MakeProposer | None = None
+    drawn_hidden: Tensor | None = None
+    """See `HiddenStateModel`; None where nobody needs hidden states."""
+
+
+def model_with_draft(config: EngineConfig, spec: ModelSpec, parameters: Parameters, kernels: Kernels) -> ModelWithDraft:
+    """Return the model, with a proposer if `config.draft` names one; ModelError for a folder that does not fit."""
+    if config.draft is None and not config.keep_hidden:
+        return ModelWithDraft(DecoderModel(spec, parameters, kernels, spec.max_context))
     # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
     rows = max(config.max_batch_requests, config.max_step_tokens)
+    if config.draft is None:
+        model = HiddenStateModel(spec, parameters, kernels, spec.max_context, rows)
+        return ModelWithDraft(model, drawn_hidden=model.drawn_hidden)
+    draft_kind(config.draft)
+    heads = load_medusa_heads(config.draft, spec, parameters, kernels)
     model = HiddenStateModel(spec, parameters, kernels, spec.max_context, rows)
-    return model, lambda: HeadsProposer(heads, model.drawn_hidden)
+    return ModelWithDraft(model, lambda: HeadsProposer(heads, model.drawn_hidden), model.drawn_hidden)
