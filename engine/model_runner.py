@@ -37,7 +37,7 @@ class ModelRunner:
         self.roofline = roofline(spec, cache, self.dtype.itemsize)
         self.device_name = device_name(cache.device)
         self._revision = loaded.revision
-        self.stepper, self.expert_tokens = loaded.stepper, loaded.expert_tokens
+        self.stepper, self.expert_tokens, self.drawn_hidden = loaded.stepper, loaded.expert_tokens, loaded.drawn_hidden
         self.compile_grammar, self.draft_proposer = loaded.compile_grammar, loaded.draft_proposer
 
     @classmethod

@@ -1,7 +1,6 @@
 """Plans the next step over both halves and hands its results back to them, without a clock or a device.
 
-The owner of an engine, real or simulated, asks for a plan, runs it and gives back what was drawn, in that order and
-perhaps several plans ahead.
+The owner of an engine, real or simulated, asks for a plan, runs it and gives back what was drawn, or plans ahead.
 """
 
 import math

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.kernels.base import Kernels
@@ -38,17 +40,29 @@ def split_kv(config: EngineConfig, spec: ModelSpec, page_tokens: int, default: i
     return KvMemory(both - int(both * kv_share(spec, load_spec(config.draft), page_tokens)), both)
 
 
-def model_with_draft(
-    config: EngineConfig, spec: ModelSpec, parameters: Parameters, kernels: Kernels
-) -> tuple[DecoderModel, MakeProposer | None]:
-    """Return the model, and the proposer of its heads if `config.draft` has such; ModelError if they do not fit."""
-    if config.draft is None or draft_kind(config.draft) is not DraftKind.HEADS:
-        return DecoderModel(spec, parameters, kernels, spec.max_context), None
-    heads = load_medusa_heads(config.draft, spec, parameters, kernels)
+@dataclass(frozen=True, slots=True)
+class ModelWithDraft:
+    """A model, and what is loaded beside it for drafts."""
+
+    model: DecoderModel
+    proposer: MakeProposer | None = None
+    drawn_hidden: Tensor | None = None
+    """See `HiddenStateModel`; None where nobody needs hidden states."""
+
+
+def model_with_draft(config: EngineConfig, spec: ModelSpec, parameters: Parameters, kernels: Kernels) -> ModelWithDraft:
+    """Return the model, with the proposer of its heads if `config.draft` has such; ModelError if they do not fit."""
+    heads_folder = config.draft if config.draft and draft_kind(config.draft) is DraftKind.HEADS else None
+    if heads_folder is None and not config.keep_hidden:
+        return ModelWithDraft(DecoderModel(spec, parameters, kernels, spec.max_context))
     # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
     rows = max(config.max_batch_requests, config.max_step_tokens)
+    if heads_folder is None:
+        model = HiddenStateModel(spec, parameters, kernels, spec.max_context, rows)
+        return ModelWithDraft(model, drawn_hidden=model.drawn_hidden)
+    heads = load_medusa_heads(heads_folder, spec, parameters, kernels)
     model = HiddenStateModel(spec, parameters, kernels, spec.max_context, rows)
-    return model, lambda: HeadsProposer(heads, model.drawn_hidden)
+    return ModelWithDraft(model, lambda: HeadsProposer(heads, model.drawn_hidden), model.drawn_hidden)
 
 
 def draft_model_of(
