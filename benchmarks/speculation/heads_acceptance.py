@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from engine.draft_training.answers import BATCH, Answering, tokens_a_step
 from engine.model_runner import ModelRunner
-from engine.speculation.proposer import WantedDraft
+from engine.speculation.proposer import BatchProposer, WantedDraft
 
 
 def heads_tokens_a_step(
@@ -14,9 +14,9 @@ def heads_tokens_a_step(
 
     ValueError for a runner without trained weights.
     """
-    if runner.draft_proposer is None:
+    proposer = None if runner.draft_proposer is None else runner.draft_proposer()
+    if not isinstance(proposer, BatchProposer):
         raise ValueError("the runner has no heads")
-    proposer = runner.draft_proposer()
     guesses: list[list[Sequence[int]]] = []
 
     def drew(numbers: Sequence[int]) -> None:
