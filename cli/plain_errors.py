@@ -34,13 +34,16 @@ SETTINGS = {
     "max_step_tokens": "--max-step-tokens",
     "max_batch_requests": "--max-batch-requests",
     "random_weights": "--random-weights",
+    "draft": "--draft",
     "threads": "--threads",
     "output": "OUTPUT",
+    "out": "--out",
     "scheme": "--scheme",
     "group_size": "--group-size",
     "method": "--method",
     "samples": "--samples",
     "text": "--text",
+    "tokens": "--tokens",
 }
 """Maps the engine's setting names to the options that set them."""
 

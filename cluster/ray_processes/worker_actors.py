@@ -126,6 +126,7 @@ class WorkerActors:
             max_batch_requests=cluster.batch_requests,
             random_weights=cluster.random_weights,
             draft_graphs=SpeculationMethod(cluster.speculate) not in (SpeculationMethod.AUTO, SpeculationMethod.OFF),
+            draft=cluster.draft,
             threads=cluster.threads,
             # The controller has workers with slots load them (`cluster/operations/adapters.py`).
             adapters=() if cluster.runtime_loras else tuple(AdapterSource(*lora) for lora in cluster.loras),

@@ -286,6 +286,9 @@ class TestStoppedPeer:
         self, prefill: Prefill, peer: Peer, stuck: "Future[WriteDone]"
     ) -> None:
         prefill.transport.remove_peer(peer.ref)
+        # Refused behind the removal, which is therefore done before the peer takes the bytes.
+        with pytest.raises(TransferFailed, match=str(peer.ref.worker_id)):
+            prefill.write(peer, [0], [0]).result(timeout=60)
         peer.process.send_signal(signal.SIGCONT)
         with pytest.raises(TransferFailed, match="gone"):
             stuck.result(timeout=60)
