@@ -380,6 +380,8 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
         self.mode = ""
         self.adapters: tuple[AdapterFacts, ...] | None = None
         """The adapters of the membership; None = those that the workers report."""
+        self.adapter_changes: cluster_pb2_grpc.ClusterServicer | None = None
+        """What executes changes of the adapters."""
         self.changed = asyncio.Condition()
 
     async def start(self) -> "FakeController":
@@ -410,6 +412,14 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
                 seen = self.revision
                 membership = Membership(seen, tuple(self.workers.values()), self.mode, self.adapters)
             yield convert.membership_to_proto(membership)
+
+    async def LoadAdapter(self, request: Any, context: Any) -> Any:
+        assert self.adapter_changes is not None
+        return await self.adapter_changes.LoadAdapter(request, context)
+
+    async def UnloadAdapter(self, request: Any, context: Any) -> Any:
+        assert self.adapter_changes is not None
+        return await self.adapter_changes.UnloadAdapter(request, context)
 
 
 async def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

@@ -48,8 +48,7 @@ class Loading(ClusterServicer):
         self.info = WorkerInfo(PeerRef("w", 1), Role.BOTH, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake")
         self.registry.register(self.info)
         super().__init__(self.registry, cast(Any, None), self.list_of(allowed=True))
-        for method in (self.LoadAdapter, self.UnloadAdapter):
-            setattr(controller, method.__name__, method)
+        controller.adapter_changes = self
         self._controller = controller
 
     def list_of(self, *, allowed: bool) -> Adapters:
