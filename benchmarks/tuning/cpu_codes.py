@@ -1,4 +1,4 @@
-"""A GGUF file served from its own codes beside the same weights in bfloat16: `python -m benchmarks.cpu.codes`.
+"""A GGUF file served from its own codes beside the same weights in bfloat16: `python -m benchmarks.tuning.cpu_codes`.
 
 Both are loaded in one process and take turns, so that the noise of the machine affects both alike, and the medians are
 compared. Resident memory is that of a process each, which loads one of them and computes a prompt. The last line is
@@ -43,7 +43,8 @@ def resident_mb(folder: Path, threads: int) -> float:
     engine = load(folder, threads)
     (prompt,) = random_prompts(1, PROMPT_TOKENS, engine.vocab_size)
     engine.prefill(prompt)
-    return psutil.Process(os.getpid()).memory_info().rss / _MB
+    resident: int = psutil.Process(os.getpid()).memory_info().rss
+    return resident / _MB
 
 
 def measure(plain: Path, codes: Path, threads: int, rounds: int) -> dict[str, float]:
@@ -69,7 +70,7 @@ def measure(plain: Path, codes: Path, threads: int, rounds: int) -> dict[str, fl
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for, and prints JSON last."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu.codes", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning.cpu_codes", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, help="a GGUF file with quantized weights (SmolLM2-135M in Q4_1)")
     parser.add_argument("--threads", type=at_least(1), default=usable_cores(), help="(all cores)")
     parser.add_argument("--rounds", type=at_least(1), default=7, help="turns of each (7)")
