@@ -14,7 +14,9 @@ class Acceptance:
     A class is the length of the match that the draft rests on (`engine/speculation/proposer.py`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prior: float = PRIOR) -> None:
+        """`prior`: the probability that is assumed at first."""
+        self._prior = prior
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
         """By class and position: the probability, and the weight of what it rests on."""
         self._survivals: dict[int, list[float]] = {}
@@ -25,8 +27,8 @@ class Acceptance:
         return self._known(match, position)[0]
 
     def best(self) -> float:
-        """Return the largest probability for the first draft of any class; PRIOR while none is known."""
-        return max((rate for (_, position), (rate, _) in self._rates.items() if not position), default=PRIOR)
+        """Return the largest probability for the first draft of any class; the prior while none is known."""
+        return max((rate for (_, position), (rate, _) in self._rates.items() if not position), default=self._prior)
 
     def survival(self, match: int, drafts: int) -> list[float]:
         """Return the probability that each of so many drafts is accepted together with all before it."""
@@ -47,4 +49,4 @@ class Acceptance:
         """Return the probability and the weight of what it rests on."""
         if (match, position) in self._rates:
             return self._rates[match, position]
-        return (self.rate(match, position - 1) if position else PRIOR), PRIOR_WEIGHT
+        return (self.rate(match, position - 1) if position else self._prior), PRIOR_WEIGHT

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -75,7 +75,7 @@ async def compare(
 
 async def measure_set(
     runners: Sequence[ModelRunner],
-    engine: EngineConfig,
+    engines: Sequence[EngineConfig],
     method: str,
     prompts: Sequence[Sequence[int]],
     *,
@@ -84,8 +84,8 @@ async def measure_set(
 ) -> dict[str, object]:
     """Return the figures of one prompt set."""
     async with (
-        LocalWorker.open(runners[0], engine, SpeculationMethod.OFF) as off,
-        LocalWorker.open(runners[1], engine, SpeculationMethod(method)) as on,
+        LocalWorker.open(runners[0], engines[0], SpeculationMethod.OFF) as off,
+        LocalWorker.open(runners[1], engines[1], SpeculationMethod(method)) as on,
     ):
         for worker in (off, on):
             await answer(worker, prompts[:batch], WARM_UP_TOKENS, Decoded())
@@ -102,6 +102,7 @@ async def measure_set(
         "tokens_a_step": round(drafting.tokens / max(1, drafting.tokens - accepted), 3),
         "drafted": drafted,
         "accepted": accepted,
+        "drafting_share": round(counts.drafting_s / drafting.seconds, 4),
     }
 
 
@@ -112,17 +113,19 @@ async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, obj
     engine = EngineConfig(
         folder, device=chosen.device, dtype=chosen.dtype, kv_cache_bytes=KV_BYTES, threads=chosen.threads
     )
-    runners = [ModelRunner.load(engine) for _ in range(2)]
+    engines = [engine, replace(engine, draft=chosen.draft, kv_cache_bytes=KV_BYTES * (2 if chosen.draft else 1))]
+    runners = [ModelRunner.load(each) for each in engines]
     rows: list[dict[str, object]] = []
     for batch in chosen.batch or (1,):
         for name in chosen.sets:
             prompts = encode_prompts(tokenizer, name)[: chosen.prompts]
-            row = await measure_set(runners, engine, chosen.method, prompts, batch=batch, most=chosen.tokens)
+            row = await measure_set(runners, engines, chosen.method, prompts, batch=batch, most=chosen.tokens)
             rows.append({"set": name, **row})
             console.print(rows[-1])
     console.print(table_of(rows))
     dtype = runners[0].facts.dtype
-    return {"model": folder.name, "method": chosen.method, "dtype": dtype, "rows": rows, **run_facts(chosen.device)}
+    method = chosen.method if chosen.draft is None else f"{chosen.method} {chosen.draft.name}"
+    return {"model": folder.name, "method": method, "dtype": dtype, "rows": rows, **run_facts(chosen.device)}
 
 
 async def measure_shape(chosen: argparse.Namespace, folder: Path, console: Console) -> dict[str, object]:
@@ -163,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for, and print JSON last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation.speed", description=__doc__.splitlines()[0])
     parser.add_argument("--method", default=SpeculationMethod.NGRAM.value, help="how drafts are proposed (ngram)")
+    parser.add_argument("--draft", type=Path, help="the folder of --method draft")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="prompt sets (all)")
     parser.add_argument("--shape", help="a model's shape, of random weights (llama-3-8b, ...)")
     parser.add_argument("--batch", nargs="+", type=at_least(1), help="requests at a time (1; 1 to 128 of a shape)")
