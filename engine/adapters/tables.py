@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.adapters.modules import PlacedUpdate, Product
 from engine.kernels.lora.tables import LoraTables
-from engine.weights.tensor_reader import read_tensors
+from engine.weights.tensor_reader import check_range, read_tensors
 
 
 class AdapterTables:
@@ -67,8 +67,11 @@ def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tens
         read_tensors({"a": update.a, "b": update.b}, {"a": a, "b": b})
         if place.transform is not None:
             b = place.transform(b)
+        b.mul_(update.scale)
+        for matrix, entry in ((a, update.a), (b, update.b)):
+            check_range(matrix, tables.b.dtype, f"{entry.file}: an update")
         end = place.first + len(b)
-        into_b[place.first : end, : update.rank] = b.mul_(update.scale).to(into_b)
+        into_b[place.first : end, : update.rank] = b.to(into_b)
         for part, rows in enumerate(tables.part_rows):
             if rows.start < end and place.first < rows.stop:
                 into_a[part * rank : part * rank + update.rank] = a.to(into_a)
