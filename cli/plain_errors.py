@@ -22,6 +22,7 @@ SETTINGS = {
     "tokenizer": "--tokenizer",
     "max_model_len": "--max-model-len",
     "adapters": "--lora",
+    "runtime_loras": "--allow-runtime-lora-updating",
     "max_loras": "--max-loras",
     "max_lora_rank": "--max-lora-rank",
     "device": "--device",
