@@ -1,7 +1,7 @@
 """The composition of the batch in steps with the same requests, and the tokens of completed steps."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 
@@ -31,8 +31,14 @@ class _Drawing:
     greedy: bool
     looks_back: bool
     wants_logprobs: bool
+    masked_tokens: NDArray[np.int64]
     unmasked_from: int
     """The first step in which the answer of each row is as long as its `masked_tokens`."""
+
+    def moved(self, by: NDArray[np.int64]) -> "_Drawing":
+        """Return the draws of rows that are so many [n] positions further."""
+        offset = self.draw_offset + by
+        return replace(self, draw_offset=offset, unmasked_from=int((self.masked_tokens - offset).max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,20 @@ class BatchSnapshot:
         self._columns = columns
         self.indices = indices
         self.slots: list[BatchSlot] = columns.slots[indices].tolist()
-        offset = self._position_offset = columns.position_offset[indices]
-        self._offset_sum = int(offset.sum())
-        self._longest = int(offset.max()) + 1
+        self._place(columns.position_offset[indices])
+
+    def _place(self, offset: NDArray[np.int64]) -> None:
+        self._position_offset, self._offset_sum, self._longest = offset, int(offset.sum()), int(offset.max()) + 1
+
+    def moved(self) -> "BatchSnapshot":
+        """Return a snapshot of the same requests at the positions that the columns have now, cheaper than a new one."""
+        offset = self._columns.position_offset[self.indices]
+        by, moved = offset - self._position_offset, object.__new__(BatchSnapshot)
+        moved.__dict__.update(self.__dict__, _drawing=self._drawing.moved(by))
+        moved.__dict__["owners"] = replace(self.owners, answer_offset=self.owners.answer_offset + by)
+        moved.__dict__.pop("first_end", None)
+        moved._place(offset)
+        return moved
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -112,7 +129,7 @@ class BatchSnapshot:
 
     def tokens(self, step: int, token_ids: Sequence[int], without: set[int]) -> list[RoutedTokens]:
         """Return the tokens of this step, one for each row but those in `without`, by router."""
-        owners = self._owners
+        owners = self.owners
         everything = StepTokens(owners.request_ids, owners.attempts, (owners.answer_offset + step).tolist(), token_ids)
         if not owners.masks and not without:
             return [RoutedTokens(owners.router, everything)]
@@ -148,7 +165,7 @@ class BatchSnapshot:
     def _drawing(self) -> _Drawing:
         columns, indices = self._columns, self.indices
         settings, samplings = columns.settings[indices], columns.samplings[indices].tolist()
-        offset = columns.draw_offset[indices] + self._position_offset
+        offset, masked_tokens = columns.draw_offset[indices] + self._position_offset, columns.masked_tokens[indices]
         return _Drawing(
             samplings,
             columns.histories[indices].tolist(),
@@ -158,11 +175,13 @@ class BatchSnapshot:
             all_greedy(settings),
             bool(columns.looks_back[indices].any()),
             bool(columns.wants_logprobs[indices].any()),
-            int((columns.masked_tokens[indices] - offset).max()),
+            masked_tokens,
+            int((masked_tokens - offset).max()),
         )
 
     @cached_property
-    def _owners(self) -> _Owners:
+    def owners(self) -> _Owners:
+        """The owners of the rows, which have to be asked for before another request may take a slot."""
         columns, indices = self._columns, self.indices
         routers = columns.routers[indices].tolist()
         masks: dict[str, bytearray] = {}
@@ -179,7 +198,7 @@ class BatchSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """The tokens of a step, for the routers. It must be read before the next step is planned."""
+    """The tokens of a step, for the routers."""
 
     step: int
     snapshot: BatchSnapshot

@@ -56,9 +56,16 @@ class DraftingBatch(RunningBatch):
             self._snapshot = None  # they may get a page before the step is launched
         if snapshot is None:
             return (), NOTHING
+        return [slot.request for slot in snapshot.slots], self._work_of(snapshot)
+
+    def next_work(self) -> StepWork:
+        """Return the work of the next step without drafts."""
+        snapshot = self._snapshot_of(self._next_step)
+        return NOTHING if snapshot is None else self._work_of(snapshot)
+
+    def _work_of(self, snapshot: BatchSnapshot) -> StepWork:
         context = snapshot.context_tokens(self._next_step)
-        work = StepWork(decode_rows=len(snapshot), decode_context_tokens=context)
-        return [slot.request for slot in snapshot.slots], work
+        return StepWork(decode_rows=len(snapshot), decode_context_tokens=context)
 
     def rows_left(self, request: DecodeRequest) -> int:
         """Return the number of further rows that the request may have: until its answer is as long as it may be."""
@@ -104,18 +111,22 @@ class DraftingBatch(RunningBatch):
         if drafts is None:
             return super().complete(token_ids)
         step = super().complete(token_ids[: len(token_ids) - len(drafts)])
-        verified, with_events = {}, set(step.event_rows)
+        verified, with_events, moved, slots = {}, set(step.event_rows), False, step.snapshot.slots
         for row_drafts, run in drafts.runs(token_ids):
             row = row_drafts.row
-            slot = step.snapshot.slots[row]
-            tokens, ends = slot.request.ending.cut(run, step.snapshot.answer_index(row, step.step))
+            slot = slots[row]
             if slot.dropped:
                 continue
+            first_index = slot.position_offset + step.step + 1 - slot.request.prompt_tokens
+            tokens, ends = slot.request.ending.cut(run, first_index)
             verified[row] = VerifiedRow(row_drafts, tokens)
-            if len(tokens) > 1:
-                self._gain(slot, tokens[1:])
             if ends:
                 with_events.add(row)
+            if len(tokens) > 1:
+                self._gain(slot, tokens[1:])
+                moved = True
+        if moved and self._snapshot is not None:
+            self._snapshot = self._snapshot.moved()
         return VerifiedStep(
             step.step,
             step.snapshot,
@@ -126,12 +137,12 @@ class DraftingBatch(RunningBatch):
         )
 
     def _step_drafts(self, snapshot: BatchSnapshot, drafts: Mapping[DecodeRequest, Draft]) -> StepDrafts:
-        slots = {self._slots[request].index: draft for request, draft in drafts.items()}
-        indices, first, found = sorted(slots), len(snapshot), []
-        for index, row in zip(indices, np.searchsorted(snapshot.indices, indices).tolist(), strict=True):
-            draft = slots[index]
-            found.append(RowDrafts(row, draft.token_ids, draft.match, first))
-            first += len(draft.token_ids)
+        first, found = len(snapshot), []
+        for row, slot in enumerate(snapshot.slots):
+            draft = drafts.get(slot.request)
+            if draft is not None:
+                found.append(RowDrafts(row, draft.token_ids, draft.match, first))
+                first += len(draft.token_ids)
         return StepDrafts(found)
 
     def _gain(self, slot: BatchSlot, tokens: Sequence[int]) -> None:
@@ -147,7 +158,8 @@ class DraftingBatch(RunningBatch):
         self._columns.reschedule(slot)
         self._last_steps.setdefault(slot.last_step, []).append(slot)
         self._schedule_page(slot)
-        self._snapshot = None
+        if slot.last_step < self._next_step:
+            self._snapshot = None
 
     def _forget_page_step(self, slot: BatchSlot, step: int) -> None:
         needs_page = self._page_steps.get(step, [])

@@ -186,6 +186,7 @@ class RunningBatch:
         for slot in self._with_history:
             self._tokens.flush(slot)
         over, with_events = self._rows_with_events(step, snapshot, token_ids)
+        _ = snapshot.owners  # while all are in their slots
         return CompletedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from costs.acceptance import Acceptance
 from costs.step_cost import StepCost
-from costs.step_work import StepWork
+from costs.step_work import NOTHING, StepWork
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.drafts import VerifiedStep
@@ -88,6 +89,19 @@ class Candidate:
         return Candidate(self.request, draft, self.survival[:drafts], self.context)
 
 
+class _Launched(NamedTuple):
+    """What was known of a step when it was launched."""
+
+    cost: StepCost
+    work: StepWork
+    """Its work without drafts."""
+    drafted: Sequence[Candidate]
+
+    def with_drafts(self) -> StepWork:
+        """Return the work of the step."""
+        return with_drafts(self.work, self.drafted)
+
+
 class Speculation:
     """Proposes and judges drafts. Engine thread only; other threads may read the counts."""
 
@@ -105,8 +119,10 @@ class Speculation:
         self.fixed_drafts: int | None = None
         """For measurements: the drafts of each request that has any, whether they pay or not; None = what pays."""
         self._speedup = 1.0
-        self._plain_s = self._verify_s = 1.0
-        """The predicted seconds of the newest step with drafts, and of the same step without."""
+        self._launched = _Launched(StepCost(), NOTHING, ())
+        """The newest step."""
+        self._unlearned: list[tuple[CompletedStep, _Launched]] = []
+        """Steps whose events were made, from which `learn` learns."""
 
     def read_kv_once(self) -> None:
         """Predict the steps of an engine whose attention reads a request's KV once, whatever its drafts."""
@@ -134,13 +150,23 @@ class Speculation:
         self._steps_without = 0 if chosen else self._steps_without + 1
         fitting = [each.first(self._positions(each)) for each in chosen]
         fitting = [each for each in fitting if each.survival]
-        work = self._batch.next_rows()[1]
-        self._plain_s = bounds.cost.seconds(work)
-        self._verify_s = bounds.cost.seconds(with_drafts(work, fitting))
+        self._launched = _Launched(bounds.cost, self._batch.next_work(), fitting)
         return self._batch.launch({each.request: each.draft for each in fitting})
 
     def complete(self, step: CompletedStep) -> None:
-        """Learn from a step whose events were made: drafts behind the end of an answer count neither way."""
+        """Take a step whose events were made, for `learn`."""
+        self._unlearned.append((step, self._launched))
+
+    def learn(self) -> None:
+        """Learn from the completed steps, while the next one runs: a step later, but the device does not wait for it.
+
+        Drafts behind the end of an answer count neither way.
+        """
+        for step, launched in self._unlearned:
+            self._learn(step, launched)
+        self._unlearned.clear()
+
+    def _learn(self, step: CompletedStep, launched: "_Launched") -> None:
         gained = 0
         for found in step.verified.values() if isinstance(step, VerifiedStep) else ():
             request = step.tokens(found.drafts.row)[0]
@@ -153,10 +179,11 @@ class Speculation:
         speedup = 1.0
         if isinstance(step, VerifiedStep):
             row_tokens = 1.0 + gained / len(step.snapshot)
-            saved_s = row_tokens * self._plain_s - self._verify_s
+            plain_s, verify_s = launched.cost.seconds(launched.work), launched.cost.seconds(launched.with_drafts())
+            saved_s = row_tokens * plain_s - verify_s
             self.counts.saved_s += max(saved_s, 0.0)
             self.counts.lost_s += max(-saved_s, 0.0)
-            speedup = row_tokens * self._plain_s / self._verify_s
+            speedup = row_tokens * plain_s / verify_s
         self._speedup += _SPEEDUP_WEIGHT * (speedup - self._speedup)
 
     @property

@@ -186,6 +186,7 @@ class StepLoop:
                 # Cleared before the step looks for work, so that a request queued meanwhile wakes the loop again.
                 self._work.clear()
                 if self._step():
+                    self._decode.learn()
                     self._meter.learn()
                 else:
                     self._busy_since = None
@@ -219,7 +220,7 @@ class StepLoop:
         if self._runner.asynchronous:
             finished, self._running = self._running, launched
         if finished is not None:
-            self._postprocess(finished)
+            self._postprocess(finished, waited=self._runner.asynchronous and launched is None)
         return launched is not None or finished is not None
 
     def _launch(self) -> _Step | None:
@@ -230,7 +231,8 @@ class StepLoop:
             return None
         return _Step(self._runner.launch(planned.batch), planned.work, began, planned.batch.scored)
 
-    def _postprocess(self, step: _Step) -> None:
+    def _postprocess(self, step: _Step, *, waited: bool) -> None:
+        """Hand a step's results back and publish them, once the next step is launched if that `waited` for them."""
         result = step.result()
         self._meter.end(step.work, step.began, scored=step.scored)
         with self._publish_lock:
@@ -239,4 +241,10 @@ class StepLoop:
             self.steps += 1
             output = self._scheduler.apply(step.work, result)
             updates = self._prefill.take_updates() if step.work.prefill_tokens else ()
-            self._publish(self.steps, output.events, output.tokens, updates)
+        try:
+            if waited:
+                self._running = self._launch()
+        finally:
+            with self._publish_lock:
+                if not self._given_up:
+                    self._publish(self.steps, output.events, output.tokens, updates)

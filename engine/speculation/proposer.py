@@ -1,15 +1,13 @@
 """The interface of all proposers."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 LAST_CLASS = 11
 """The largest class of a draft."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A guess for the tokens that follow the newest one of a request."""
 
     token_ids: Sequence[int]
