@@ -1,9 +1,10 @@
 """The composition of the batch in steps with the same requests, and the tokens of completed steps."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,7 @@ BUFFERED_STEPS = 64
 """Steps whose tokens are kept in the buffer before they are appended to their answers."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawing:
+class _Drawing(NamedTuple):
     """The part of the rows' draws that is the same in each step."""
 
     samplings: Sequence[SamplingParams]
@@ -38,11 +38,10 @@ class _Drawing:
     def moved(self, by: NDArray[np.int64]) -> "_Drawing":
         """Return the draws of rows that are so many [n] positions further."""
         offset = self.draw_offset + by
-        return replace(self, draw_offset=offset, unmasked_from=int((self.masked_tokens - offset).max()))
+        return self._replace(draw_offset=offset, unmasked_from=int((self.masked_tokens - offset).max()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Owners:
+class _Owners(NamedTuple):
     """The requests and routers that the rows belong to."""
 
     request_ids: list[str]
@@ -79,7 +78,7 @@ class BatchSnapshot:
         offset = self._columns.position_offset[self.indices]
         by, moved = offset - self._position_offset, object.__new__(BatchSnapshot)
         moved.__dict__.update(self.__dict__, _drawing=self._drawing.moved(by))
-        moved.__dict__["owners"] = replace(self.owners, answer_offset=self.owners.answer_offset + by)
+        moved.__dict__["owners"] = self.owners._replace(answer_offset=self.owners.answer_offset + by)
         moved.__dict__.pop("first_end", None)
         moved._place(offset)
         return moved

@@ -122,8 +122,9 @@ class DraftingBatch(RunningBatch):
             verified[row] = VerifiedRow(row_drafts, tokens)
             if ends:
                 with_events.add(row)
-            if len(tokens) > 1:
-                self._gain(slot, tokens[1:])
+            self._append(slot, step.step, tokens)
+            if len(tokens) > 1 and not slot.stopped:
+                self._move(slot, len(tokens) - 1, tokens[-1])
                 moved = True
         if moved and self._snapshot is not None:
             self._snapshot = self._snapshot.moved()
@@ -145,16 +146,21 @@ class DraftingBatch(RunningBatch):
                 first += len(draft.token_ids)
         return StepDrafts(found)
 
-    def _gain(self, slot: BatchSlot, tokens: Sequence[int]) -> None:
-        """Append tokens behind the newest one that has arrived: the request's next row is as many positions later."""
-        self._tokens.flush(slot)
-        slot.request.answer.extend(tokens)
-        if slot.stopped:
-            return
-        self._columns.newest_token[slot.index] = tokens[-1]
+    def _append(self, slot: BatchSlot, step: int, tokens: Sequence[int]) -> None:
+        """Append the tokens of the step that has completed; the first of them is in the token buffer too."""
+        if slot.buffered_from == step:
+            slot.request.answer.extend(tokens)
+            slot.buffered_from = step + 1
+        else:
+            self._tokens.flush(slot)
+            slot.request.answer.extend(tokens[1:])
+
+    def _move(self, slot: BatchSlot, positions: int, newest_token: int) -> None:
+        """Have the next row of a request that gained tokens be so many positions later."""
+        self._columns.newest_token[slot.index] = newest_token
         self._forget_page_step(slot, self._page_step(slot))
-        slot.position_offset += len(tokens)
-        slot.last_step -= len(tokens)
+        slot.position_offset += positions
+        slot.last_step -= positions
         self._columns.reschedule(slot)
         self._last_steps.setdefault(slot.last_step, []).append(slot)
         self._schedule_page(slot)
