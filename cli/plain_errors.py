@@ -34,6 +34,7 @@ SETTINGS = {
     "max_step_tokens": "--max-step-tokens",
     "max_batch_requests": "--max-batch-requests",
     "random_weights": "--random-weights",
+    "draft": "--draft",
     "threads": "--threads",
     "output": "OUTPUT",
     "scheme": "--scheme",

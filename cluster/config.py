@@ -217,7 +217,9 @@ class ClusterConfig:
     prefix_cache: bool = True
     """True if workers keep full KV pages for prefix reuse while memory allows."""
     speculate: str = "auto"
-    """Speculative decoding: `auto`, `off`, `ngram` or `suffix`; it changes the speed of answers and no token."""
+    """Speculative decoding: `auto`, `off`, `ngram`, `suffix` or `draft`; it changes the speed of answers, no token."""
+    draft: Path | None = None
+    """Folder with the trained weights that propose the drafts of `draft`; None with the other methods."""
     kv_checksum_rate: float = 0.05
     """Fraction of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page; 0 = none."""
     kv_lease_s: float = 5.0
@@ -267,6 +269,7 @@ class ClusterConfig:
         if not 0 <= self.front_processes <= _MOST_FRONTS:
             raise InvalidArgument("--front-processes", f"{self.front_processes} is not 0 to {_MOST_FRONTS}")
         self._check_quantization()
+        self._check_draft()
         self._check_ray_address()
         self._check_timeouts()
         check_endpoint(self.otlp_endpoint)
@@ -332,6 +335,12 @@ class ClusterConfig:
         ):
             if name not in list(known):
                 raise InvalidArgument(option, f"{name!r} is none of {', '.join(known)}")
+
+    def _check_draft(self) -> None:
+        if self.speculate == SpeculationMethod.DRAFT and self.draft is None:
+            raise InvalidArgument("--speculate", "draft needs --draft PATH, the folder with the trained weights")
+        if self.speculate != SpeculationMethod.DRAFT and self.draft is not None:
+            raise InvalidArgument("--draft", f"is for --speculate draft, not for --speculate {self.speculate}")
 
     def _check_ray_address(self) -> None:
         if self.ray_address:

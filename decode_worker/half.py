@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from typing import cast
 
 from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.draft_choice import StepBounds
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
-from decode_worker.speculation import Speculation, StepBounds
+from decode_worker.speculation import Speculation
 from decode_worker.token_events import event_or_failure
 from engine.speculation.proposer import Proposer
 from engine.steps.batch import TokenRows

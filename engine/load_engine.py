@@ -26,6 +26,7 @@ from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
+from engine.speculation.load_draft import MakeProposer, model_with_draft
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
@@ -70,6 +71,8 @@ class LoadedParts:
     expert_tokens: ExpertTokens
     compile_grammar: Callable[[str], None]
     """Compiles a grammar before a step needs it."""
+    draft_proposer: MakeProposer | None
+    """Makes a proposer of drafts with the trained weights of `EngineConfig.draft`; None without."""
 
 
 def load_parts(
@@ -88,7 +91,7 @@ def load_parts(
     else:
         torch.cuda.set_device(device)
     chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
-    model, adapters = _load_model(config, spec, chosen, dtype, device, progress=progress)
+    model, adapters, proposer = _load_model(config, spec, chosen, dtype, device, progress=progress)
 
     grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))
     masks = GrammarMasks(grammars, spec.eos_token_ids)
@@ -116,7 +119,7 @@ def load_parts(
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
     revision += "".join(f", adapter {each.name} {each.identity}" for each in adapters)
-    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars.check)
+    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars.check, proposer)
 
 
 def _load_model(
@@ -127,7 +130,7 @@ def _load_model(
     device: torch.device,
     *,
     progress: Progress | None,
-) -> tuple[DecoderModel, tuple[AdapterFacts, ...]]:
+) -> tuple[DecoderModel, tuple[AdapterFacts, ...], MakeProposer | None]:
     try:
         with torch.inference_mode():
             parameters = allocate_parameters(spec, dtype, device)
@@ -139,7 +142,8 @@ def _load_model(
             if adapters.tables:
                 assert isinstance(kernels, LoraProducts)
                 kernels.tables = adapters.tables
-            return DecoderModel(spec, parameters, kernels, spec.max_context), adapters.facts
+            model, proposer = model_with_draft(config, spec, parameters, kernels)
+            return model, adapters.facts, proposer
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise

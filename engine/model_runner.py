@@ -37,9 +37,8 @@ class ModelRunner:
         self.roofline = roofline(spec, cache, self.dtype.itemsize)
         self.device_name = device_name(cache.device)
         self._revision = loaded.revision
-        self.stepper = loaded.stepper
-        self.expert_tokens = loaded.expert_tokens
-        self.compile_grammar = loaded.compile_grammar
+        self.stepper, self.expert_tokens = loaded.stepper, loaded.expert_tokens
+        self.compile_grammar, self.draft_proposer = loaded.compile_grammar, loaded.draft_proposer
 
     @classmethod
     def load(

@@ -20,6 +20,7 @@ from costs.roofline import Ceilings, ModelSizes, Roofline
 from decode_worker.request import DecodeRequest
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
+from engine.speculation.load_draft import MakeProposer
 from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
 from engine.steps.prompt_scoring import PromptScores
 from kv_transfer.layout import KVLayout
@@ -47,6 +48,7 @@ class FakeEngine:
     asynchronous = False
     windows: tuple[int | None, ...] = (None,)
     step_tokens = 16
+    draft_proposer: MakeProposer | None = None
 
     def __init__(self, pages: int = 64, facts: ModelFacts = FACTS) -> None:
         self.facts = replace(facts, kv_windows=self.windows)
@@ -64,7 +66,8 @@ class FakeEngine:
         self.error: Exception | None = None
         self.launch_error: Exception | None = None
         self._hold_at = 0
-        self._drawn: Sequence[int | None] = []
+        self.drawn: Sequence[int | None] = []
+        """What the rows of the newest step drew."""
         self._go = threading.Event()
         self._go.set()
 
@@ -98,14 +101,12 @@ class FakeEngine:
             rows = [
                 row if row.source is None else row._replace(token_ids=[self._drew(row.source)]) for row in batch.rows
             ]
-            result = self.run(StepBatch(rows))
-            self._drawn = result.token_ids
-            return result
+            return self.run(StepBatch(rows))
 
         return run
 
     def _drew(self, source: int) -> int:
-        token = self._drawn[source]
+        token = self.drawn[source]
         assert token is not None
         return token
 
@@ -119,7 +120,7 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         self.batches.append(batch)
-        token_ids = [self._row(row) for row in batch.rows]
+        self.drawn = token_ids = [self._row(row) for row in batch.rows]
         for row in batch.chunks:
             if row.scores is not None:
                 _score_row(row, row.scores)

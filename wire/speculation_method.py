@@ -13,3 +13,5 @@ class SpeculationMethod(StrEnum):
     """What followed the request's last tokens when they occurred before, in its prompt or its answer."""
     SUFFIX = "suffix"
     """The same, and what followed them in earlier answers of the same tenant."""
+    DRAFT = "draft"
+    """By trained weights: what the folder of `--draft` has, such as heads over the model's hidden states."""

@@ -5,6 +5,7 @@ from typing import Protocol
 from costs.roofline import Roofline
 from costs.step_cost import CostParameters
 from engine.cache.page_pool import PagePool
+from engine.speculation.load_draft import MakeProposer
 from kv_transfer.checksums import PageSums
 from kv_transfer.handshake import Facts, layout_facts
 from kv_transfer.layout import KVLayout
@@ -49,6 +50,11 @@ class LoadedEngine(Runner, Protocol):
     @property
     def roofline(self) -> Roofline:
         """The roofline of the model on this kind of device."""
+        ...
+
+    @property
+    def draft_proposer(self) -> MakeProposer | None:
+        """Makes a proposer of drafts with the trained weights that were loaded beside the model; None without."""
         ...
 
     def compile_grammar(self, grammar: str, /) -> None:

@@ -12,8 +12,8 @@ from costs.chunks import tightest_kept
 from costs.step_cost import StepCost
 from costs.step_work import NOTHING, StepWork, chunk_pairs
 from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.draft_choice import StepBounds
 from decode_worker.half import NO_ROWS, DecodeHalf
-from decode_worker.speculation import StepBounds
 from engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows
 from prefill_worker.half import PrefillHalf
 from wire.messages import Assignment, RoutedEvent, RoutedTokens

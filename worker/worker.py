@@ -80,7 +80,7 @@ class Worker:
         self.transport = open_transport(self.admission.notice)
         self.peers = self._make_peers(engine, layout)
         self._handovers = self._make_handovers(engine)
-        self._halves = self._make_halves(asynchronous=engine.asynchronous)
+        self._halves = self._make_halves(engine)
         self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
         self._loop = self._make_loop(engine)
         halves, loop, post = self._halves, self._loop, self._outbox.post
@@ -239,7 +239,7 @@ class Worker:
             self.metrics.writing,
         )
 
-    def _make_halves(self, *, asynchronous: bool) -> Halves:
+    def _make_halves(self, engine: LoadedEngine) -> Halves:
         config, cache, model, admission = self._config, self._cache, self.facts, self.admission
         prefill = PrefillHalf(
             config=config.prefill,
@@ -257,9 +257,9 @@ class Worker:
             model=model,
             kv=cache.kv,
             max_batch_requests=decode_batch(config.role, config.engine),
-            proposer=make_proposer(config.speculate, asynchronous=asynchronous),
+            proposer=make_proposer(config.speculate, asynchronous=engine.asynchronous, trained=engine.draft_proposer),
         )
-        if decode.speculation is not None and config.engine.draft_graphs and asynchronous:
+        if decode.speculation is not None and config.engine.draft_graphs and engine.asynchronous:
             decode.speculation.read_kv_once()
         return Halves(config, cache, model, prefill=prefill, decode=decode, admission=admission)
 

@@ -41,6 +41,7 @@ class NoEngine:
     page_tokens: int = GPU_PAGE_TOKENS
     kv_pages = KvPages(GPU_PAGE_TOKENS)
     cost_guess = UNMEASURED
+    draft_proposer = None
     roofline = Roofline(ModelSizes(0, 0, 0, 0), CPU)
     rows: list[int] = field(default_factory=list)
     """Number of rows of each step."""

@@ -128,6 +128,16 @@ def check_loras(config: ClusterConfig) -> None:
     check_adapters(_engine(config), load_spec(config.model))
 
 
+def check_draft(config: ClusterConfig) -> None:
+    """Checks the folder of --draft against the model's; ModelError says what cannot be served."""
+    if config.draft is None:
+        return
+    from engine.models.load_spec import load_spec
+    from engine.speculation.draft_folder import check_draft_folder
+
+    check_draft_folder(config.draft, load_spec(config.model))
+
+
 def check_weights(config: ClusterConfig) -> None:
     """Checks the workers' weights with their KV pages; raises InvalidArgument if they exceed the host's memory.
 

@@ -20,6 +20,7 @@ from cli.requests.answering import answer_one
 from cli.requests.timeline_table import timeline_table
 from cli.start.preflight import (
     check_device,
+    check_draft,
     check_listeners,
     check_loras,
     check_memory,
@@ -163,6 +164,7 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         config = replace(config, model=folder, model_name=config.model_name or name)
         check_page(config)
         check_loras(config)
+        check_draft(config)
         check_weights(config)
         warn_of_slow_pages(config)
         tokenizer = config.tokenizer or folder

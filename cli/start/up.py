@@ -10,6 +10,7 @@ from cli.plain_errors import plain_errors
 from cli.start.limit_options import LimitOptions
 from cli.start.lora_options import LoraOptions
 from cli.start.settings import read_settings
+from cli.start.speculation_options import SpeculationOptions
 from cli.start.up_options import (
     ClusterOptions,
     FirstPromptOptions,
@@ -47,6 +48,7 @@ def up(
     roles: RoleOptions,
     steps: StepOptions,
     engine: EngineOptions,
+    speculation: SpeculationOptions,
     transfer: TransferOptions,
     hardware: HardwareOptions,
     places: PlaceOptions,
@@ -69,8 +71,8 @@ def up(
     roles, engine = choose_hardware(roles, engine, joined=bool(places.address))
     settings = ClusterConfig(Path())
     groups: tuple[ClusterOptions, ...]
-    groups = (model, loras, roles, steps, engine, transfer, hardware, places, planner, listeners, limits, outliving)
-    for group in (*groups, service):
+    groups = (model, loras, roles, steps, engine, speculation, transfer, hardware, places, planner, listeners, limits)
+    for group in (*groups, outliving, service):
         settings = group.apply(settings)
     first = answer.first(sampling)
     serve(settings, model.path(), first, once=answer.once)

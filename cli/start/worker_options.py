@@ -217,14 +217,6 @@ class EngineOptions:
             help="Keep KV pages, while memory allows, for requests with a common prefix.",
         ),
     ] = True
-    speculate: Annotated[
-        str,
-        typer.Option(
-            help="Speculative decoding: ngram = verify what followed the last tokens when they occurred before, several"
-            " tokens a step where that pays; suffix = also in earlier answers of the tenant; off; auto = ngram on a"
-            " CPU, off on GPUs. Answers are the same."
-        ),
-    ] = "auto"
 
     def check(self) -> None:
         """Checks the options; InvalidArgument for a KV cache size out of range."""
@@ -251,7 +243,6 @@ class EngineOptions:
             max_step_tokens=self.max_step_tokens,
             max_batch_requests=self.max_batch_requests,
             prefix_cache=self.prefix_cache,
-            speculate=self.speculate,
         )
 
 

@@ -126,6 +126,7 @@ class WorkerActors:
             max_batch_requests=cluster.batch_requests,
             random_weights=cluster.random_weights,
             draft_graphs=SpeculationMethod(cluster.speculate) not in (SpeculationMethod.AUTO, SpeculationMethod.OFF),
+            draft=cluster.draft,
             threads=cluster.threads,
             adapters=tuple(AdapterSource(name, path) for name, path in cluster.loras),
             max_loras=cluster.max_loras,

@@ -52,6 +52,8 @@ class EngineConfig:
     """True to replay steps on a GPU as CUDA graphs, where one fits; off only to measure their benefit."""
     draft_graphs: bool = False
     """True to capture CUDA graphs of steps that verify drafts, which only workers with speculative decoding need."""
+    draft: Path | None = None
+    """Folder with trained weights that propose drafts (`engine/speculation/draft_folder.py`); None = there are none."""
     threads: int | None = None
     """CPU threads of the engine; None = all cores this process may use."""
     adapters: tuple[AdapterSource, ...] = ()

@@ -1,9 +1,12 @@
 """The interface of all proposers."""
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
-LAST_CLASS = 11
+HEADS_CLASS = 12
+"""The class of the drafts of Medusa heads."""
+LAST_CLASS = HEADS_CLASS
 """The largest class of a draft."""
 
 
@@ -42,3 +45,29 @@ class Proposer(Protocol):
 
     def leave(self, key: Hashable) -> None:
         """Drop the state of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedDraft:
+    """The draft that a step is to have for one request."""
+
+    key: Hashable
+    drafts: int
+    """The number of tokens, at least 1."""
+    row: int | None
+    """The row of the engine's newest step that drew the request's newest token.
+
+    None = an earlier step or another worker drew it, as behind a prompt, a hand-over or a preemption.
+    """
+
+
+@runtime_checkable
+class BatchProposer(Proposer, Protocol):
+    """A proposer that computes drafts with a model, those of all requests of a step at once.
+
+    How many drafts there are is decided before, by their learned acceptance and by what computing them takes. The
+    tokens that `propose` returns are therefore placeholders: their number and their class count.
+    """
+
+    def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        """Return the tokens of each draft, at most as many as wanted; may be empty. No step is in flight."""

@@ -17,7 +17,8 @@ from wire.errors import ModelError
 _LARGEST_HEADER = 100_000_000  # the limit of the reference implementation
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
-_WRITTEN = {"F32": np.float32, "U8": np.uint8}
+_WRITTEN = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
+"""The dtypes that are written, each with that of its array; bfloat16 comes as its bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,9 @@ def write_float32(
 def write_tensors(
     file: Path,
     described: Mapping[str, tuple[str, tuple[int, ...]]],
-    tensors: Iterable[npt.NDArray[np.float32] | npt.NDArray[np.uint8]],
+    tensors: Iterable[npt.NDArray[np.float32 | np.uint16 | np.int64 | np.uint8]],
 ) -> None:
-    """Writes tensors of the dtypes F32 and U8, which come one at a time in the order of `described`: dtype, shape."""
+    """Writes tensors of `_WRITTEN` dtypes, which come one at a time in the order of `described`: dtype, shape."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape) in described.items():

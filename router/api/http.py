@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from router.access.client_call import served_call
 from router.access.quota import QUOTA_HEADERS
 from router.api.access.http_access import READERS_PATHS, AuditedHttp, HttpAccess
 from router.api.call_limit import CallLimit
-from router.api.completions.answers import CompleteAnswer, best_of
+from router.api.completions.answers import best_of, collected
 from router.api.completions.prompt_replies import PromptReplies
 from router.api.messages.error_responses import add_error_handlers
 from router.api.model_routes import add_models
@@ -34,12 +33,9 @@ from router.api.routes.item_routes import add_item_apis
 from router.api.routes.posted_calls import PostedCalls
 from router.api.tokenizer_routes import add_tokenizer
 from router.config import RouterConfig
-from router.requests.answer import Ending
-from router.requests.choices import Choices
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
 from router.requests.validation import RequestValidator
-from router.text.token_scores import TokenScore
 from telemetry.exposition import Exposition
 from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from wire.convert import traces_to_json
@@ -136,12 +132,15 @@ class _HttpListener:
             syntax=first.syntax,
             logprobs=call.request.options.alternatives is not None,
             return_token_ids=call.return_token_ids,
-            prompts_only=call.prompts.only,
+            form=call.prompts,
         )
         prompts = PromptReplies(call.prompts, self.calls.validator, call.requests, admitted, choices)
 
         async def whole() -> bytes:
-            answers = await _collect(choices, shape, prompts)
+            answers = [
+                replace(each, prompt=await prompts.of(index))
+                for index, each in enumerate(await collected(choices, call.prompts))
+            ]
             ends = [each.ending for each in answers]
             made = partial(shape.whole, best_of(answers, call.request.options.n or 1, first.n), ends)
             # The scores of a prompt may be megabytes of text, which would hold up the event loop.
@@ -154,30 +153,5 @@ class _HttpListener:
     ) -> tuple[OpenAICall, list[Admitted]]:
         call = await self.calls.parsed(body, parse, received)
         tenant, traceparent = served_call().caller.tenant, only(request.headers.getlist(TRACEPARENT))
-        request_id = call.request.request_id
-        admitted: list[Admitted] = []
-        for each in call.requests:
-            prompt = replace(each, request_id=request_id, tenant=tenant, traceparent=traceparent)
-            admitted.append(await self.calls.validator.admit(prompt, like=admitted[0] if admitted else None))
-            request_id = admitted[0].request_id
-        return call, admitted
-
-
-async def _collect(choices: Choices, shape: ReplyShape, prompts: PromptReplies) -> list[CompleteAnswer]:
-    texts: dict[int, list[str]] = defaultdict(list)
-    ids: dict[int, list[int]] = defaultdict(list)
-    scores: dict[int, list[TokenScore]] = defaultdict(list)
-    endings: dict[int, Ending] = {}
-    while not choices.over:
-        index, event = await choices.next()
-        event = shape.event(event)
-        if isinstance(event, Ending):
-            endings[index] = event
-        else:
-            texts[index].append(event.text)
-            ids[index].extend(event.token_ids)
-            scores[index].extend(event.scores)
-    return [
-        CompleteAnswer("".join(texts[index]), ids[index], scores[index], endings[index], await prompts.of(index))
-        for index in sorted(endings)
-    ]
+        requests = [replace(each, tenant=tenant, traceparent=traceparent) for each in call.requests]
+        return call, await self.calls.validator.admit_all(requests)

@@ -8,7 +8,7 @@ from typing import Any
 
 from router.api.answer_parts import AnswerParsers, delta_fields, message_fields
 from router.api.completions.answers import CompleteAnswer
-from router.api.completions.prompt_replies import PromptReply
+from router.api.completions.prompt_replies import NO_PROMPTS, PromptForm, PromptReply
 from router.api.openai_logprobs import chat_logprobs, completion_logprobs
 from router.api.openai_requests import StreamOptions
 from router.requests.answer import AnswerChunk, Ending
@@ -51,17 +51,17 @@ class ReplyShape:
         logprobs: bool,
         syntax: AnswerSyntax | None = None,
         return_token_ids: bool = False,
-        prompts_only: bool = False,
+        form: PromptForm = NO_PROMPTS,
     ) -> None:
         """`created` is in Unix seconds; with a `syntax` answers are split into reasoning, content and tool calls.
 
         `prompts` are the token ids of each prompt, which has `choices` choices. With `return_token_ids` the reply has
-        them and the ids of the answers, in the places of vLLM; with `prompts_only` it has nothing of the answers.
+        them and the ids of the answers, in the places of vLLM; `form` is that of the prompts.
         """
         self._prompts = prompts
         self._per_prompt = choices
         self._with_ids = return_token_ids
-        self._prompts_only = prompts_only
+        self._form = form
         self._echoed: dict[int, int] = {}
         """The length in characters of the prompts that were sent, by choice."""
         self._parsers = AnswerParsers(syntax)
@@ -105,12 +105,7 @@ class ReplyShape:
 
     def event(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
         """Return an event of an answer as the reply has it."""
-        if not self._prompts_only:
-            return event
-        if isinstance(event, AnswerChunk):
-            return AnswerChunk("", [], [])
-        reason = FinishReason.ABORT if event.finish_reason is FinishReason.ABORT else FinishReason.LENGTH
-        return replace(event, completion_tokens=0, finish_reason=reason)
+        return self._form.shown(event)
 
     def chunk(self, index: int, chunk: AnswerChunk) -> bytes:
         """Return the event with the next text and log probabilities; empty if there is neither."""

@@ -103,11 +103,9 @@ def _call(
     fields.drop(INERT)
     model = fields.text("model") or ""
     n, max_tokens, listed = (fields.integer(name) for name in ("n", "max_tokens", "prompt_logprobs"))
-    newer = fields.integer("max_completion_tokens")
-    form = PromptForm(echo, logprobs if echo else None, listed, only=echo and max_tokens == 0 and newer is None)
-    options = Options(
-        max_tokens=1 if form.only else max_tokens,
-        max_completion_tokens=newer,
+    given = Options(
+        max_tokens=max_tokens,
+        max_completion_tokens=fields.integer("max_completion_tokens"),
         temperature=fields.number("temperature"),
         top_k=_unless_minus_one(fields.integer("top_k"), 0),
         top_p=fields.number("top_p"),
@@ -117,7 +115,7 @@ def _call(
         repetition_penalty=fields.number("repetition_penalty"),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        prompt_logprobs=form.top,
+        prompt_logprobs=listed,
         logit_bias=take_bias(fields),
         seed=_unless_minus_one(fields.integer("seed"), None),
         n=n,
@@ -134,6 +132,8 @@ def _call(
         answer_format=answer_format(fields),
         **encoding(fields),
     )
+    form = PromptForm.of(given, echo=echo)
+    options = form.options(given)
     stream = fields.boolean("stream")
     stream_options = _stream_options(fields, stream)
     return_token_ids = fields.boolean("return_token_ids")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,21 +17,15 @@ from google.protobuf.message_factory import GetMessageClass
 from router.access.client_call import served_call
 from router.api.access.grpc_access import GrpcAccess
 from router.api.client_gone import unless_gone
-from router.api.grpc_chat.answer_chunks import AnswerChunks
-from router.api.grpc_chat.conversation import conversation
+from router.api.completions.prompt_replies import PromptReplies
+from router.api.inference.calls import CallFacts, CallParser, InferenceCall
+from router.api.inference.responses import Responses
 from router.api.model_routes import installed_version
 from router.config import RouterConfig
-from router.requests.answer import AnswerChunk, Ending
-from router.requests.answer_format import AnswerFormat
 from router.requests.dispatch import Dispatcher
-from router.requests.request import Admitted, ClientRequest, Options, Prompt
+from router.requests.request import Admitted
 from router.requests.validation import RequestValidator
-from router.text.request_items import check_template_kwargs_size
-from router.text.request_reader import check_message_count
-from router.text.token_scores import ScoredToken, TokenScore
-from vocabulary.grammar_process import GrammarKind
-from wire import convert
-from wire.errors import InvalidArgument, TandemError, Unavailable
+from wire.errors import InvalidArgument, TandemError, Unavailable, clipped
 from wire.generated.tandem.v1 import inference_pb2
 from wire.rpc import values_of
 from wire.tracing.request_trace import TRACEPARENT, only
@@ -45,9 +39,7 @@ _M = TypeVar("_M", bound=Message)
 class _Caller:
     """The caller of one gRPC method."""
 
-    received: EdgeStamp
-    tenant: str
-    traceparent: str
+    facts: CallFacts
     gone: asyncio.Future[None]
     """A future that is done once the call is over, whichever side ended it."""
 
@@ -63,17 +55,33 @@ class InferenceServicer:
         self._config = config
         self._validator = validator
         self._dispatcher = dispatcher
+        self._parser = CallParser(config, validator)
         self._started_unix_nanos = time.time_ns()
 
     def Generate(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Continue a prompt."""
         caller = self._caller(context)
-        return self._answer(inference_pb2.GenerateRequest, request, partial(self._from_generate, caller), caller)
+        return self._answer(inference_pb2.GenerateRequest, request, self._parser.generate, caller)
 
     def Chat(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Answer a conversation through the model's chat template."""
         caller = self._caller(context)
-        return self._answer(inference_pb2.ChatRequest, request, partial(self._from_chat, caller), caller)
+        return self._answer(inference_pb2.ChatRequest, request, self._parser.chat, caller)
+
+    async def Tokenize(self, request: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
+        """Turn a text or a conversation into token ids."""
+        caller = self._caller(context)
+        ids, spelled, max_context = await unless_gone(self._tokenized(request, caller), caller.gone)
+        return inference_pb2.TokenizeResponse(token_ids=ids, token_strs=spelled or (), max_context=max_context)
+
+    async def Detokenize(self, request: bytes, context: _Context) -> inference_pb2.DetokenizeResponse:
+        """Turn token ids into text."""
+        caller = self._caller(context)
+        return inference_pb2.DetokenizeResponse(text=await unless_gone(self._text(request, caller), caller.gone))
+
+    async def GetTokenizerInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetTokenizerInfoResponse:
+        """Return the facts of the tokenizer."""
+        return inference_pb2.GetTokenizerInfoResponse(info=json.dumps(dict(self._validator.tokenizer_facts)))
 
     async def Abort(self, request: bytes, _context: _Context) -> inference_pb2.AbortResponse:
         """Cancel a request by its client's id."""
@@ -81,6 +89,7 @@ class InferenceServicer:
         asked = await self._validator.reader.message(tenant, inference_pb2.AbortRequest, request, lambda each: each)
         if not asked.request_id:
             raise InvalidArgument("request_id", "is empty; name the request to abort")
+        served_call().request_id = clipped(asked.request_id)
         return inference_pb2.AbortResponse(found=self._dispatcher.abort(tenant, asked.request_id))
 
     async def GetModelInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetModelInfoResponse:
@@ -137,69 +146,51 @@ class InferenceServicer:
         # A cancelled call may leave its generator suspended until it is collected; the context's callback runs at once.
         context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         tenant = served_call().caller.tenant
-        return _Caller(EdgeStamp.now(Edge.RECEIVED), tenant, _traceparent(context), gone)
+        return _Caller(CallFacts(EdgeStamp.now(Edge.RECEIVED), tenant, _traceparent(context)), gone)
 
-    def _from_generate(self, caller: _Caller, request: inference_pb2.GenerateRequest) -> ClientRequest:
-        prompt: Prompt = request.text
-        if request.WhichOneof("prompt") == "token_ids":
-            self._validator.check_token_count(len(request.token_ids.ids))
-            prompt = tuple(request.token_ids.ids)
-        return self._client_request(caller, request, prompt)
-
-    def _from_chat(self, caller: _Caller, request: inference_pb2.ChatRequest) -> ClientRequest:
-        check_message_count(len(request.messages), self._config.max_messages)
-        return self._client_request(
-            caller, request, conversation(request, self._variables(request.chat_template_kwargs))
+    async def _tokenized(self, request: bytes, caller: _Caller) -> tuple[list[int], list[str] | None, int]:
+        parse = partial(self._parser.tokenize, caller.facts)
+        wanted, spell = await self._validator.reader.message(
+            caller.facts.tenant, inference_pb2.TokenizeRequest, request, parse
         )
+        return await self._validator.tokenize(wanted, spell=spell)
 
-    def _client_request(
-        self, caller: _Caller, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, prompt: Prompt
-    ) -> ClientRequest:
-        options = _options(request.options)
-        return ClientRequest(
-            request.request_id, request.model, prompt, options, caller.received, caller.tenant, caller.traceparent
-        )
+    async def _text(self, request: bytes, caller: _Caller) -> str:
+        def parse(message: inference_pb2.DetokenizeRequest) -> tuple[str, tuple[int, ...]]:
+            if not message.token_ids:
+                raise InvalidArgument("token_ids", "is empty; send at least one token id")
+            return message.model, tuple(message.token_ids)
 
-    def _variables(self, text: str) -> dict[str, Any]:
-        """Reads the variables of the chat template; their size is checked before they are read."""
-        check_template_kwargs_size(len(text.encode()), self._config.max_template_kwargs_bytes)
-        try:
-            value = json.loads(text or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgument("chat_template_kwargs", f"is not valid JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise InvalidArgument("chat_template_kwargs", "must be a JSON object")
-        return value
+        tenant = caller.facts.tenant
+        model, ids = await self._validator.reader.message(tenant, inference_pb2.DetokenizeRequest, request, parse)
+        return await self._validator.detokenize(tenant, model, ids)
 
     async def _admitted(
-        self, kind: type[_M], request: bytes, build: Callable[[_M], ClientRequest], tenant: str
-    ) -> Admitted:
+        self, kind: type[_M], request: bytes, parse: Callable[[_M], InferenceCall], tenant: str
+    ) -> tuple[InferenceCall, list[Admitted]]:
         try:
-            client_request = await self._validator.reader.message(tenant, kind, request, build)
+            call = await self._validator.reader.message(tenant, kind, request, parse)
         except TandemError as error:
             self._dispatcher.metrics.refused("", error)
             raise
-        return await self._validator.admit(client_request)
+        return call, await self._validator.admit_all(call.requests)
 
     async def _answer(
-        self, kind: type[_M], request: bytes, build: Callable[[_M], ClientRequest], caller: _Caller
+        self,
+        kind: type[_M],
+        request: bytes,
+        parse: Callable[[CallFacts, _M], InferenceCall],
+        caller: _Caller,
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        admitted = await unless_gone(self._admitted(kind, request, build, caller.tenant), caller.gone)
-        choices = self._dispatcher.submit(admitted)
-        parts = AnswerChunks(admitted.syntax)
+        facts = caller.facts
+        admitting = self._admitted(kind, request, partial(parse, facts), facts.tenant)
+        call, admitted = await unless_gone(admitting, caller.gone)
+        choices = self._dispatcher.submit(*admitted)
         caller.gone.add_done_callback(lambda _: choices.close())
-        scored = admitted.sampling.prompt_logprobs is not None
+        prompts = PromptReplies(call.prompts, self._validator, call.requests, admitted, choices)
         try:
-            while not choices.over:
-                index, event = await choices.next()
-                if scored and (found := choices.answers[0].scores_of_prompt()) is not None:
-                    scores = await self._validator.spelled(caller.tenant, admitted.prompt_token_ids, found)
-                    # There may be hundreds of thousands of scores, which would hold up the event loop.
-                    prompt = await asyncio.to_thread(_prompt_scores, scores)
-                    yield inference_pb2.GenerateResponse(request_id=choices.request_id, prompt=prompt)
-                scored = False
-                for made in _messages(parts, index, event):
-                    yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
+            async for response in Responses(call, admitted, choices, prompts):
+                yield response
         finally:
             choices.close()
 
@@ -223,81 +214,3 @@ def _set_once(future: asyncio.Future[None]) -> None:
 
 def _traceparent(context: _Context) -> str:
     return only(values_of(context.invocation_metadata(), TRACEPARENT))
-
-
-def _messages(parts: AnswerChunks, index: int, event: AnswerChunk | Ending) -> Iterator[dict[str, Any]]:
-    if isinstance(event, AnswerChunk):
-        scores = [_score(score) for score in event.scores]
-        fields = parts.feed(index, event.text)
-        yield {"chunk": inference_pb2.Chunk(**fields, token_ids=event.token_ids, logprobs=scores)}
-        return
-    if rest := parts.finish(index):
-        yield {"chunk": inference_pb2.Chunk(**rest)}
-    complete = _complete(event)
-    complete.finish_reason = parts.finish_reason(index, complete.finish_reason)
-    yield {"complete": complete}
-
-
-def _score(score: TokenScore) -> inference_pb2.TokenScore:
-    return inference_pb2.TokenScore(chosen=_scored(score.chosen), top=[_scored(token) for token in score.top])
-
-
-def _prompt_scores(scores: Sequence[TokenScore]) -> inference_pb2.PromptScores:
-    first = inference_pb2.TokenScore(chosen=_scored(replace(scores[0].chosen, logprob=0.0)))
-    return inference_pb2.PromptScores(tokens=[first, *map(_score, scores[1:])])
-
-
-def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
-    return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
-
-
-def _complete(ending: Ending) -> inference_pb2.Complete:
-    return inference_pb2.Complete(
-        finish_reason=convert.finish_to_proto(ending.finish_reason),
-        matched_stop=ending.matched_stop,
-        prompt_tokens=ending.prompt_tokens,
-        completion_tokens=ending.completion_tokens,
-        cached_tokens=ending.cached_tokens,
-        timeline=convert.timeline_to_proto(ending.timeline),
-    )
-
-
-def _options(message: inference_pb2.GenerationOptions) -> Options:
-    def given(name: str) -> Any:
-        return getattr(message, name) if message.HasField(name) else None
-
-    return Options(
-        max_tokens=given("max_tokens"),
-        temperature=given("temperature"),
-        top_k=given("top_k"),
-        top_p=given("top_p"),
-        min_p=given("min_p"),
-        seed=given("seed"),
-        n=given("n"),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        min_tokens=message.min_tokens,
-        include_stop=message.include_stop_str_in_output,
-        speculate=message.speculate if message.HasField("speculate") else True,
-        ignore_eos=message.ignore_eos,
-        frequency_penalty=given("frequency_penalty"),
-        presence_penalty=given("presence_penalty"),
-        repetition_penalty=given("repetition_penalty"),
-        logprobs=given("logprobs"),
-        prompt_logprobs=given("prompt_logprobs"),
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        add_special_tokens=given("add_special_tokens"),
-        truncate_prompt_tokens=given("truncate_prompt_tokens"),
-        priority=message.priority,
-        slo_class=message.slo_class,
-        cache_salt=message.cache_salt,
-        answer_format=_answer_format(message.response_format) if message.HasField("response_format") else None,
-    )
-
-
-def _answer_format(message: inference_pb2.ResponseFormat) -> AnswerFormat:
-    kind = message.WhichOneof("format")
-    if kind is None:
-        raise InvalidArgument("response_format", "has no format; leave it out for any text")
-    value = tuple(message.choice.texts) if kind == GrammarKind.CHOICE else getattr(message, kind)
-    return AnswerFormat(f"response_format.{kind}", GrammarKind(kind), value)

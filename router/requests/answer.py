@@ -42,6 +42,7 @@ class Answer:
     """
 
     __slots__ = (
+        "_begun",
         "_chunk",
         "_close",
         "_ending",
@@ -68,6 +69,8 @@ class Answer:
         self._ending: Callable[[], Ending] | None = None
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._begun: asyncio.Future[None] | None = None
+        """What waits for the first token beside the reader."""
 
     def connect(self, leave: Callable[[int], None], close: Callable[[], None]) -> None:
         """Router side: set the callbacks of the request.
@@ -82,11 +85,17 @@ class Answer:
         """True if the end of the answer is known, so that nothing may be pushed any more."""
         return self._ending is not None or self._error is not None
 
-    def scores_of_prompt(self) -> PromptLogprobs | None:
-        """Return the log probabilities of a prompt that is scored, None before the first token.
+    async def scores_of_prompt(self) -> PromptLogprobs | None:
+        """Return the log probabilities of a prompt that is scored, once the first token is there, for one caller.
 
-        Raises Internal if the worker sent the token without them.
+        None if the answer ends without a token; raises Internal if the worker sent the token without them.
         """
+        while self.prompt_logprobs is None and not self.token_count and not self.over:
+            self._begun = asyncio.get_running_loop().create_future()
+            try:
+                await self._begun
+            finally:
+                self._begun = None
         if self.prompt_logprobs is None and self.token_count:
             raise Internal("the worker sent no log probabilities of the prompt; run workers of the router's release")
         return self.prompt_logprobs
@@ -151,5 +160,7 @@ class Answer:
         self._leave = self._ending = None  # they hold the request
 
     def _wake(self) -> None:
+        if self._begun is not None and not self._begun.done():
+            self._begun.set_result(None)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

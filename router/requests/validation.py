@@ -7,6 +7,7 @@ import random
 import re
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from router.access.tenants import tenant_salt
@@ -90,6 +91,15 @@ class RequestValidator:
         self._formats = FormatCompiler(config.tokenizer_folder, self._pool)
         self.reader = RequestReader(config, self._pool, self._context)
         """The parser of requests, which uses the same threads."""
+
+    async def admit_all(self, requests: Sequence[ClientRequest]) -> list[Admitted]:
+        """Admit the requests of one call, which differ in their prompts alone, and share one id and grammar."""
+        admitted: list[Admitted] = []
+        for each in requests:
+            first = admitted[0] if admitted else None
+            request = each if first is None else replace(each, request_id=first.request_id)
+            admitted.append(await self.admit(request, like=first))
+        return admitted
 
     async def admit(self, request: ClientRequest, like: Admitted | None = None) -> Admitted:
         """Return the request with token ids and complete sampling values; raises the `TandemError` for a bad one.

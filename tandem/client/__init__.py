@@ -10,10 +10,10 @@
 Every failure is a `TandemError`; `retry_after_s` of `ResourceExhausted` and `Unavailable` says when to try again.
 """
 
-from tandem.client.answers import Answer, Chunk, FinishReason, ScoredToken, TokenScore, ToolCallDelta
+from tandem.client.answers import Answer, Chunk, FinishReason, Prompt, ScoredToken, Tokens, TokenScore, ToolCallDelta
 from tandem.client.async_client import AsyncClient, AsyncStream
 from tandem.client.connection import Tls
-from tandem.client.requests import ChatOptions, Message, Options, Tool, ToolCall
+from tandem.client.requests import ChatOptions, GenerateOptions, Message, Options, Tool, ToolCall
 from tandem.client.sync_client import Client, Stream
 from wire.errors import (
     Cancelled,
@@ -41,12 +41,14 @@ __all__ = [
     "ContextLengthExceeded",
     "DeadlineExceeded",
     "FinishReason",
+    "GenerateOptions",
     "Internal",
     "InvalidArgument",
     "Message",
     "NotFound",
     "Options",
     "PermissionDenied",
+    "Prompt",
     "RateLimited",
     "ResourceExhausted",
     "ScoredToken",
@@ -54,6 +56,7 @@ __all__ = [
     "TandemError",
     "Tls",
     "TokenScore",
+    "Tokens",
     "Tool",
     "ToolCall",
     "ToolCallDelta",

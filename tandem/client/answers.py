@@ -66,6 +66,18 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of an answer, of which each field is empty unless the request asks for it."""
+
+    text: str = ""
+    """Its text, for `echo`."""
+    token_ids: Sequence[int] = ()
+    """Its token ids, for `return_token_ids`."""
+    logprobs: Sequence[TokenScore] = ()
+    """One entry for each token, for `prompt_logprobs`, or `logprobs` with `echo`; the first has no log probability."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A complete answer; counts are in tokens."""
 
@@ -83,8 +95,8 @@ class Answer:
     completion_tokens: int
     cached_tokens: int
     """Tokens of the prompt whose KV was found in a prefix cache."""
-    prompt_logprobs: Sequence[TokenScore]
-    """One entry for each token of the prompt if they were asked for, else none; the first has no log probability."""
+    prompt: Prompt
+    """What the request asks for of its prompt."""
     timeline: Timeline
     """The edges of the request in the cluster, and the workers that served it."""
 
@@ -92,6 +104,22 @@ class Answer:
     def message(self) -> Message:
         """The assistant's message, for the next request of the conversation."""
         return Message("assistant", self.text, self.tool_calls, reasoning=self.reasoning)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The token ids of a prompt."""
+
+    token_ids: Sequence[int]
+    token_strs: Sequence[str]
+    """The tokens' spellings, if they were asked for, else none."""
+    max_context: int
+    """Most tokens of prompt and answer together."""
+
+
+def tokens_of(message: inference_pb2.TokenizeResponse) -> Tokens:
+    """Returns the token ids of a response."""
+    return Tokens(list(message.token_ids), list(message.token_strs), message.max_context)
 
 
 @dataclass(slots=True)
@@ -117,10 +145,13 @@ class _Parts:
 class AnswerCollector:
     """Collects the answers to one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompts: int, n: int) -> None:
+        """The request has so many prompts, and each of them `n` answers."""
+        self._count = prompts * n
+        self._n = n
         self._parts: dict[int, _Parts] = {}
         self._answers: dict[int, Answer] = {}
-        self._prompt: list[TokenScore] = []
+        self._prompts: dict[int, Prompt] = {}
 
     @property
     def begun(self) -> bool:
@@ -132,18 +163,19 @@ class AnswerCollector:
         kind = message.WhichOneof("event")
         if kind == "complete":
             parts = self._parts.setdefault(message.index, _Parts())
-            self._answers[message.index] = _answer(message, parts, self._prompt)
+            prompt = self._prompts.get(message.index // self._n, Prompt())
+            self._answers[message.index] = _answer(message, parts, prompt)
         if kind == "prompt":
-            self._prompt = [_score(each) for each in message.prompt.tokens]
+            self._prompts[message.index // self._n] = _prompt(message.prompt)
         if kind != "chunk":
             return None
         chunk = _chunk(message)
         self._parts.setdefault(message.index, _Parts()).add(chunk)
         return chunk
 
-    def answers(self, count: int | None = None) -> list[Answer]:
-        """Returns the complete answers in order; Unavailable if one has no end, or fewer came than `count`."""
-        if self._parts.keys() - self._answers.keys() or len(self._answers) < (count or 1):
+    def answers(self) -> list[Answer]:
+        """Returns the complete answers in order; Unavailable if one has no end, or not all have come."""
+        if self._parts.keys() - self._answers.keys() or len(self._answers) < self._count:
             raise Unavailable("the stream ended before its answers were complete; send the request again")
         return [self._answers[index] for index in sorted(self._answers)]
 
@@ -160,6 +192,10 @@ def _chunk(message: inference_pb2.GenerateResponse) -> Chunk:
     )
 
 
+def _prompt(message: inference_pb2.PromptDetails) -> Prompt:
+    return Prompt(message.text, list(message.token_ids), [_score(each) for each in message.tokens])
+
+
 def _score(score: inference_pb2.TokenScore) -> TokenScore:
     return TokenScore(_scored(score.chosen), [_scored(token) for token in score.top])
 
@@ -168,7 +204,7 @@ def _scored(token: inference_pb2.ScoredToken) -> ScoredToken:
     return ScoredToken(token.token_id, token.utf8, token.logprob)
 
 
-def _answer(message: inference_pb2.GenerateResponse, parts: _Parts, prompt: Sequence[TokenScore]) -> Answer:
+def _answer(message: inference_pb2.GenerateResponse, parts: _Parts, prompt: Prompt) -> Answer:
     end = message.complete
     reason = types_pb2.FinishReason.Name(end.finish_reason).removeprefix("FINISH_REASON_")
     return Answer(
@@ -184,6 +220,6 @@ def _answer(message: inference_pb2.GenerateResponse, parts: _Parts, prompt: Sequ
         prompt_tokens=end.prompt_tokens,
         completion_tokens=end.completion_tokens,
         cached_tokens=end.cached_tokens,
-        prompt_logprobs=prompt,
+        prompt=prompt,
         timeline=convert.timeline_from_proto(end.timeline),
     )

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc.aio
 
-from tandem.client.answers import Answer, AnswerCollector, Chunk
+from tandem.client.answers import Answer, AnswerCollector, Chunk, Tokens, tokens_of
 from tandem.client.connection import Connection, Tls
-from tandem.client.requests import ChatOptions, Conversation, Options, Prompt, chat_request, generate_request
+from tandem.client.requests import (
+    ChatOptions,
+    Conversation,
+    GenerateOptions,
+    Prompt,
+    Prompts,
+    chat_request,
+    detokenize_request,
+    generate_request,
+    prompt_count,
+    tokenize_request,
+)
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 
 class AsyncStream:
     """The chunks of the answers to one request, as they come. Leaving its context cancels the rest."""
 
-    def __init__(self, connection: Connection, call: Any, count: int) -> None:
+    def __init__(self, connection: Connection, call: Any, collector: AnswerCollector) -> None:
         self._connection = connection
         self._call = call
-        self._count = count
-        self._collector = AnswerCollector()
+        self._collector = collector
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """Yields the chunks that have not been read; raises the request's TandemError."""
@@ -34,10 +45,10 @@ class AsyncStream:
             raise self._connection.error(error, begun=self._collector.begun) from None
 
     async def answers(self) -> list[Answer]:
-        """Reads the rest, and returns the complete answers, `n` of them."""
+        """Reads the rest, and returns the complete answers, `n` to each prompt."""
         async for _ in self:
             pass
-        return self._collector.answers(self._count)
+        return self._collector.answers()
 
     async def answer(self) -> Answer:
         """Reads the rest, and returns the first answer."""
@@ -81,13 +92,44 @@ class AsyncClient:
         """
         return self._stream(self._stub.Chat, chat_request(conversation, options))
 
-    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Answer:
+    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Answer:
         """Returns the continuation of a text or of token ids; see `stream_generate`."""
         return await self.stream_generate(prompt, **options).answer()
 
-    def stream_generate(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        """Streams the continuations of a text or of token ids, with the errors of `stream_chat`."""
-        return self._stream(self._stub.Generate, generate_request(prompt, options))
+    async def generate_all(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> list[Answer]:
+        """Returns the `n` continuations of each prompt, in the order of the prompts; see `stream_generate`."""
+        return await self.stream_generate(prompts, **options).answers()
+
+    def stream_generate(self, prompts: Prompts, **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Streams the continuations of one or several texts or lists of token ids, with the errors of `stream_chat`."""
+        return self._stream(self._stub.Generate, generate_request(prompts, options))
+
+    async def tokenize(self, text: str, *, spell: bool = False, **options: Unpack[GenerateOptions]) -> Tokens:
+        """Returns the token ids of a text as `generate` encodes it with the same options."""
+        request = tokenize_request(generate_request(text, options), spell=spell)
+        return tokens_of(await self._unary(self._stub.Tokenize, request))
+
+    async def tokenize_chat(
+        self, conversation: Conversation, *, spell: bool = False, **options: Unpack[ChatOptions]
+    ) -> Tokens:
+        """Returns the token ids of a conversation as `chat` encodes it with the same options."""
+        request = tokenize_request(chat_request(conversation, options), spell=spell)
+        return tokens_of(await self._unary(self._stub.Tokenize, request))
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        """Returns the text of token ids, special tokens included."""
+        answer: inference_pb2.DetokenizeResponse = await self._unary(
+            self._stub.Detokenize, detokenize_request(token_ids, model)
+        )
+        return answer.text
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Returns the tokenizer's class, chat template and special tokens."""
+        answer: inference_pb2.GetTokenizerInfoResponse = await self._unary(
+            self._stub.GetTokenizerInfo, inference_pb2.GetTokenizerInfoRequest()
+        )
+        found: dict[str, Any] = json.loads(answer.info)
+        return found
 
     async def abort(self, request_id: str) -> bool:
         """Cancels a request; returns True if it was running."""
@@ -129,7 +171,8 @@ class AsyncClient:
 
     def _stream(self, method: Any, request: Any) -> AsyncStream:
         call = method(request, metadata=self._connection.metadata, timeout=self._timeout_s)
-        return AsyncStream(self._connection, call, request.options.n)
+        collector = AnswerCollector(prompt_count(request), max(1, request.options.n))
+        return AsyncStream(self._connection, call, collector)
 
     async def _unary(self, method: Any, request: Any) -> Any:
         try:

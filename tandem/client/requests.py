@@ -83,10 +83,20 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     add_special_tokens: bool
     truncate_prompt_tokens: int
+    return_token_ids: bool
     json_schema: Mapping[str, Any] | str
     regex: str
     grammar: str
     choice: Sequence[str]
+
+
+class GenerateOptions(Options, total=False):
+    """Keyword arguments of a prompt without a conversation."""
+
+    echo: bool
+    """True = the answer has the text of the prompt, and with `logprobs` its log probabilities."""
+    best_of: int
+    """Number of answers to generate, of which the `n` most likely ones are returned."""
 
 
 class ChatOptions(Options, total=False):
@@ -106,23 +116,52 @@ class ChatOptions(Options, total=False):
     """True = the answer continues the content of the last message."""
 
 
+_GENERATE_FIELDS = ("model", "request_id", "echo", "best_of")
+"""The options that are fields of `GenerateRequest` with the same values."""
 _CHAT_FIELDS = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
 """The options that are fields of `ChatRequest` with the same values."""
 FORMATS = ("json_schema", "regex", "grammar", "choice")
 """The options that are fields of `ResponseFormat`."""
 Prompt = str | Sequence[int]
 """A text, or token ids."""
+Prompts = Prompt | Sequence[Prompt]
+"""One prompt, or several."""
 Conversation = str | Sequence[Message]
 """The messages so far, or the text of a single message of the user."""
 
 
-def generate_request(prompt: Prompt, options: Options) -> inference_pb2.GenerateRequest:
+def generate_request(prompts: Prompts, options: GenerateOptions) -> inference_pb2.GenerateRequest:
     """Returns the request; InvalidArgument names a value that cannot be sent."""
     given: dict[str, Any] = {**options}
-    fields = {name: given.pop(name, "") for name in ("model", "request_id")}
-    prompts = {"text": prompt} if isinstance(prompt, str) else {"token_ids": {"ids": list(prompt)}}
-    request: inference_pb2.GenerateRequest = _message(inference_pb2.GenerateRequest, {**fields, **prompts})
+    fields = {name: given.pop(name) for name in _GENERATE_FIELDS if given.get(name) is not None}
+    several = not isinstance(prompts, str) and any(hasattr(each, "__len__") for each in prompts)
+    prompt = {"prompts": {"prompts": [_prompt(each) for each in prompts]}} if several else _prompt(prompts)
+    request: inference_pb2.GenerateRequest = _message(inference_pb2.GenerateRequest, {**fields, **prompt})
     request.options.CopyFrom(_options(given))
+    return request
+
+
+def prompt_count(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> int:
+    """Returns the number of prompts of a request."""
+    if isinstance(request, inference_pb2.GenerateRequest) and request.WhichOneof("prompt") == "prompts":
+        return len(request.prompts.prompts)
+    return 1
+
+
+def tokenize_request(
+    request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, *, spell: bool
+) -> inference_pb2.TokenizeRequest:
+    """Returns the request for the token ids of a request's prompt, with their spellings if `spell`."""
+    if isinstance(request, inference_pb2.ChatRequest):
+        return inference_pb2.TokenizeRequest(chat=request, return_token_strs=spell)
+    return inference_pb2.TokenizeRequest(generate=request, return_token_strs=spell)
+
+
+def detokenize_request(token_ids: Sequence[int], model: str) -> inference_pb2.DetokenizeRequest:
+    """Returns the request; InvalidArgument names a value that cannot be sent."""
+    request: inference_pb2.DetokenizeRequest = _message(
+        inference_pb2.DetokenizeRequest, {"token_ids": list(token_ids), "model": model}
+    )
     return request
 
 
@@ -144,6 +183,10 @@ def chat_request(conversation: Conversation, options: ChatOptions) -> inference_
     request: inference_pb2.ChatRequest = _message(inference_pb2.ChatRequest, fields)
     request.options.CopyFrom(_options(given))
     return request
+
+
+def _prompt(prompt: Any) -> dict[str, Any]:
+    return {"text": prompt} if isinstance(prompt, str) else {"token_ids": {"ids": list(prompt)}}
 
 
 def _turn(message: Message) -> dict[str, Any]:

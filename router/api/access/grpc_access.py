@@ -18,8 +18,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _READERS_METHODS = frozenset({"GetServerInfo", "GetLoads"})
 """The methods that show the load of all tenants: for operators and readers, but not for tenants."""
 _ALL_ROLES_METHODS = frozenset({"GetModelInfo"})
-_ANSWERING_METHODS = frozenset({"Generate", "Chat"})
-"""The methods that count against a tenant's requests."""
+_COUNTED_METHODS = frozenset({"Generate", "Chat", "Tokenize", "Detokenize"})
+"""The methods that count against a tenant's requests, as calls by POST do over HTTP."""
 
 
 class GrpcAccess:
@@ -75,7 +75,7 @@ class GrpcAccess:
 
     def _check(self, name: str, call: ClientCall, context: _Context) -> None:
         call.caller = self._caller(name, context.invocation_metadata() or ())
-        if name in _ANSWERING_METHODS:
+        if name in _COUNTED_METHODS:
             self._callers.admit(call.caller)
 
     def _caller(self, name: str, metadata: Headers) -> Caller:

@@ -1,10 +1,12 @@
 """The complete answers to a call that is not streamed, and the best of them."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.api.completions.prompt_replies import PromptReply
+from router.api.completions.prompt_replies import PromptForm, PromptReply
 from router.requests.answer import Ending
+from router.requests.choices import Choices
 from router.text.token_scores import TokenScore
 
 
@@ -23,6 +25,26 @@ class CompleteAnswer:
     def mean_logprob(self) -> float:
         """The mean log probability of its tokens."""
         return sum(each.chosen.logprob for each in self.scores) / max(1, len(self.scores))
+
+
+async def collected(choices: Choices, form: PromptForm) -> list[CompleteAnswer]:
+    """Read all answers to their ends; raises the first `TandemError` of any of them."""
+    texts: dict[int, list[str]] = defaultdict(list)
+    ids: dict[int, list[int]] = defaultdict(list)
+    scores: dict[int, list[TokenScore]] = defaultdict(list)
+    endings: dict[int, Ending] = {}
+    while not choices.over:
+        index, event = await choices.next()
+        event = form.shown(event)
+        if isinstance(event, Ending):
+            endings[index] = event
+        else:
+            texts[index].append(event.text)
+            ids[index].extend(event.token_ids)
+            scores[index].extend(event.scores)
+    return [
+        CompleteAnswer("".join(texts[index]), ids[index], scores[index], endings[index]) for index in sorted(endings)
+    ]
 
 
 def best_of(answers: Sequence[CompleteAnswer], kept: int, made: int) -> list[CompleteAnswer]:

@@ -19,11 +19,18 @@ def take_prompts(fields: JsonFields) -> tuple[Prompt, ...]:
         return (tuple(value),)
     if not isinstance(value, list) or not value:
         raise InvalidArgument("prompt", "is missing; send a string, a list of token ids, or a list of such prompts")
-    if len(value) > PROMPTS_MAX:
-        raise InvalidArgument("prompt", f"has {len(value)} prompts, the limit is {PROMPTS_MAX}; send others separately")
+    check_prompts(len(value))
     if not all(isinstance(each, str) or (is_integers(each) and each) for each in value):
         raise InvalidArgument("prompt", "must be a string, a list of token ids, or a list of such prompts")
     return tuple(each if isinstance(each, str) else tuple(each) for each in value)
+
+
+def check_prompts(count: int) -> None:
+    """Raise InvalidArgument if a call has no prompt or too many."""
+    if not count:
+        raise InvalidArgument("prompt", "is missing; send at least one prompt")
+    if count > PROMPTS_MAX:
+        raise InvalidArgument("prompt", f"has {count} prompts, the limit is {PROMPTS_MAX}; send others separately")
 
 
 def check_answers(prompts: int, answers: int) -> None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.api.openai_logprobs import completion_logprobs, entry_text, finite
+from router.requests.answer import AnswerChunk, Ending
 from router.requests.choices import Choices
-from router.requests.request import Admitted, ClientRequest
+from router.requests.request import Admitted, ClientRequest, Options
 from router.requests.validation import RequestValidator
 from router.text.token_scores import ScoredToken, TokenScore
+from wire.messages import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,25 @@ class PromptForm:
     only: bool = False
     """True if the reply has the prompt alone (`max_tokens` 0): the token that is sampled after it is left out."""
 
+    @classmethod
+    def of(cls, options: Options, *, echo: bool) -> PromptForm:
+        """Return the form that the client's `options` ask for."""
+        alone = options.max_tokens == 0 and options.max_completion_tokens is None
+        return cls(echo, options.logprobs if echo else None, options.prompt_logprobs, only=echo and alone)
+
+    def options(self, given: Options) -> Options:
+        """Return the options of the request, of the client's own ones."""
+        return replace(given, prompt_logprobs=self.top, max_tokens=1 if self.only else given.max_tokens)
+
+    def shown(self, event: AnswerChunk | Ending) -> AnswerChunk | Ending:
+        """Return an event of an answer as the reply has it."""
+        if not self.only:
+            return event
+        if isinstance(event, AnswerChunk):
+            return AnswerChunk("", [], [])
+        reason = FinishReason.ABORT if event.finish_reason is FinishReason.ABORT else FinishReason.LENGTH
+        return replace(event, completion_tokens=0, finish_reason=reason)
+
     @property
     def needed(self) -> bool:
         """True if a reply says anything about its prompts."""
@@ -35,6 +56,10 @@ class PromptForm:
     def top(self) -> int | None:
         """The number of alternatives with which the prompt is scored; None = it is not scored."""
         return max((each for each in (self.echo_top, self.listed) if each is not None), default=None)
+
+
+NO_PROMPTS = PromptForm()
+"""The form of replies without their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +128,7 @@ class PromptReplies:
         if self._form.echo:
             whole = isinstance(prompt, str) and self._requests[number].options.truncate_prompt_tokens is None
             text = str(prompt) if whole else await self._validator.detokenize(tenant, "", ids)
-        found = None if self._form.top is None else self._choices.answers[number * admitted.n].scores_of_prompt()
+        found = None if self._form.top is None else await self._choices.answers[number * admitted.n].scores_of_prompt()
         scores = () if found is None else await self._validator.spelled(tenant, ids, found)
         return PromptReply(self._form, text, scores)
 

@@ -44,6 +44,8 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--max-step-tokens 999": ("max_step_tokens", 999),
     "--max-batch-requests 33": ("max_batch_requests", 33),
     "--no-prefix-cache": ("prefix_cache", False),
+    "--speculate draft": ("speculate", "draft"),
+    "--draft /d": ("draft", Path("/d")),
     "--kv-checksum-rate 0.2": ("kv_checksum_rate", 0.2),
     "--kv-lease 7": ("kv_lease_s", 7.0),
     "--kv-transfer-deadline 44": ("kv_transfer_deadline_s", 44.0),

@@ -13,6 +13,7 @@ from cluster.supervision.roles import Slot, bundle, offer, plan
 from wire.errors import InvalidArgument
 from wire.messages import Role
 from wire.policy_name import PolicyName
+from wire.speculation_method import SpeculationMethod
 from worker.config import WorkerConfig
 
 
@@ -38,6 +39,8 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"device": "cpu:7"}, "--device"),
         ({"memory_fraction": 0.0}, "--memory-fraction"),
         ({"memory_fraction": 1.1}, "--memory-fraction"),
+        ({"speculate": "draft"}, "--speculate"),
+        ({"speculate": "ngram", "draft": Path("d")}, "--draft"),
         ({"kv_checksum_rate": -0.1}, "--kv-checksum-rate"),
         ({"kv_checksum_rate": 1.1}, "--kv-checksum-rate"),
         ({"kv_checksum_rate": float("nan")}, "--kv-checksum-rate"),
@@ -172,11 +175,19 @@ def test_settings_reach_the_engine() -> None:
     (slot, *_) = plan(config, gpus=1)
     engine = worker_config(config, slot).engine
     assert (engine.memory_fraction, engine.kv_cache_bytes, engine.max_batch_requests) == (0.5, None, 256)
+    drafting = ClusterConfig(model=Path("m"), speculate="draft", draft=Path("d"))
+    worker = worker_config(drafting, plan(drafting, gpus=0)[0])
+    assert (worker.speculate, worker.engine.draft) == (SpeculationMethod.DRAFT, Path("d"))
 
 
 def test_engines_of_workers_that_draft_capture_their_steps() -> None:
-    methods = {"auto": False, "off": False, "ngram": True, "suffix": True}
-    configs = {method: ClusterConfig(model=Path("m"), device="cuda", speculate=method) for method in methods}
+    methods = {"auto": False, "off": False, "ngram": True, "suffix": True, "draft": True}
+    configs = {
+        method: ClusterConfig(
+            model=Path("m"), device="cuda", speculate=method, draft=Path("d") if method == "draft" else None
+        )
+        for method in methods
+    }
     engines = {method: worker_config(each, plan(each, gpus=1)[0]).engine for method, each in configs.items()}
     assert {method: engine.draft_graphs for method, engine in engines.items()} == methods
 

@@ -10,7 +10,7 @@ import pytest
 from costs.acceptance import PRIOR, WINDOW, Acceptance
 from costs.step_cost import StepCost
 from costs.step_work import StepWork
-from decode_worker.speculation import (
+from decode_worker.draft_choice import (
     GAIN_MIN,
     ROWS_MAX,
     Candidate,

@@ -77,6 +77,13 @@ def test_answers_without_a_limit_are_bounded_as_values_say(chart: Chart) -> None
     assert parsed(driver(rendered)["command"])[1]["default_max_tokens"] == 1000
 
 
+def test_drafts_are_proposed_as_values_say(chart: Chart) -> None:
+    assert parsed(driver(chart.render())["command"])[1]["speculate"] == "auto"
+    rendered = chart.render("--set", "serving.speculate=draft,serving.draft=/models/heads")
+    options = parsed(driver(rendered)["command"])[1]
+    assert (options["speculate"], str(options["draft"])) == ("draft", "/models/heads")
+
+
 def test_the_planner_is_asked_for_as_values_say(chart: Chart) -> None:
     assert parsed(driver(chart.render())["command"])[1]["planner"] == PlannerMode.OFF
     settings = "planner.mode=on,planner.windowSeconds=30,planner.workers=2:8,planner.decode=1:6"

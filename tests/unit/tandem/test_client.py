@@ -26,7 +26,7 @@ from tandem.client import (
     Unauthenticated,
     Unavailable,
 )
-from tandem.client.requests import FORMATS, Options
+from tandem.client.requests import FORMATS, GenerateOptions, Options
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, script
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import until
@@ -146,8 +146,8 @@ async def test_prompts_are_scored_cut_and_continued(cluster: Cluster, talker: Ta
     answer: Answer = await talker.call(
         "generate", [5, 6, 7, 8], max_tokens=2, truncate_prompt_tokens=3, prompt_logprobs=2, logit_bias={7: -1.5}
     )
-    assert [score.chosen.token_id for score in answer.prompt_logprobs] == [6, 7, 8]
-    assert [len(score.top) for score in answer.prompt_logprobs] == [0, 2, 2]
+    assert [score.chosen.token_id for score in answer.prompt.logprobs] == [6, 7, 8]
+    assert [len(score.top) for score in answer.prompt.logprobs] == [0, 2, 2]
     assert cluster.prefill.prefills[-1].sampling.logit_bias == ((7, -1.5),)
     conversation = [Message("user", "Hi"), Message("assistant", "Well, ")]
     await talker.call("chat", conversation, max_tokens=2, continue_final_message=True)
@@ -156,6 +156,31 @@ async def test_prompts_are_scored_cut_and_continued(cluster: Cluster, talker: Ta
     await talker.call("chat", conversation[:1], max_tokens=2, add_generation_prompt=False)
     prompt = tokenizer.decode_all(cluster.prefill.prefills[-1].prompt_token_ids)
     assert prompt.endswith("Hi<|im_end|>\n")
+
+
+async def test_several_prompts_have_their_own_answers(talker: Talker, tokenizer: Tokenizer) -> None:
+    prompts = ["The quick", [5, 6, 7]]
+    options = {"max_tokens": 3, "n": 2, "echo": True, "return_token_ids": True}
+    answers = await talker.call("generate_all", prompts, **options)
+    ids = [tokenizer.encode("The quick"), [5, 6, 7]]
+    assert [each.index for each in answers] == [0, 1, 2, 3]
+    assert [each.prompt.token_ids for each in answers] == [each for each in ids for _ in range(2)]
+    assert [each.prompt.text for each in answers] == [tokenizer.decode(each) for each in ids for _ in range(2)]
+    assert [each.text for each in await talker.call("generate_all", prompts[0], max_tokens=3)] == [answers[0].text]
+    best = await talker.call("generate_all", prompts, max_tokens=3, best_of=2)
+    assert [(each.index, each.completion_tokens) for each in best] == [(0, 3), (1, 3)]
+
+
+async def test_token_ids_there_and_back(talker: Talker, tokenizer: Tokenizer) -> None:
+    found = await talker.call("tokenize", " fox", spell=True)
+    assert (found.token_ids, found.token_strs) == (tokenizer.encode(" fox"), ["Ġfox"][: len(found.token_ids)])
+    assert await talker.call("detokenize", found.token_ids, model="fake") == " fox"
+    chat = await talker.call("tokenize_chat", "Hi", add_generation_prompt=False)
+    assert tokenizer.decode_all(chat.token_ids) == "<|im_start|>user\nHi<|im_end|>\n"
+    assert (chat.token_strs, chat.max_context) == ([], 2048)
+    assert (await talker.call("tokenizer_info"))["eos_token"] == "<|im_end|>"
+    with pytest.raises(InvalidArgument, match="token_ids"):
+        await talker.call("detokenize", [-1])
 
 
 async def test_answers_follow_a_format(cluster: Cluster, talker: Talker) -> None:
@@ -297,3 +322,6 @@ def test_every_option_of_the_schema_has_an_argument() -> None:
     formats = {field.name for field in inference_pb2.ResponseFormat.DESCRIPTOR.fields}
     assert formats == {*FORMATS}
     assert Options.__annotations__.keys() == fields - {"response_format"} | formats | {"model", "request_id"}
+    own = {field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields}
+    own -= {"options", "text", "token_ids", "prompts"}
+    assert own == GenerateOptions.__annotations__.keys() - Options.__annotations__.keys() | {"model", "request_id"}

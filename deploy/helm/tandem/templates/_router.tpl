@@ -46,6 +46,12 @@
 {{- with .Values.serving.defaultMaxTokens | int }}
 - --default-max-tokens={{ . }}
 {{- end }}
+{{- if ne .Values.serving.speculate "auto" }}
+- --speculate={{ .Values.serving.speculate }}
+{{- end }}
+{{- with .Values.serving.draft }}
+- --draft={{ . }}
+{{- end }}
 {{- if ne .Values.planner.mode "off" }}
 - --planner={{ .Values.planner.mode }}
 - --planner-window={{ .Values.planner.windowSeconds }}

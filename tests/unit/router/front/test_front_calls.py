@@ -30,7 +30,7 @@ class Source:
     read = 0
     """The number of bytes of the request that were read."""
 
-    Chat = GetModelInfo = GetServerInfo = GetLoads = None
+    Chat = Tokenize = Detokenize = GetTokenizerInfo = GetModelInfo = GetServerInfo = GetLoads = None
 
     async def Abort(self, request: bytes, _context: CallContext) -> inference_pb2.AbortResponse:
         self.read = len(inference_pb2.AbortRequest.FromString(request).request_id)

@@ -21,7 +21,7 @@ _SERVERS_FAULT = {
 }
 _SERVICE = "/tandem.v1.Inference/"
 _STREAMED = ("Generate", "Chat")
-_UNARY = ("Abort", "GetModelInfo", "GetServerInfo", "GetLoads")
+_UNARY = tuple(each.name for each in pb.DESCRIPTOR.services_by_name["Inference"].methods if not each.server_streaming)
 _INT32, _UINT32 = st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**32 - 1)
 _FLOATS = st.floats(width=32) | st.sampled_from([0.0, 0.5, 1.0])
 _TEXT = TEXTS.map(lambda text: text.encode(errors="ignore").decode())
@@ -36,6 +36,8 @@ _OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "add_special_tokens": st.booleans(),
     "truncate_prompt_tokens": st.integers(-1, 4) | _INT32,
+    "prompt_logprobs": st.integers(0, 2) | _INT32,
+    "return_token_ids": st.booleans(),
     "slo_class": _TEXT,
     "cache_salt": _TEXT,
 }
@@ -49,10 +51,13 @@ def options(draw: st.DrawFn) -> pb.GenerationOptions:
 
 
 _NAMES = {"request_id": st.just("") | _TEXT, "model": st.sampled_from(["", "fake"]) | _TEXT, "options": options()}
-GENERATE = st.builds(pb.GenerateRequest, text=_TEXT, **_NAMES) | st.builds(
-    pb.GenerateRequest,
-    token_ids=st.builds(pb.TokenIds, ids=st.lists(st.integers(0, 400) | _UINT32, max_size=300)),
-    **_NAMES,
+_FORMS = {**_NAMES, "echo": st.booleans(), "best_of": st.none() | st.integers(0, 3) | _INT32}
+_IDS = st.builds(pb.TokenIds, ids=st.lists(st.integers(0, 400) | _UINT32, max_size=300))
+_PROMPTS = st.lists(st.builds(pb.Prompt, text=_TEXT) | st.builds(pb.Prompt, token_ids=_IDS), max_size=3)
+GENERATE = st.one_of(
+    st.builds(pb.GenerateRequest, text=_TEXT, **_FORMS),
+    st.builds(pb.GenerateRequest, token_ids=_IDS, **_FORMS),
+    st.builds(pb.GenerateRequest, prompts=st.builds(pb.Prompts, prompts=_PROMPTS), **_FORMS),
 )
 _ROLES = st.sampled_from(["user", "assistant", "system", "tool", ""]) | _TEXT
 _JSON = st.sampled_from(["", "{}", '{"type": "object"}', '{"type": 3}', "[", "null"]) | _TEXT
@@ -69,6 +74,12 @@ CHAT = st.builds(
     tool_function=st.sampled_from(["", "f"]) | _TEXT,
     **_NAMES,
 )
+OTHERS = st.one_of(
+    st.builds(pb.AbortRequest, request_id=_TEXT),
+    st.builds(pb.TokenizeRequest, generate=GENERATE, return_token_strs=st.booleans()),
+    st.builds(pb.TokenizeRequest, chat=CHAT),
+    st.builds(pb.DetokenizeRequest, token_ids=st.lists(st.integers(0, 400) | _UINT32, max_size=30), model=_TEXT),
+)
 
 
 @st.composite
@@ -78,7 +89,7 @@ def calls(draw: st.DrawFn) -> tuple[str, bytes]:
     kind = draw(st.integers(0, 5))
     if kind == 0:
         return method, draw(st.binary(max_size=60))
-    message = draw(st.one_of(GENERATE, CHAT, st.builds(pb.AbortRequest, request_id=_TEXT))).SerializeToString()
+    message = draw(st.one_of(GENERATE, CHAT, OTHERS)).SerializeToString()
     if kind == 1:
         at = draw(st.integers(0, len(message)))
         message = message[:at] + draw(st.binary(max_size=4)) + message[at + draw(st.integers(0, 4)) :]

@@ -46,6 +46,21 @@ class InferenceStub:
                 request_serializer=tandem_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/tandem.v1.Inference/Tokenize',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/tandem.v1.Inference/Detokenize',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetTokenizerInfo = channel.unary_unary(
+                '/tandem.v1.Inference/GetTokenizerInfo',
+                request_serializer=tandem_dot_v1_dot_inference__pb2.GetTokenizerInfoRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_inference__pb2.GetTokenizerInfoResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tandem.v1.Inference/Abort',
                 request_serializer=tandem_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -82,6 +97,27 @@ class InferenceServicer:
 
     def Chat(self, request, context):
         """Answers a conversation through the model's chat template.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Turns a text or a conversation into token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns token ids into text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokenizerInfo(self, request, context):
+        """Returns facts about the tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +163,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=tandem_dot_v1_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetTokenizerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizerInfo,
+                    request_deserializer=tandem_dot_v1_dot_inference__pb2.GetTokenizerInfoRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_inference__pb2.GetTokenizerInfoResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -205,6 +256,87 @@ class Inference:
             '/tandem.v1.Inference/Chat',
             tandem_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
             tandem_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Tokenize',
+            tandem_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Detokenize',
+            tandem_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/GetTokenizerInfo',
+            tandem_dot_v1_dot_inference__pb2.GetTokenizerInfoRequest.SerializeToString,
+            tandem_dot_v1_dot_inference__pb2.GetTokenizerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

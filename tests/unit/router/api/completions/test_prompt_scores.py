@@ -1,5 +1,6 @@
 """The echo of prompts and their log probabilities, over HTTP and gRPC, from fake workers."""
 
+import asyncio
 import itertools
 import json
 import threading
@@ -10,15 +11,21 @@ import grpc.aio
 import httpx
 import pytest
 
-from router.api import service
+from router.api.completions.prompt_replies import PromptForm, PromptReplies
+from router.api.inference import responses
 from router.api.openai_replies import ReplyShape
+from router.requests.answer import Answer
+from router.requests.choices import Choices
+from router.requests.request import ClientRequest, Options
 from router.text.token_scores import spell_prompt
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_logprobs
+from wire.errors import Cancelled
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
 from wire.messages import PROMPT_SCORES_MAX, PromptLogprobs
+from wire.tracing.timeline import Edge, EdgeStamp
 
 TEXT = "The quick brown fox, naïve 你好 😀"
 
@@ -169,6 +176,30 @@ async def test_grpc_sends_them_first(
     assert cluster.prefill.prefills[0].sampling.logit_bias == ((7, 1.5),)
 
 
+@pytest.mark.parametrize("end", ["token", "abort"])
+async def test_the_scores_are_not_lost_if_another_answer_begins_first(cluster: Cluster, end: str) -> None:
+    """Regression: the echo of a stream had no log probabilities if answer 1 began before answer 0, which scores."""
+    ids = (5, 6, 7)
+    options = Options(n=2, logprobs=0, prompt_logprobs=0)
+    request = ClientRequest("", "", ids, options, EdgeStamp.now(Edge.RECEIVED))
+    answers = [Answer("r"), Answer("r")]
+    form = PromptForm(echo=True, echo_top=0)
+    validator = cluster.router._validator
+    admitted = await validator.admit(request)
+    replies = PromptReplies(form, validator, [request], [admitted], Choices(answers))
+    answers[1].push("a", [5], [])
+    asked = asyncio.create_task(replies.of(1))
+    await asyncio.sleep(0.05)
+    if end == "token":
+        answers[0].prompt_logprobs = PromptLogprobs((-1.0, -2.0))
+        answers[0].push("a", [5], [])
+    else:
+        answers[0].fail(Cancelled("the client left"))
+    reply = await asked
+    assert reply is not None
+    assert [each.chosen.logprob for each in reply.scores][1:] == ([-1.0, -2.0] if end == "token" else [])
+
+
 async def test_a_scored_prompt_is_placed_as_if_nothing_were_cached(cluster: Cluster, http: httpx.AsyncClient) -> None:
     queued: list[tuple[bytes, ...]] = []
     scheduler = cluster.router._dispatcher._scheduler
@@ -232,7 +263,7 @@ async def test_the_event_loop_does_not_wait_for_the_scores_of_a_prompt(
         return made
 
     monkeypatch.setattr(ReplyShape, "prompt", noting(ReplyShape.prompt))
-    monkeypatch.setattr(service, "_prompt_scores", noting(service._prompt_scores))
+    monkeypatch.setattr(responses, "prompt_details", noting(responses.prompt_details))
     body = {"model": "fake", "prompt": TEXT, "max_tokens": 4, "echo": True, "logprobs": 1, "stream": True}
     assert TEXT[:9] in (await http.post("/completions", json=body)).text
     options = pb.GenerationOptions(max_tokens=4, prompt_logprobs=1)

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from router.api.grpc_chat.conversation import conversation
+from router.api.inference.conversation import conversation
 from router.api.openai_requests import parse_chat
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script

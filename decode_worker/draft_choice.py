@@ -1,0 +1,120 @@
+"""Which requests have drafts in a step, and how many: as many as give the most tokens per second."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from costs.step_cost import StepCost
+from costs.step_work import StepWork
+from decode_worker.request import DecodeRequest
+from engine.speculation.proposer import Draft
+
+ROWS_MAX = 256
+"""The most rows of a step with drafts: with more, products take so much longer that drafts hardly pay."""
+GAIN_MIN = 1.03
+"""The least predicted gain in tokens per second for which a step has drafts: predictions err by a few percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """The bounds of a step with drafts, and the cost model that predicts its duration."""
+
+    cost: StepCost
+    seconds: float
+    """The longest step that keeps the gap targets of all requests."""
+    rows: int
+    """The most rows, drafts included."""
+    draft_s: float = 0.0
+    """The seconds before a step that computing drafts takes, for each position of the longest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request with a draft, and what the draft is worth."""
+
+    request: DecodeRequest
+    draft: Draft
+    survival: list[float]
+    """The worth of each draft: the probability that it is accepted."""
+    context: int | None
+    """The tokens that the newest token's row attends to, itself included.
+
+    None where attention reads the request's KV once, whatever its drafts.
+    """
+
+    def context_of(self, draft: int) -> int:
+        """Return the tokens whose KV is read for the row of a draft, from 0, in addition to the rows before it."""
+        return 0 if self.context is None else self.context + draft + 1
+
+    def first(self, drafts: int) -> "Candidate":
+        """Return the candidate with so many of its drafts."""
+        if drafts >= len(self.survival):
+            return self
+        return self.drafted(self.draft.token_ids[:drafts])
+
+    def drafted(self, token_ids: Sequence[int]) -> "Candidate":
+        """Return the candidate with these tokens as its draft, at most as many as it has."""
+        draft = Draft(token_ids, self.draft.match)
+        return Candidate(self.request, draft, self.survival[: len(token_ids)], self.context)
+
+
+def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False, draft_s: float = 0.0) -> float:
+    """Return the least probability of acceptance for which one draft of each request pays in a step with `work`.
+
+    1 where nothing is known of the duration. `kv_read_once`: a draft's row reads no KV that another does not read.
+    `draft_s`: see `StepBounds`.
+    """
+    seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
+    if not seconds:
+        return 1.0
+    context = 0 if kv_read_once else work.decode_context_tokens // work.decode_rows
+    more = cost.decode_step_seconds(work.decode_rows + 1, work.decode_context_tokens + context)
+    return (work.decode_rows * (more - seconds) + draft_s) / seconds
+
+
+def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
+    """Return the work of a step with rows for all drafts of the candidates."""
+    rows = sum(len(each.survival) for each in candidates)
+    context = sum(each.context_of(draft) for each in candidates for draft in range(len(each.survival)))
+    return StepWork(
+        decode_rows=work.decode_rows + rows,
+        decode_context_tokens=work.decode_context_tokens + context,
+        draft_rows=rows,
+    )
+
+
+def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates with so many of their drafts that the tokens per second of the step are most.
+
+    Empty if the gain is less than GAIN_MIN. Requests whose drafts are worth the same are decided on together, position
+    by position, the most worth first: among drafts of one worth, the tokens per second are most with all or with none.
+    """
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for number, each in enumerate(candidates):
+        alike.setdefault(tuple(each.survival), []).append(number)
+    positions = [(-worth, position, survival) for survival in alike for position, worth in enumerate(survival)]
+    rows, longest, parameters = work.decode_rows, 0, bounds.cost.parameters
+    tokens, seconds = float(rows), bounds.cost.decode_step_seconds(rows, work.decode_context_tokens)
+    most, room = GAIN_MIN * tokens / seconds, min(bounds.rows, ROWS_MAX) - rows
+    added: list[Sequence[int]] = []
+    chosen = 0
+    for negative, position, survival in sorted(positions):
+        numbers = alike[survival]
+        row_s = parameters.row_s
+        if candidates[numbers[0]].context is not None:
+            read = sum(candidates[number].context_of(position) for number in numbers) / len(numbers)
+            row_s += parameters.context_s * read
+        deeper_s = bounds.draft_s * max(0, position + 1 - longest)
+        spare_s = bounds.seconds - seconds - deeper_s
+        fitting = len(numbers) if len(numbers) * row_s <= spare_s else int(spare_s / row_s) if spare_s > 0.0 else 0
+        count = max(0, min(len(numbers), room, fitting))
+        added.append(numbers[:count])
+        tokens, seconds, room = tokens - negative * count, seconds + deeper_s + row_s * count, room - count
+        longest = max(longest, position + 1)
+        if tokens / seconds >= most:
+            most, chosen = tokens / seconds, len(added)
+        if count < len(numbers):
+            break
+    counts = Counter(chain.from_iterable(added[:chosen]))
+    return [each.first(counts[number]) for number, each in enumerate(candidates) if counts[number]]
