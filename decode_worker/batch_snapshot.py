@@ -79,7 +79,6 @@ class BatchSnapshot:
         by, moved = offset - self._position_offset, object.__new__(BatchSnapshot)
         moved.__dict__.update(self.__dict__, _drawing=self._drawing.moved(by))
         moved.__dict__["owners"] = self.owners._replace(answer_offset=self.owners.answer_offset + by)
-        moved.__dict__.pop("first_end", None)
         moved._place(offset)
         return moved
 
@@ -90,11 +89,6 @@ class BatchSnapshot:
     def context_tokens(self, step: int) -> int:
         """Return the tokens that this step's rows attend to, themselves included: Σ (position_offset + step + 1)."""
         return self._offset_sum + len(self.slots) * (step + 1)
-
-    @cached_property
-    def first_end(self) -> int:
-        """The first step that is the last one of any request."""
-        return min(slot.last_step for slot in self.slots)
 
     def rows(self, step: int, before: "BatchSnapshot | None") -> RowColumns:
         """Return the rows of this step; `before` is the snapshot of the step just before it, if that is in flight."""
@@ -259,14 +253,6 @@ class TokenBuffer:
                 tokens = [token for step, token in numbered if step not in slot.skipped_steps]
             slot.request.answer.extend(tokens)
             slot.buffered_from = end
-
-    def skip(self, steps: int, all_slots: Collection[BatchSlot]) -> None:
-        """Act as if further steps had completed, each with token 0 for every slot."""
-        for slot in all_slots:
-            self.flush(slot)
-            slot.request.answer.extend([0] * steps)
-            slot.buffered_from += steps
-        self.completed_steps += steps
 
     def _flush_all(self, slots: Collection[BatchSlot]) -> None:
         """Empty the buffer before it is used again.

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from costs.step_work import NOTHING, StepWork
 from decode_worker.batch_slots import BatchSlot
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep

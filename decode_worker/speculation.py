@@ -156,7 +156,7 @@ class Speculation:
             saved_s = row_tokens * plain_s - verify_s
             self.counts.saved_s += max(saved_s, 0.0)
             self.counts.lost_s += max(-saved_s, 0.0)
-            speedup = row_tokens * plain_s / verify_s
+            speedup = row_tokens * plain_s / verify_s if verify_s else 1.0  # nothing is known of the first steps
         self._speedup += _SPEEDUP_WEIGHT * (speedup - self._speedup)
 
     @property

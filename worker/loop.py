@@ -11,30 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import StepFit
 from costs.step_work import StepWork
 from decode_worker.half import DecodeHalf
-from engine.steps.batch import PendingStep, StepBatch
+from engine.steps.batch import PendingStep
 from prefill_worker.half import PrefillHalf
 from wire.messages import Assignment, RoutedEvent, RoutedTokens
+from worker.loaded_engine import Runner
 from worker.scheduler import StepScheduler
 
 _JOIN_S = 0.1
 """The interval at which `stop` checks whether the thread is stuck."""
-
-
-class Runner(Protocol):
-    """The interface of an engine."""
-
-    @property
-    def asynchronous(self) -> bool:
-        """True if `launch` returns before the step has run."""
-
-    def launch(self, batch: StepBatch) -> PendingStep:
-        """Launches one step and returns its pending result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +230,8 @@ class StepLoop:
             self.steps += 1
             output = self._scheduler.apply(step.work, result)
             updates = self._prefill.take_updates() if step.work.prefill_tokens else ()
-        try:
-            if waited:
-                self._running = self._launch()
-        finally:
-            with self._publish_lock:
-                if not self._given_up:
-                    self._publish(self.steps, output.events, output.tokens, updates)
+        if waited:
+            self._running = self._launch()
+        with self._publish_lock:
+            if not self._given_up:
+                self._publish(self.steps, output.events, output.tokens, updates)

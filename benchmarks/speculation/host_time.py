@@ -11,7 +11,6 @@ are then both, and the ratio of the medians. The last line is JSON.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -40,7 +39,8 @@ from engine.steps.step_buffer import StepLimits, StepSizes
 from engine.steps.step_packer import StepPacker
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from wire import convert
-from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from wire.cost_parameters import CostParameters
+from wire.messages import Destination, ModelFacts, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from wire.speculation_method import SpeculationMethod
 from worker.config import WorkerConfig
 from worker.router_stream import RouterStream
@@ -52,6 +52,7 @@ CASES = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
 ALPHA = 0.7
 """The probability that a draft is accepted."""
 CONTEXT = 8192
+FACTS = replace(MODEL, max_context=CONTEXT)
 PROMPT = 1000
 FIRST_TOKEN = 100
 """The prompts are the tokens from here on, in order, so that each has one that follows it."""
@@ -80,7 +81,8 @@ class _FourHeads:
 class DraftingEngine(NoEngine):
     """Draws the token behind each row's own in the order of the prompts with probability ALPHA, else another one."""
 
-    facts: Any = replace(MODEL, max_context=CONTEXT)
+    facts: ModelFacts = FACTS
+    cost_guess = CostParameters(base_s=STEP_S, row_s=DRAFT_S)
     gaps: list[tuple[float, float, int]] = field(default_factory=list)
     """For each step with drafts that was launched with nothing in flight: CPU µs, elapsed µs and its rows."""
 
@@ -167,7 +169,7 @@ async def measure(requests: int, drafts: int | None, steps: int, temperature: fl
         sampling = SamplingParams(answer, temperature, ignore_eos=True)
         for number in range(requests):
             _send(tested, f"d{number}", sampling)
-        while tested.report.load().decode_requests < requests:
+        while tested.report.load().decode_requests < requests:  # noqa: ASYNC110 - the worker has no event for it
             await asyncio.sleep(_LOOK_S)
         engine.gaps.clear()
         while len(engine.gaps) < WARM_UP + steps:
