@@ -145,6 +145,7 @@ class RouterServer:
             config.host,
             ports,
             check=self._callers.check,
+            rejected=inference.rejected,
             add_inference=partial(add_inference, inference),
             app=app,
             limits=config.listeners,

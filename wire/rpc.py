@@ -33,6 +33,8 @@ _Unary = Callable[[Any, Any], Awaitable[Any]]
 _Streaming = Callable[[Any, Any], AsyncIterator[Any]]
 Check = Callable[[Iterable[tuple[str, str | bytes]]], None]
 """Raises a TandemError for the metadata of a call that is not allowed."""
+Rejected = Callable[[str, str, TandemError], Awaitable[None]]
+"""Is told the full method name, gRPC's name of the client, and the error of a call that a `Check` does not allow."""
 
 AUTHORIZATION = "authorization"
 RETRY_AFTER = "retry-after-s"
@@ -113,19 +115,20 @@ def listen(server: grpc.aio.Server, address: str, token: str = "") -> int:
 def open_server(
     *,
     check: Check | None = None,
+    rejected: Rejected | None = None,
     open_methods: tuple[str, ...] = (),
     shared_port: bool = False,
     limits: ListenerLimits | None = None,
 ) -> grpc.aio.Server:
     """Make a server that maps `TandemError` to its status and applies `check` to the metadata of each call.
 
-    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that are not checked. `shared_port`
-    lets other processes of this user listen on the same port. `limits` are those of a public server; None = only
-    components of the cluster reach it.
+    `rejected` is called before a call ends that `check` does not allow. `open_methods` are prefixes of full method
+    names ("/grpc.health.v1.Health/") that are not checked. `shared_port` lets other processes of this user listen on
+    the same port. `limits` are those of a public server; None = only components of the cluster reach it.
     """
     options = [*(SERVER_OPTIONS if limits is None else public_options(limits)), ("grpc.so_reuseport", int(shared_port))]
     guard = None if limits is None else CallGuard(limits)
-    return grpc.aio.server(interceptors=[_ConnectionGuard(check, open_methods, guard)], options=options)
+    return grpc.aio.server(interceptors=[_ConnectionGuard(check, rejected, open_methods, guard)], options=options)
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
@@ -177,8 +180,15 @@ class _SendKeyStream(grpc.aio.UnaryStreamClientInterceptor):
 class _ConnectionGuard(grpc.aio.ServerInterceptor):
     """Checks the metadata before every handler and maps its errors to status codes."""
 
-    def __init__(self, check: Check | None, open_methods: tuple[str, ...], guard: CallGuard | None = None) -> None:
+    def __init__(
+        self,
+        check: Check | None,
+        rejected: Rejected | None,
+        open_methods: tuple[str, ...],
+        guard: CallGuard | None,
+    ) -> None:
         self._check = check
+        self._rejected = rejected
         self._open = open_methods or ("\0",)
         self._guard = guard
 
@@ -189,7 +199,8 @@ class _ConnectionGuard(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         refusal = self._refusal(handler_call_details)
         if refusal is not None:
-            return grpc.stream_unary_rpc_method_handler(_refusing(refusal))
+            method = handler_call_details.method
+            return grpc.stream_unary_rpc_method_handler(_refusing(method, refusal, self._rejected))
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -212,8 +223,10 @@ def values_of(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> 
     return [value for each, value in metadata or () if each == name]
 
 
-def _refusing(error: TandemError) -> _Unary:
+def _refusing(method: str, error: TandemError, rejected: Rejected | None) -> _Unary:
     async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        if rejected is not None:
+            await rejected(method, context.peer(), error)
         await abort(context, error)
 
     return refuse

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.connection.options import ApiKey, ApiKeyFile
+from cli.connection.options import ApiKey, ApiKeyFile, TlsClientCertificate, TlsClientKey
 from cli.option_groups import option_groups
 from cli.plain_errors import INTERRUPTED, plain_errors
 
@@ -39,6 +39,17 @@ class ServerOptions:
     model: Annotated[str, typer.Option("--model", help="Name of the model; default: the first that it lists.")] = ""
     api_key: ApiKey = ""
     api_key_file: ApiKeyFile = ""
+    tls_ca: Annotated[
+        str,
+        typer.Option(
+            "--tls-ca",
+            envvar="TANDEM_TLS_CA",
+            help="PEM file with the authority of the server's certificate, for TLS by gRPC; by HTTPS that of "
+            "SSL_CERT_FILE is trusted.",
+        ),
+    ] = ""
+    tls_client_certificate: TlsClientCertificate = ""
+    tls_client_key: TlsClientKey = ""
     api: Annotated[str, typer.Option("--api", help="By HTTP: completions, or chat.")] = "completions"
     vocab_size: Annotated[
         int, typer.Option("--vocab-size", min=1, help="Token ids of completions are drawn below it.")
@@ -53,12 +64,14 @@ class ServerOptions:
         from cli.connection.options import shown_key
         from cli.connection.state import newest
         from wire.errors import InvalidArgument
+        from wire.security.client_tls import ClientTls
 
         if self.api not in ("completions", "chat"):
             raise InvalidArgument("--api", f"{self.api!r} is neither completions nor chat")
         url = self.url or _url_of(newest())
         key = shown_key(self.api_key, self.api_key_file)
-        return find_server(url, key, self.model, self.api, self.vocab_size, ignore_eos=self.ignore_eos)
+        tls = ClientTls(self.tls_ca, self.tls_client_certificate, self.tls_client_key)
+        return find_server(url, key, self.model, self.api, self.vocab_size, ignore_eos=self.ignore_eos, tls=tls)
 
 
 def _url_of(cluster: RunningCluster) -> str:

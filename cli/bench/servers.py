@@ -17,6 +17,7 @@ from cli.load.target import Target, find_model, touch
 from cli.load.words import WordLengths
 from cli.load.workload import Arrival, Block, Workload
 from wire.errors import InvalidArgument, Unauthenticated, Unavailable
+from wire.security.client_tls import NO_TLS, ClientTls
 
 GRPC = "grpc"
 _ANSWER_S = 120.0
@@ -128,17 +129,19 @@ class HttpServer:
         return int((answer.get("usage") or {}).get("prompt_tokens") or 0)
 
 
-def find_server(url: str, api_key: str, model: str, api: str, vocab_size: int, *, ignore_eos: bool) -> Server:
+def find_server(
+    url: str, api_key: str, model: str, api: str, vocab_size: int, *, ignore_eos: bool, tls: ClientTls = NO_TLS
+) -> Server:
     """Returns the server at `grpc://HOST:PORT`, `http://…` or `https://…`; its first model, if `model` is empty.
 
-    Unavailable if it does not respond.
+    `tls` is that of gRPC. Unavailable if the server does not respond.
     """
     if url.startswith(f"{GRPC}://"):
         if model:
             raise InvalidArgument("--model", "is of HTTP; a router has one model by gRPC")
         if not (address := urlsplit(url).netloc):
             raise InvalidArgument("--url", f"{url!r} is no address like grpc://127.0.0.1:50051")
-        return GrpcServer(find_model(address, api_key))
+        return GrpcServer(find_model(address, api_key, tls))
     url = _with_version(url)
     listed = list_models(url, api_key)
     card = next((each for each in listed if each["id"] == model), None) if model else listed[0]

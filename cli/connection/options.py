@@ -80,6 +80,27 @@ class SamplingOptions:
         return Sampling(self.max_tokens, self.temperature, self.seed)
 
 
+TlsCa = Annotated[
+    str,
+    typer.Option(
+        "--tls-ca",
+        envvar="TANDEM_TLS_CA",
+        help="PEM file with the authority of a router's certificate, for TLS; the running cluster needs none.",
+    ),
+]
+TlsClientCertificate = Annotated[
+    str,
+    typer.Option(
+        "--tls-client-certificate",
+        envvar="TANDEM_TLS_CLIENT_CERTIFICATE",
+        help="PEM file with the certificate for a router that requires one.",
+    ),
+]
+TlsClientKey = Annotated[
+    str, typer.Option("--tls-client-key", envvar="TANDEM_TLS_CLIENT_KEY", help="PEM file with its key.")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
     """The router that a command calls, and the API key for it."""
@@ -87,26 +108,9 @@ class RouterOptions:
     address: Address = ""
     api_key: ApiKey = field(default="", repr=False)
     api_key_file: ApiKeyFile = ""
-    tls_ca: Annotated[
-        str,
-        typer.Option(
-            "--tls-ca",
-            envvar="TANDEM_TLS_CA",
-            help="PEM file with the authority of a router's certificate, for TLS; the running cluster needs none.",
-        ),
-    ] = ""
-    tls_client_certificate: Annotated[
-        str,
-        typer.Option(
-            "--tls-client-certificate",
-            envvar="TANDEM_TLS_CLIENT_CERTIFICATE",
-            help="PEM file with the certificate for a router that requires one.",
-        ),
-    ] = ""
-    tls_client_key: Annotated[
-        str,
-        typer.Option("--tls-client-key", envvar="TANDEM_TLS_CLIENT_KEY", help="PEM file with its key."),
-    ] = ""
+    tls_ca: TlsCa = ""
+    tls_client_certificate: TlsClientCertificate = ""
+    tls_client_key: TlsClientKey = ""
 
     def client(self, *, reads: bool = False) -> RouterClient:
         """Returns a client of the given router or of the newest running cluster's. Unavailable if none runs.

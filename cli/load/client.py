@@ -21,6 +21,7 @@ from wire import convert
 from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import FinishReason
 from wire.rpc import error_of, open_client_channel
+from wire.security.client_tls import NO_TLS, ClientTls
 
 _GENERATE = "/tandem.v1.Inference/Generate"
 _GET_MODEL = "/tandem.v1.Inference/GetModelInfo"
@@ -41,6 +42,7 @@ class Share:
     arrivals: tuple[tuple[int, Arrival], ...]
     give_up_s: float
     slo_class: str = ""
+    tls: ClientTls = NO_TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,10 @@ class Client(Protocol):
 class LoadClient:
     """A gRPC connection to a router."""
 
-    def __init__(self, address: str, api_key: str = "") -> None:
+    def __init__(self, address: str, api_key: str = "", tls: ClientTls = NO_TLS) -> None:
+        """InvalidArgument names the option of a wrong file."""
         self._address = address
-        self._channel = open_client_channel(address, api_key)
+        self._channel = open_client_channel(address, api_key, tls.credentials(), tls.target_name)
         self._generate: Any = self._channel.unary_stream(
             _GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString
         )
@@ -175,7 +178,7 @@ async def _run_share(pipe: Connection, share: Share) -> None:
     everything = [
         make_ready(i, arrival, share.seed, share.vocab_size, share.slo_class) for i, arrival in share.arrivals
     ]
-    await send_share(pipe, LoadClient(share.address, share.api_key), everything, share.give_up_s)
+    await send_share(pipe, LoadClient(share.address, share.api_key, share.tls), everything, share.give_up_s)
 
 
 async def send_share(pipe: Connection, client: Client, everything: list[Ready], give_up_s: float) -> None:

@@ -151,7 +151,16 @@ def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> lis
     """Returns each client's share of the workload."""
     give_up_s = workload.seconds + settings.drain_s
     return [
-        Share(target.address, target.api_key, workload.seed, target.vocab_size, each, give_up_s, settings.slo_class)
+        Share(
+            target.address,
+            target.api_key,
+            workload.seed,
+            target.vocab_size,
+            each,
+            give_up_s,
+            settings.slo_class,
+            target.tls,
+        )
         for each in deal(workload, settings.clients)
     ]
 

@@ -10,6 +10,7 @@ from cli.load.record import RequestRecord
 from cli.load.workload import Arrival, Block
 from wire.errors import Unavailable
 from wire.generated.tandem.v1 import inference_pb2
+from wire.security.client_tls import NO_TLS, ClientTls
 
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
 LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
@@ -26,6 +27,7 @@ class Target:
     address: str
     api_key: str
     view: ServerView
+    tls: ClientTls = NO_TLS
 
     @property
     def context(self) -> int:
@@ -58,11 +60,11 @@ def find_target(address: str, api_key: str = "") -> Target:
     return Target(address, api_key, asyncio.run(RouterClient(address, api_key).view()))
 
 
-def find_model(address: str, api_key: str = "") -> Target:
+def find_model(address: str, api_key: str = "", tls: ClientTls = NO_TLS) -> Target:
     """Asks the router for its model alone, which any key may read. Unavailable like `find_target`."""
-    model = asyncio.run(RouterClient(address, api_key).model())
+    model = asyncio.run(RouterClient(address, api_key, tls).model())
     unread = inference_pb2.GetServerInfoResponse(), inference_pb2.GetLoadsResponse()
-    return Target(address, api_key, ServerView(*unread, model))
+    return Target(address, api_key, ServerView(*unread, model), tls)
 
 
 def wait_until_idle(target: Target, within_s: float) -> None:
@@ -95,7 +97,7 @@ def touch(target: Target) -> None:
 
 
 async def _touch(target: Target) -> None:
-    client = LoadClient(target.address, target.api_key)
+    client = LoadClient(target.address, target.api_key, target.tls)
     try:
         await _ask_some(client, target)
     finally:
@@ -108,7 +110,7 @@ async def _ask_some(client: LoadClient, target: Target) -> None:
 
 
 async def _warm_up(target: Target) -> float:
-    client = LoadClient(target.address, target.api_key)
+    client = LoadClient(target.address, target.api_key, target.tls)
     prompt, tokens = min(LONE_PROMPT, target.context // 4), min(LONE_TOKENS, target.context // 4)
     try:
         await _ask_some(client, target)

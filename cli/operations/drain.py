@@ -34,13 +34,14 @@ def drain(
         ),
     ] = "",
     restart: Annotated[
-        bool, typer.Option("--restart", help="Start it again afterwards; one drained before starts at once.")
+        bool,
+        typer.Option("--restart", help="Start it again once it has drained; at once if it had before."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Even if no other worker serves.")] = False,
     grace: Grace = 30.0,
     controller: ControllerOptions,
 ) -> None:
-    """Drain a worker: it takes no new requests, finishes those it has, ends, and stays drained."""
+    """Drain a worker: it takes no new requests, finishes those it has, and ends; it stays drained without --restart."""
     import asyncio
 
     from wire.errors import InvalidArgument

@@ -6,8 +6,10 @@ default.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +19,10 @@ from typer.core import TyperCommand, TyperOption
 
 PREFIX = "TANDEM_"
 _CONFIG = "config"
+_NEAR = 0.8
+"""Names count as one with a slip if at least this share of their characters is common to both (difflib's ratio)."""
+_LONGEST = 100
+"""Most characters of a name that are compared."""
 ALIASES: Mapping[str, Sequence[str]] = {
     "http_port": ("--port",),
     "memory_fraction": ("--gpu-memory-utilization",),
@@ -42,14 +48,58 @@ class SettingsCommand(TyperCommand):
         """Adds names and variables to `params`; see `TyperCommand`."""
         for option in params or ():
             if isinstance(option, TyperOption) and option.name is not None:
-                option.opts += ALIASES.get(option.name, ())
+                if aliases := ALIASES.get(option.name, ()):
+                    option.help = f"{option.help} vLLM's name: {', '.join(aliases)}."
+                option.opts += aliases
                 option.secondary_opts += OFF_ALIASES.get(option.name, ())
                 option.envvar = option.envvar or VARIABLES.get(option.name, PREFIX + option.name.upper())
         super().__init__(*args, params=params, **given)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the command line, in which an option of `SEVERAL` may have several values."""
-        return super().parse_args(ctx, _repeated(args))
+        """Parses the command line, in which an option of `SEVERAL` may have several values.
+
+        BadParameter for a variable whose name is nearly that of an option.
+        """
+        rest = super().parse_args(ctx, _repeated(args))
+        if not ctx.resilient_parsing:
+            _check_variables(ctx, os.environ)
+        return rest
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help, which names aliases in the texts of options, since their column is narrow."""
+        options = [option for option in self.params if isinstance(option, TyperOption)]
+        names = [(option, option.opts, option.secondary_opts) for option in options]
+        try:
+            for option, on, off in names:
+                option.opts = [each for each in on if each not in ALIASES.get(str(option.name), ())]
+                option.secondary_opts = [each for each in off if each not in OFF_ALIASES.get(str(option.name), ())]
+            super().format_help(ctx, formatter)
+        finally:
+            for option, on, off in names:
+                option.opts, option.secondary_opts = on, off
+
+
+def _check_variables(ctx: typer.Context, environment: Mapping[str, str]) -> None:
+    """Raises BadParameter for a variable TANDEM_… that is none of an option, but nearly has the name of one.
+
+    Others belong to other programs: Kubernetes, for one, makes TANDEM_PORT and more for a service of the name tandem.
+    """
+    commands = getattr(ctx.find_root().command, "commands", {})
+    known = {_variable(option) for each in (ctx.command, *commands.values()) for option in each.params}
+    settings = {_variable(option).removeprefix(PREFIX): _variable(option) for option in ctx.command.params}
+    for name, (alias, *_) in ALIASES.items():
+        if "-" in alias.lstrip("-"):
+            settings[alias.lstrip("-").replace("-", "_").upper()] = VARIABLES.get(name, PREFIX + name.upper())
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), settings, 1, _NEAR)
+            if near:
+                hint = f"did you mean {settings[near[0]]}? Unset it, or rename it"
+                raise typer.BadParameter(f"is no setting; {hint}", param_hint=f"variable {name}")
+
+
+def _variable(option: Any) -> str:
+    return option.envvar if isinstance(option, TyperOption) and isinstance(option.envvar, str) else ""
 
 
 def _repeated(args: Sequence[str]) -> list[str]:
@@ -118,9 +168,12 @@ def _named(settings: Mapping[str, Any], options: Mapping[str, Any], file: Path) 
     names = {spelled.lstrip("-").replace("-", "_"): name for name, option in options.items() for spelled in option.opts}
     found: dict[str, Any] = {}
     for given, value in settings.items():
-        name = names.get(str(given).lstrip("-").replace("-", "_"))
+        spelled = str(given).lstrip("-").replace("-", "_")
+        name = names.get(spelled)
         if name is None:
-            raise typer.BadParameter(f"{file} has {given!s:.60}, which is no option", param_hint="--config")
+            near = difflib.get_close_matches(spelled[:_LONGEST], names, 1, _NEAR)
+            hint = f"; did you mean {near[0].replace('_', '-')}?" if near else ""
+            raise typer.BadParameter(f"{file} has {given!s:.60}, which is no option{hint}", param_hint="--config")
         if name in found:
             raise typer.BadParameter(f"{file} has {given!s:.60} twice, by two names", param_hint="--config")
         option = options[name]

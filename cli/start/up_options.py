@@ -174,8 +174,8 @@ class ListenerOptions:
     tool_call_parser: Annotated[
         str,
         typer.Option(
-            help="Form of the model's tool calls: hermes, llama3_json, mistral, deepseek_v3 or openai; auto: by its"
-            " chat template; none: tools are rejected unless a call is required."
+            help="Form of the model's tool calls: hermes, llama3_json, mistral, deepseek_v3, qwen3_coder, glm45 or"
+            " openai; auto: by its chat template; none: tools are rejected unless a call is required."
         ),
     ] = "auto"
     reasoning_parser: Annotated[

@@ -18,7 +18,7 @@ from wire.errors import FailedPrecondition
 from wire.generated.tandem.v1 import inference_pb2
 from wire.http.server import HttpServer, Listener
 from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
-from wire.rpc import Check, open_server
+from wire.rpc import Check, Rejected, open_server
 from wire.security.server_tls import ServerTls, TlsFiles
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -62,6 +62,7 @@ class InProcessListeners:
         ports: tuple[int, int],
         *,
         check: Check,
+        rejected: Rejected,
         add_inference: Callable[[grpc.aio.Server], None],
         app: ASGIApp,
         limits: ListenerLimits = DEFAULT_LIMITS,
@@ -70,12 +71,14 @@ class InProcessListeners:
     ) -> None:
         """`ports` are those of gRPC and HTTP, 0 = any free one.
 
-        `check` is applied to the metadata of gRPC calls; `app` checks HTTP requests itself. `add_inference` adds
+        `check` is applied to the metadata of gRPC calls, `rejected` is told those that it does not allow; `app` checks
+        HTTP requests itself. `add_inference` adds
         `tandem.v1.Inference` to a server. `shared` lets other processes of this user listen on
         the same ports. Raises InvalidArgument for `tls` that cannot be used.
         """
         self._host, (self._grpc_port, self._http_port) = host, ports
         self._check = check
+        self._rejected = rejected
         self._add_inference = add_inference
         self._app = app
         self._limits = limits
@@ -89,7 +92,11 @@ class InProcessListeners:
         """See `Listeners`."""
         listener = Listener(self._host, self._http_port, "http_port", shared=self._shared)
         self._grpc = open_server(
-            check=self._check, open_methods=(_HEALTH_METHODS,), shared_port=self._shared, limits=self._limits
+            check=self._check,
+            rejected=self._rejected,
+            open_methods=(_HEALTH_METHODS,),
+            shared_port=self._shared,
+            limits=self._limits,
         )
         try:
             grpc_port = await self._open_grpc()

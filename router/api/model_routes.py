@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
+from router.api.messages.api_key import MODELS_PATH
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
 from router.requests.validation import find_adapter
@@ -37,8 +38,8 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
     async def tandem_version() -> JSONResponse:
         return JSONResponse({"version": installed_version()})
 
-    app.add_api_route("/v1/models", models, methods=_METHODS)
-    app.add_api_route("/v1/models/{name:path}", model, methods=_METHODS)
+    app.add_api_route(MODELS_PATH, models, methods=_METHODS)
+    app.add_api_route(f"{MODELS_PATH}/{{name:path}}", model, methods=_METHODS)
     app.add_api_route("/version", tandem_version, methods=_METHODS)
 
 

@@ -20,7 +20,7 @@ def tool_options(fields: JsonFields) -> ToolOptions:
     if choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION) and not tools:
         raise fields.wrong("tool_choice", "needs tools; send them, or leave it out")
     options = ToolOptions(tools, choice, function, parallel)
-    if function and function not in options.names:
+    if function and function not in options.schemas:
         raise fields.wrong("tool_choice.function.name", "is the name of none of the tools")
     return options
 

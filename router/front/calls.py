@@ -12,7 +12,7 @@ from router.api.access.grpc_access import GrpcAccess
 from router.front.grpc_calls import GrpcCall, methods_of
 from router.front.http_calls import HttpCall
 from router.front.pulse import Pulse
-from wire.errors import Internal
+from wire.errors import Internal, from_code
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 
@@ -28,6 +28,7 @@ class FrontCalls:
         """`inference` and `app` serve the calls as they serve those of the router's own listeners."""
         self._stream = stream
         self._methods = methods_of(inference)
+        self._inference = inference
         self._app = app
         self.opened = False
         """True if the front process has opened its listeners."""
@@ -53,6 +54,8 @@ class FrontCalls:
                     on_opened()
                 elif frame.HasField("alive"):
                     on_alive(frame.alive.connections)
+                elif frame.HasField("rejected"):
+                    await self._note(frame.rejected)
                 elif frame.HasField("gone"):
                     self._leave(frame.call)
                 elif frame.call in self._calls:
@@ -72,6 +75,9 @@ class FrontCalls:
     def leave(self, grace_s: float) -> None:
         """Let the front process accept no more calls, and end after `grace_s` seconds at the latest."""
         self._stream.send(0, leave_s=grace_s)
+
+    async def _note(self, call: front_pb2.Rejected) -> None:
+        await self._inference.rejected(call.method, call.peer, from_code(call.code, "rejected"))
 
     def _begin(self, number: int, call: GrpcCall | HttpCall) -> None:
         self._calls[number] = call

@@ -151,6 +151,10 @@ class RouterLink:
         """Send a heartbeat with the number of client connections."""
         self._stream.send(0, alive=front_pb2.Alive(connections=connections))
 
+    async def rejected(self, method: str, peer: str, error: TandemError) -> None:
+        """Report a gRPC call that has no valid key, for the audit log; waits until the router has read what is sent."""
+        await self._stream.send_in_turn(0, rejected=front_pb2.Rejected(method=method, peer=peer, code=error.code))
+
     async def run(
         self, on_serving: Callable[[bool], None], on_leave: Callable[[float], None], on_ask: Callable[[], None]
     ) -> None:

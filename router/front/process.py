@@ -89,6 +89,7 @@ async def serve(router: socket.socket) -> None:
         config.host,
         (config.grpc_port, config.http_port),
         check=ApiKeys(config.keys).check,
+        rejected=link.rejected,
         add_inference=add_inference,
         app=HttpRelay(link),
         limits=config.limits,

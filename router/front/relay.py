@@ -11,7 +11,8 @@ import grpc.aio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.openai_replies import error_body, error_headers
+from router.api.messages.errors import error_content
+from router.api.openai_replies import error_headers
 from router.front.headers import packed, unpacked
 from router.front.link import Call, RouterLink
 from router.front.window import PART_BYTES_MAX
@@ -94,7 +95,7 @@ class HttpRelay:
         except TandemError as error:
             if begun:
                 return  # the server cuts the connection, so that the client sees an incomplete response
-            await _refusal(error)(scope, receive, send)
+            await _refusal(scope["path"], error)(scope, receive, send)
         finally:
             if feeding is not None:
                 feeding.cancel()
@@ -131,5 +132,5 @@ def _request(scope: Scope) -> front_pb2.HttpRequest:
     )
 
 
-def _refusal(error: TandemError) -> Response:
-    return Response(error_body(error), error.http_status, error_headers(error), "application/json")
+def _refusal(path: str, error: TandemError) -> Response:
+    return Response(error_content(path, error), error.http_status, error_headers(error), "application/json")

@@ -43,7 +43,7 @@ class AnswerSyntaxes:
             return None
         tools = _tools(request)
         if tools.forced:
-            return AnswerSyntax(FORCED_CALLS, names=tools.names)
+            return AnswerSyntax(FORCED_CALLS, tools=tools.schemas)
         calls = self._calls if tools.choice is not ToolChoice.NONE else ""
         # A format begins with the first token, so that nothing before it is reasoning.
         reasoning = self._reasoning if request.options.answer_format is None else ""
@@ -51,7 +51,7 @@ class AnswerSyntaxes:
             return None
         tail = b"".join(map(self._tokenizer.token_bytes, ids[-_TAIL_TOKENS:])).rstrip()
         opened = tail.endswith(THINK.encode())
-        syntax = AnswerSyntax(calls, reasoning, opened, tools.names, tools.parallel)
+        syntax = AnswerSyntax(calls, reasoning, opened, tools.schemas, tools.parallel)
         return syntax.keeping(self._tokenizer.special_ids(syntax.markers))
 
 
@@ -60,8 +60,7 @@ def wanted_format(request: ClientRequest) -> AnswerFormat | None:
     tools = _tools(request)
     if not tools.forced:
         return request.options.answer_format
-    functions = [each["function"] for each in tools.tools]
-    schemas = {each["name"]: each.get("parameters", {}) for each in functions}
+    schemas = tools.schemas
     chosen = {tools.function: schemas[tools.function]} if tools.function else schemas
     return AnswerFormat("tools", GrammarKind.TOOL_CALL, chosen)
 

@@ -33,14 +33,12 @@ class PromptEncoder:
         self._max_messages = max_messages
 
     def check(self, request: ClientRequest) -> None:
-        """Raise InvalidArgument for every error that is found at once; tools are checked while they are rendered."""
+        """Raise InvalidArgument for every error that is found at once; messages are checked when they are rendered."""
         prompt = request.prompt
         if isinstance(prompt, Conversation):
             if not prompt.turns:
                 raise InvalidArgument("messages", "is empty; send at least one message")
             check_message_count(len(prompt.turns), self._max_messages)
-            for number, turn in enumerate(prompt.turns):
-                _check_turn(f"messages[{number}]", turn)
             return
         if not prompt:
             raise InvalidArgument("prompt", "is empty; send at least one token")
@@ -71,6 +69,8 @@ class PromptEncoder:
         prompt, special = request.prompt, request.options.add_special_tokens
         assert not isinstance(prompt, tuple)
         if isinstance(prompt, Conversation):
+            for number, turn in enumerate(prompt.turns):
+                _check_turn(f"messages[{number}]", turn)
             check_json("tools", prompt.tools.tools)
             text = self._tokenizer.render_chat(prompt.turns, prompt.variables, prompt.tools.shown, prompt.end)
         else:
@@ -189,8 +189,4 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _prompt_chars(prompt: str | Conversation) -> int:
-    return len(prompt) if isinstance(prompt, str) else sum(map(_turn_chars, prompt.turns)) + prompt.tools.chars
-
-
-def _turn_chars(turn: ChatTurn) -> int:
-    return len(turn.content) + (len(str(turn.extras)) if turn.extras else 0)
+    return len(prompt) if isinstance(prompt, str) else sum(turn.chars for turn in prompt.turns) + prompt.tools.chars

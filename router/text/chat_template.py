@@ -41,6 +41,11 @@ class ChatTurn:
     content: str
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Further fields for the template, as JSON: tool_calls, tool_call_id, name, reasoning_content."""
+    chars: int = field(init=False, default=0)
+    """About how many characters it has; counted where a body is read, as it takes long for large extras."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chars", len(self.content) + (len(str(self.extras)) if self.extras else 0))
 
 
 class ChatTemplate:

@@ -47,9 +47,10 @@ class ToolOptions:
         return self.choice in (ToolChoice.REQUIRED, ToolChoice.FUNCTION)
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names of the functions."""
-        return frozenset(each["function"]["name"] for each in self.tools)
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The JSON schemas of the functions' parameters, by the functions' names."""
+        functions = [each["function"] for each in self.tools]
+        return {each["name"]: each.get("parameters", {}) for each in functions}
 
     @property
     def shown(self) -> tuple[Mapping[str, Any], ...]:

@@ -29,6 +29,8 @@ from wire.security.watched_files import WatchedFiles
 log = logging.getLogger(__name__)
 
 _HASHED = "sha256:"
+_NO_DIGEST = bytes(hashlib.sha256().digest_size)
+"""The digest of no key."""
 _QUOTA_MAX = 10**12
 _NAME_CHARS = 64
 
@@ -83,9 +85,10 @@ class ApiKeys:
         """True if requests need a key."""
         self._file = source.file
         self._watch = WatchedFiles(*([source.file] if source.file else ()), clock=clock)
-        self._fixed = tuple(ApiKey(digest_of(key)) for key in source.given if key)
-        self._fixed += tuple(ApiKey(digest_of(key), "metrics", KeyRole.READER) for key in source.readers if key)
-        self._in_file = read_keys("api_key_file", source.file) if source.file else ()
+        readers = (ApiKey(digest_of(key), "metrics", KeyRole.READER) for key in source.readers if key)
+        given = (ApiKey(digest_of(key)) for key in source.given if key)
+        self._fixed = (*readers, *given)
+        self._by_digest = self._indexed(read_keys("api_key_file", source.file) if source.file else ())
 
     def find(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> ApiKey | None:
         """Return the key that a call presents in its headers; None if it presents none, or an unknown one.
@@ -94,10 +97,11 @@ class ApiKeys:
         """
         presented = presented_key(headers)
         self._follow_file()
-        # Every key is compared, so that the duration reveals nothing about them.
+        # The duration of the search depends on hashes alone, which reveal nothing about the keys.
         digest = hashlib.sha256(presented or b"").digest()
-        matches = [key for key in (*self._in_file, *self._fixed) if hmac.compare_digest(digest, key.digest)]
-        return matches[0] if presented and matches else None
+        found = self._by_digest.get(digest)
+        same = hmac.compare_digest(digest, _NO_DIGEST if found is None else found.digest)
+        return found if presented and same else None
 
     def check(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> None:
         """Raise Unauthenticated if a call needs a key and presents no valid one."""
@@ -108,11 +112,16 @@ class ApiKeys:
         if self._file is None or not self._watch.changed():
             return
         try:
-            self._in_file = read_keys("api_key_file", self._file)
+            in_file = read_keys("api_key_file", self._file)
         except InvalidArgument as error:
             log.error("%s; the keys that were read before stay valid", error, extra=RECURRING)
         else:
-            log.info("read %d API keys from %s, which has changed", len(self._in_file), self._file)
+            self._by_digest = self._indexed(in_file)
+            log.info("read %d API keys from %s, which has changed", len(in_file), self._file)
+
+    def _indexed(self, in_file: Iterable[ApiKey]) -> dict[bytes, ApiKey]:
+        """Return all keys by their digests; the settings in the file go before those of the same key elsewhere."""
+        return {key.digest: key for key in (*self._fixed, *in_file)}
 
 
 def no_valid_key(kind: str = "API key") -> Unauthenticated:

@@ -11,7 +11,7 @@ import grpc.aio
 from router.access.audit_log import AuditLog
 from router.access.callers import Caller, Callers, Headers
 from router.access.client_call import ClientCall, serve_call
-from wire.errors import Internal, TandemError
+from wire.errors import Internal, TandemError, clipped
 from wire.generated.tandem.v1 import inference_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -31,6 +31,13 @@ class GrpcAccess:
         for each in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods:
             wrap = self._streaming if each.server_streaming else self._unary
             setattr(self, each.name, wrap(each.name, getattr(servicer, each.name)))
+
+    async def rejected(self, method: str, peer: str, error: TandemError) -> None:
+        """Record a call that was rejected before its handler; `method` is its full name, `peer` that of its client."""
+        call = ClientCall(clipped(method.removeprefix(_PREFIX)), _host(peer))
+        _note_failure(call, error)
+        if self._audit is not None:
+            self._audit.write(call)
 
     def _unary(self, name: str, handler: Any) -> Callable[[Any, _Context], Any]:
         async def answer(request: Any, context: _Context) -> Any:
@@ -84,6 +91,7 @@ class GrpcAccess:
         return self._callers.reader(metadata) if name in _READERS_METHODS else self._callers.tenant(metadata)
 
 
+_PREFIX = f"/{inference_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/"
 _OK = grpc.StatusCode.OK.name
 
 

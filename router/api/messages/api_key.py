@@ -5,17 +5,22 @@ from __future__ import annotations
 from starlette.types import Scope
 
 MESSAGES_PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
 
 
 def is_messages_path(path: str) -> bool:
     """Return True if `path` belongs to the Messages API."""
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+    return _is_below(path, MESSAGES_PATH)
 
 
 def key_headers(scope: Scope) -> list[tuple[str | bytes, str | bytes]]:
-    """Return a request's Authorization headers; each x-api-key of the Messages API counts as one."""
+    """Return a request's Authorization headers; on the paths of Anthropic's clients each x-api-key counts as one."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     found: list[tuple[str | bytes, str | bytes]] = [each for each in headers if each[0] == b"authorization"]
-    if is_messages_path(scope["path"]):
+    if is_messages_path(scope["path"]) or _is_below(scope["path"], MODELS_PATH):
         found += [(b"authorization", b"Bearer " + value) for name, value in headers if name == b"x-api-key"]
     return found
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from router.access.client_call import served_call
 from router.api.messages.api_key import is_messages_path
-from router.api.messages.errors import message_error, status_error
-from router.api.openai_replies import error_body, error_headers, json_error
+from router.api.messages.errors import error_content, status_error
+from router.api.openai_replies import error_headers, json_error
 from wire.errors import TandemError, clipped
 
 _JSON = "application/json"
@@ -21,8 +21,7 @@ _JSON = "application/json"
 def error_response(path: str, error: TandemError) -> Response:
     """Return the response with an error to a request for `path`, and record the error for the audit log."""
     served_call().failed(error.code)
-    body = message_error(error).encode() if is_messages_path(path) else error_body(error)
-    return Response(body, error.http_status, error_headers(error), _JSON)
+    return Response(error_content(path, error), error.http_status, error_headers(error), _JSON)
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.api.openai_replies import MESSAGE_CHARS
+from router.api.messages.api_key import is_messages_path
+from router.api.openai_replies import MESSAGE_CHARS, error_body
 from router.api.replies.reply import dumped
 from wire.errors import ContextLengthExceeded, TandemError, Unauthenticated, clipped
 
@@ -17,6 +18,11 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+def error_content(path: str, error: TandemError) -> bytes:
+    """Return the body with an error for the clients of `path`, in Anthropic's or OpenAI's form."""
+    return message_error(error).encode() if is_messages_path(path) else error_body(error)
 
 
 def message_error(error: TandemError) -> str:

@@ -82,7 +82,7 @@ def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
     )
     if options.forced and not tools:
         raise InvalidArgument("tool_choice", "needs tools; send them, or leave it out")
-    if choice is ToolChoice.FUNCTION and options.function not in options.names:
+    if choice is ToolChoice.FUNCTION and options.function not in options.schemas:
         raise InvalidArgument("tool_choice.name", "is the name of none of the tools")
     return options
 

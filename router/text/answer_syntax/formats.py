@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from router.text.answer_syntax import reasoning, tool_calls
+from router.text.answer_syntax import reasoning, tagged_calls, tool_calls
 from router.text.answer_syntax.parser import AnswerParser, AnswerParts
 from router.text.answer_syntax.reader import AnswerReader, Steps
 from wire.errors import InvalidArgument
@@ -21,11 +21,13 @@ _MISTRAL = "mistral"
 _MISTRAL_ID_CHARS = 9
 """Length of call ids that Mistral's chat templates accept."""
 
-_CALLS: Mapping[str, Callable[[AnswerReader, AnswerParts, Collection[str]], Steps[None]]] = {
+_CALLS: Mapping[str, Callable[[AnswerReader, AnswerParts, tagged_calls.Schemas], Steps[None]]] = {
     "hermes": tool_calls.read_hermes,
     "llama3_json": tool_calls.read_llama,
     _MISTRAL: tool_calls.read_mistral,
     "deepseek_v3": tool_calls.read_deepseek,
+    "qwen3_coder": tagged_calls.read_qwen3_coder,
+    "glm45": tagged_calls.read_glm45,
 }
 _MARKERS: Mapping[str, tuple[str, ...]] = {
     "llama3_json": (tool_calls.PYTHON_TAG,),
@@ -37,11 +39,15 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
         tool_calls.CALL_END,
         tool_calls.SEPARATOR,
     ),
+    "qwen3_coder": tagged_calls.CODER_TAGS,
+    "glm45": tagged_calls.GLM_TAGS,
     "qwen3": (reasoning.THINK, reasoning.THINK_END),
     _OPENED: (reasoning.THINK, reasoning.THINK_END),
     _HARMONY: reasoning.HARMONY,
 }
 """The markers that are special tokens in some tokenizers."""
+_TAGGED = {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
+"""What chat templates with `<tool_call>` contain if calls are no JSON."""
 FORCED_CALLS = "llama3_json"
 """The syntax of calls that a grammar forces (`vocabulary.grammars.of_tool_calls`), whatever the model's own is."""
 TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)
@@ -58,8 +64,8 @@ def choose_calls(option: str, template: str) -> str:
         return "deepseek_v3"
     if tool_calls.TOOL_CALLS in template:
         return _MISTRAL
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return "hermes"
+    if "<tool_call>" in template:
+        return next((name for name, tag in _TAGGED.items() if tag in template), "hermes")
     return "llama3_json" if tool_calls.PYTHON_TAG in template or '"parameters": ' in template else ""
 
 
@@ -82,8 +88,8 @@ class AnswerSyntax:
     """The name of the reasoning parser; "" = reasoning is not looked for."""
     opened: bool = False
     """True if the prompt ends with the tag that opens the reasoning."""
-    names: frozenset[str] = frozenset()
-    """The functions that the client offers."""
+    tools: tagged_calls.Schemas = field(default_factory=dict)
+    """The schemas of the parameters of the functions that the client offers."""
     parallel: bool = True
     """False if only the first call is returned."""
     kept: Mapping[int, str] = field(default_factory=dict)
@@ -112,7 +118,7 @@ class AnswerSyntax:
             opened = self.opened or self.reasoning == _OPENED
             yield from reasoning.read_thinking(reader, parts, opened=opened)
         if self.calls:
-            yield from _CALLS[self.calls](reader, parts, self.names)
+            yield from _CALLS[self.calls](reader, parts, self.tools)
         else:
             yield from reader.until((), parts.content)
 

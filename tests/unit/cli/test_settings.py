@@ -88,7 +88,7 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("http-prot: 1", "http-prot"),
+        ("http-prot: 1", "http-prot, which is no option; did you mean http-port?"),
         ("http-port: many", "--http-port"),
         ("http-port: [1, 2]", "http-port"),
         ("http-port: {a: 1}", "http-port"),
@@ -105,6 +105,32 @@ def test_a_wrong_file_is_named(served: list[Any], tmp_path: Path, text: str, nam
     assert result.exit_code == 2
     assert named in re.sub(r"[│\s]+", " ", result.output)
     assert not served
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TANDEM_HTTP_PROT", "TANDEM_HTTP_PORT"),
+        ("TANDEM_MAX_MODEL_LENGTH", "TANDEM_MAX_MODEL_LEN"),
+        ("TANDEM_GPU_MEMORY_UTILIZATION", "TANDEM_MEMORY_FRACTION"),
+        ("TANDEM_RAY_ADRESS", "TANDEM_RAY_ADDRESS"),
+        *((f"TANDEM_{name}", "") for name in ("PORT", "SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_8000_TCP_PORT")),
+        *((f"TANDEM_{name}", "") for name in ("ADDRESS", "CONTROLLER", "STATE_DIR", "TLS_CA", "SMOLLM")),
+    ],
+)
+def test_a_misspelled_variable_is_refused_as_a_setting_in_a_file_is(served: list[Any], name: str, meant: str) -> None:
+    result = run(**{name: "7"})
+    shown = re.sub(r"[│\s]+", " ", result.output)
+    assert (result.exit_code, bool(served)) == ((2, False) if meant else (0, True)), shown
+    assert not meant or f"{name}: is no setting; did you mean {meant}?" in shown
+
+
+def test_help_names_aliases_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("up", "serve"):
+        shown = re.sub(r"[│\s]+", " ", run("--help", command=command, COLUMNS="100").output)
+        for aliases in ALIASES.values():
+            assert all(f"name: {alias}" in shown for alias in aliases), command
+        assert "--memory-fraction <float>" in shown
 
 
 def test_a_missing_file_is_named_and_an_empty_one_says_nothing(served: list[Any], tmp_path: Path) -> None:

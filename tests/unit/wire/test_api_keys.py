@@ -84,6 +84,18 @@ def test_a_key_is_found_by_its_hash_and_its_settings_come_from_the_file(tmp_path
     assert "given" not in repr(KeySource(("given",)))
 
 
+def test_keys_are_searched_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comparison a call, whatever the number of keys; a digest is compared in constant time."""
+    compared: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
+    keys = ApiKeys(KeySource(tuple(f"key-{number}" for number in range(1000))))
+    found = keys.find(shown("key-7"))
+    assert found is not None
+    assert compared == [(digest_of("key-7"), digest_of("key-7"))]
+    assert keys.find(shown("other")) is None
+    assert len(compared) == 2
+
+
 def test_keys_are_rotated_while_the_process_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, clock = tmp_path / "keys", Clock()
     file.write_text("old")

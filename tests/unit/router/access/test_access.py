@@ -200,6 +200,34 @@ async def test_every_call_is_in_the_audit_log(
     assert "-key" not in text
 
 
+async def test_grpc_calls_without_a_key_and_aborts_are_in_the_audit_log(
+    cluster: Cluster, audited: Callable[[int], Awaitable[list[dict[str, Any]]]]
+) -> None:
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    async with grpc.aio.insecure_channel(cluster.endpoints.grpc_address) as channel:
+        stub = Client(channel).stub
+        twice = (("authorization", "Bearer other-key"), ("authorization", "Bearer ops-key"))
+        wrong = (("authorization", "Bearer wrong-secret"),)
+        assert await status_of(stub.Generate(ask(4)).read()) == "UNAUTHENTICATED"
+        assert await status_of(stub.GetLoads(pb.GetLoadsRequest(), metadata=wrong)) == "UNAUTHENTICATED"
+        assert await status_of(channel.unary_unary(reflection)(b"")) == "UNAUTHENTICATED"
+        assert await status_of(stub.Abort(pb.AbortRequest(request_id="x"), metadata=twice)) == "INVALID_ARGUMENT"
+        await audited(4)
+        abort = pb.AbortRequest(request_id="mine")
+        assert not (await stub.Abort(abort, metadata=twice[:1])).found
+    records = await audited(5)
+    names = "tenant", "endpoint", "status", "error", "request_id", "client"
+    client = "127.0.0.1"
+    assert [tuple(each[name] for name in names) for each in records] == [
+        ("", "Generate", "UNAUTHENTICATED", "UNAUTHENTICATED", "", client),
+        ("", "GetLoads", "UNAUTHENTICATED", "UNAUTHENTICATED", "", client),
+        ("", reflection, "UNAUTHENTICATED", "UNAUTHENTICATED", "", client),
+        ("", "Abort", "INVALID_ARGUMENT", "INVALID_ARGUMENT", "", client),
+        ("other", "Abort", "OK", "", "mine", client),
+    ]
+    assert "secret" not in json.dumps(records)
+
+
 async def test_errors_outside_of_handlers_are_recorded(
     cluster: Cluster,
     http: httpx.AsyncClient,

@@ -7,6 +7,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import httpx
 import openai
 import pytest
 
+from cli.bench.servers import GrpcServer, find_server
 from cli.connection.client import RouterClient, Sampling
+from cli.load.run import LoadSettings, shares_of
+from cli.load.workload import Arrival, Block, Workload
 from tests.certificates import DAY, Authority, files_of
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.test_generate import Client, ask
@@ -190,6 +194,15 @@ class TestCommands:
         pieces: list[str] = []
         answer = await RouterClient(address, "tenant", tls).complete("The fox", Sampling(4), pieces.append)
         assert answer.text == "".join(pieces)
+        server = await asyncio.to_thread(
+            partial(find_server, f"grpc://{address}", "tenant", "", "", 1, ignore_eos=True, tls=tls)
+        )
+        assert isinstance(server, GrpcServer)
+        assert server.model == "fake"
+        await asyncio.to_thread(server.warm_up, 1)
+        workload = Workload("one", 1.0, 1.0, 0, (Arrival(0.0, (Block(0, 8),), 4),))
+        (share,) = shares_of(server.target, workload, LoadSettings(clients=1))
+        assert share.tls == tls
         view = await RouterClient(address, metrics_key_of("secret"), tls).view()
         assert len(view.info.workers) == 2
         with pytest.raises(PermissionDenied, match="has the role tenant"):

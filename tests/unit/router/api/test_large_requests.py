@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from router.requests import prompts
 from router.text import request_reader
 from router.text.chat_template import ChatTurn
 from router.text.tokenizer import Tokenizer
@@ -104,6 +105,33 @@ async def test_a_body_of_many_parts_is_refused_before_it_is_read(
     monkeypatch.undo()
     assert answer.status_code == 400
     assert "more than 262144 fields" in answer.json()["error"]["message"]
+
+
+async def test_messages_are_checked_and_measured_in_a_thread(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the calls in messages were written as text on the event loop, twice."""
+    threads: list[str] = []
+
+    def noted(work: Any) -> Any:
+        def called(*arguments: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return work(*arguments)
+
+        return called
+
+    monkeypatch.setattr(prompts, "_check_turn", noted(prompts._check_turn))
+    monkeypatch.setattr(ChatTurn, "__post_init__", noted(ChatTurn.__post_init__))
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "b" * 40_000})}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call] * 3}]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = await http.post(path, json={"messages": messages})
+        assert answer.status_code == 200, answer.text
+    bad = {"role": "user", "content": "\0"}
+    answer = await http.post("/v1/chat/completions", json={"messages": [*messages, bad]})
+    assert answer.json()["error"]["param"] == "messages[2].content"
+    assert len(threads) >= 6
+    assert all(name.startswith("router-tokenizer") for name in threads)
 
 
 async def test_the_loop_turns_while_a_body_is_read(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:

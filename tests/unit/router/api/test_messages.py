@@ -360,7 +360,11 @@ class TestKeys:
         assert (await ask("/v1/messages", ("x-api-key", "two")))[0] == 200
         assert (await ask("/v1/messages", bearer))[0] == 200
         assert {each.cache_salt for each in cluster.decode.reservations} == {tenant_salt(tenant_of("two"), "")}
-        for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
+        for path in ("/v1/models", "/v1/models/fake"):
+            assert (await http.get(path, headers={"x-api-key": "one"})).status_code == 200
+            assert (await http.get(path, headers={"x-api-key": "three"})).status_code == 401
+            assert (await http.get(path, headers=[("x-api-key", "one"), bearer])).status_code == 400
+        for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/modelsx"), ("GET", "/metrics")):
             assert (await http.request(method, path, headers={"x-api-key": "one"})).status_code == 401
 
 

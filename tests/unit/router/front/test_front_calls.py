@@ -13,7 +13,7 @@ from router.front.calls import FrontCalls
 from router.front.grpc_calls import CallContext, GrpcCall, methods_of
 from router.front.http_calls import HttpCall
 from router.front.link import MESSAGES_BYTES_MAX, Call, RouterLink
-from router.front.relay import _feed, _send
+from router.front.relay import HttpRelay, _feed, _send
 from router.front.window import ACK_EVERY, AHEAD_BYTES_MAX, AHEAD_MAX, PART_BYTES_MAX
 from tests.unit.router.fake_cluster import until
 from wire.errors import Cancelled, Internal, ResourceExhausted
@@ -52,6 +52,10 @@ class Source:
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         left.cancel()
+
+
+class Silent:
+    """The stream of a front process that sends nothing."""
 
 
 class Wire:
@@ -256,6 +260,22 @@ async def test_an_answer_that_cannot_be_sent_fails_alone() -> None:
     ends = {number: what["end"] for number, what in sent if "end" in what}
     assert list(ends) == [1]
     assert (ends[1].status, "could not be sent" in ends[1].details) == (grpc.StatusCode.INTERNAL.value[0], True)
+
+
+@pytest.mark.parametrize(
+    ("path", "member"), [("/v1/messages", '"type":"overloaded_error"'), ("/v1/completions", '"code":"unavailable"')]
+)
+async def test_errors_of_a_front_process_have_the_form_of_the_path(path: str, member: str) -> None:
+    link: Any = RouterLink(Silent())  # type: ignore[arg-type]
+    link._lost = True
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await HttpRelay(link)({"type": "http", "path": path}, None, send)  # type: ignore[arg-type]
+    assert sent[0]["status"] == 503
+    assert member in sent[1]["body"].decode()
 
 
 @pytest.mark.parametrize("defect", ["method", "callback"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,31 @@ B, E, C, D, S = (f"<｜tool▁{each}｜>" for each in ("calls▁begin", "calls�
 FENCED = f"{C}function{S}f\n```json\n{F[1]}\n```{D}"
 HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
+TOOLS: dict[str, dict[str, Any]] = {
+    "f": {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "deep": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+            "code": {"type": ["string", "null"]},
+            "unit": {"enum": ["c", "f"]},
+            "sure": {"type": "boolean"},
+        }
+    },
+    "g": {},
+}
+XML = (
+    '<tool_call>\n<function=f>\n<parameter=city>\n São "P"\n\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
+    '<parameter=deep>{"a": [1]}</parameter>\n<parameter=code>\n7\n</parameter>\n<parameter=unit>\nc\n</parameter>\n'
+    "<parameter=sure>\nTrue\n</parameter>\n</function>\n</tool_call>"
+)
+XML_F = '{"city": " São \\"P\\"\\n", "days": 3, "deep": {"a": [1]}, "code": "7", "unit": "c", "sure": true}'
+KEY, VALUE = "<arg_key>{}</arg_key>", "<arg_value>{}</arg_value>"
+GLM = "<tool_call>f\n" + "".join(
+    f"{KEY.format(key)}\n{VALUE.format(value)}\n"
+    for key, value in (("city", 'São "P"\n'), ("days", "many"), ("deep", "None"), ("code", "null"), ("other", "[1.5]"))
+)
+GLM_F = '{"city": "São \\"P\\"\\n", "days": "many", "deep": null, "code": null, "other": [1.5]}'
 Expected = tuple[str, str, list[tuple[str, str]]]
 CASES: list[tuple[str, str, str, Expected]] = [
     ("hermes", "", f"Sure.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>", ("Sure.\n", "", [F, G])),
@@ -52,11 +78,28 @@ CASES: list[tuple[str, str, str, Expected]] = [
     ("openai", "openai_gptoss", f"{HARMONY}<|channel|>final<|message|>Yes.", ("Yes.", "Hm.", [])),
     ("openai", "openai_gptoss",
      f"{HARMONY}<|channel|>commentary to=functions.g <|constrain|>json<|message|>{G[1]}<|call|>", ("", "Hm.", [G])),
+    ("qwen3_coder", "", f"Ok.\n{XML}\n<tool_call><function=g></function></tool_call>",
+     ("Ok.\n", "", [("f", XML_F), ("g", "{}")])),
+    ("qwen3_coder", "qwen3", f"<think>Hm</think>\n\n{XML}", ("", "Hm", [("f", XML_F)])),
+    ("qwen3_coder", "", "<function=g>\n<parameter=x>\nNaN\n</parameter>\n</function>",
+     ("", "", [("g", '{"x": "NaN"}')])),
+    ("qwen3_coder", "", "A <function=other> is no call", ("A <function=other> is no call", "", [])),
+    ("qwen3_coder", "", "<tool_call>\n<function=>", ("<tool_call>\n<function=>", "", [])),
+    ("qwen3_coder", "", '<tool_call>{"name": 1}', ('<tool_call>{"name": 1}', "", [])),
+    ("qwen3_coder", "", "<tool_call><function=f><parameter=city>Par", ("", "", [("f", '{"city": "Par')])),
+    ("qwen3_coder", "", "<tool_call><function=f><parameter=city>a</parameter>no", ("no", "", [("f", '{"city": "a"')])),
+    ("glm45", "qwen3", f"<think></think>\nSo\n{GLM}</tool_call>\n<tool_call>g</tool_call>",
+     ("So\n", "", [("f", GLM_F), ("g", "{}")])),
+    ("glm45", "", "<tool_call>f<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>x",
+     ("x", "", [("f", '{"days": 3}')])),
+    ("glm45", "", "<tool_call>f<arg_key>days</arg_key><arg_value>3", ("", "", [("f", '{"days": ')])),
+    ("glm45", "", "<tool_call>not a call</tool_call>.", ("<tool_call>not a call</tool_call>.", "", [])),
+    ("glm45", "", "<tool_call>f<arg_key>a</arg_key>no", ("no", "", [("f", "")])),
 ]  # fmt: skip
 
 
 def parsed(calls: str, reasoning: str, pieces: Iterable[str]) -> Expected:
-    parser = AnswerSyntax(calls, reasoning, names=frozenset("fg")).parser()
+    parser = AnswerSyntax(calls, reasoning, tools=TOOLS).parser()
     content, thought, found = "", "", list[list[str]]()
     for delta in [*map(parser.feed, pieces), parser.finish()]:
         content += delta.content
@@ -97,6 +140,17 @@ def test_arguments_come_while_they_are_generated() -> None:
     assert parser.feed('"city": "Par').calls[0].arguments == '"city": "Par'
 
 
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [("qwen3_coder", "<function=f>\n<parameter=city>\nPar"), ("glm45", "f<arg_key>city</arg_key><arg_value>Par")],
+)
+def test_strings_between_tags_come_while_they_are_generated(name: str, begun: str) -> None:
+    parser = AnswerSyntax(name, tools=TOOLS).parser()
+    (call,) = parser.feed(f"<tool_call>{begun}").calls
+    assert (call.name, call.arguments) == ("f", '{"city": "Par')
+    assert parser.feed('is"').calls[0].arguments == 'is\\"'
+
+
 def test_one_call_without_parallel() -> None:
     parser = AnswerSyntax("hermes", parallel=False).parser()
     (call,) = parser.feed(f"<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>").calls
@@ -105,7 +159,9 @@ def test_one_call_without_parallel() -> None:
 
 def test_the_template_chooses() -> None:
     assert choose_calls("auto", "<tool_call>") == "hermes"
-    assert choose_calls("auto", "<tool_call><function=") == choose_calls("auto", "x") == choose_calls("none", "") == ""
+    assert choose_calls("auto", "x") == choose_calls("none", "<tool_call>") == ""
+    assert choose_calls("auto", "<tool_call>\n<function=f>\n<parameter=a>") == "qwen3_coder"
+    assert choose_calls("auto", "<tool_call>{name}\n<arg_key>") == "glm45"
     assert (choose_calls("mistral", ""), choose_calls("auto", "<|python_tag|>")) == ("mistral", "llama3_json")
     assert (choose_reasoning("auto", "</think>"), choose_reasoning("none", "</think>")) == ("qwen3", "")
     with pytest.raises(InvalidArgument, match="tool_call_parser"):

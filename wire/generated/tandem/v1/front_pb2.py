@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/front.proto\x12\ttandem.v1\"4\n\x0b\x46rontFrames\x12%\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x15.tandem.v1.FrontFrame\"\x8f\x02\n\nFrontFrame\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12#\n\x06opened\x18\x02 \x01(\x0b\x32\x11.tandem.v1.OpenedH\x00\x12#\n\x04grpc\x18\x03 \x01(\x0b\x32\x13.tandem.v1.GrpcCallH\x00\x12&\n\x04http\x18\x04 \x01(\x0b\x32\x16.tandem.v1.HttpRequestH\x00\x12#\n\x04\x62ody\x18\x05 \x01(\x0b\x32\x13.tandem.v1.HttpBodyH\x00\x12\x1f\n\x04gone\x18\x06 \x01(\x0b\x32\x0f.tandem.v1.GoneH\x00\x12\x10\n\x06passed\x18\x07 \x01(\rH\x00\x12!\n\x05\x61live\x18\x08 \x01(\x0b\x32\x10.tandem.v1.AliveH\x00\x42\x06\n\x04what\"\x08\n\x06Opened\"\x1c\n\x05\x41live\x12\x13\n\x0b\x63onnections\x18\x01 \x01(\r\"\x06\n\x04Gone\"%\n\x06Header\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\"l\n\x08GrpcCall\x12\x0e\n\x06method\x18\x01 \x01(\t\x12#\n\x08metadata\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Header\x12\x0f\n\x07message\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x0c\n\x04peer\x18\x05 \x01(\t\"\xad\x01\n\x0bHttpRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08raw_path\x18\x03 \x01(\x0c\x12\x14\n\x0cquery_string\x18\x04 \x01(\x0c\x12\x14\n\x0chttp_version\x18\x05 \x01(\t\x12\x0e\n\x06scheme\x18\x06 \x01(\t\x12\"\n\x07headers\x18\x07 \x03(\x0b\x32\x11.tandem.v1.Header\x12\x0e\n\x06\x63lient\x18\x08 \x01(\t\"&\n\x08HttpBody\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"6\n\x0cRouterFrames\x12&\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x16.tandem.v1.RouterFrame\"\x82\x02\n\x0bRouterFrame\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x12!\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x12.tandem.v1.CallEndH\x00\x12+\n\x08response\x18\x04 \x01(\x0b\x32\x17.tandem.v1.HttpResponseH\x00\x12#\n\x04\x62ody\x18\x05 \x01(\x0b\x32\x13.tandem.v1.HttpBodyH\x00\x12\x11\n\x07serving\x18\x06 \x01(\x08H\x00\x12\x11\n\x07leave_s\x18\x07 \x01(\x01H\x00\x12\x1d\n\x03\x61sk\x18\x08 \x01(\x0b\x32\x0e.tandem.v1.AskH\x00\x12\x10\n\x06passed\x18\t \x01(\rH\x00\x42\x06\n\x04what\"\x05\n\x03\x41sk\"X\n\x07\x43\x61llEnd\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12,\n\x11trailing_metadata\x18\x03 \x03(\x0b\x32\x11.tandem.v1.Header\"B\n\x0cHttpResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\"\n\x07headers\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Headerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/front.proto\x12\ttandem.v1\"4\n\x0b\x46rontFrames\x12%\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x15.tandem.v1.FrontFrame\"\xb8\x02\n\nFrontFrame\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12#\n\x06opened\x18\x02 \x01(\x0b\x32\x11.tandem.v1.OpenedH\x00\x12#\n\x04grpc\x18\x03 \x01(\x0b\x32\x13.tandem.v1.GrpcCallH\x00\x12&\n\x04http\x18\x04 \x01(\x0b\x32\x16.tandem.v1.HttpRequestH\x00\x12#\n\x04\x62ody\x18\x05 \x01(\x0b\x32\x13.tandem.v1.HttpBodyH\x00\x12\x1f\n\x04gone\x18\x06 \x01(\x0b\x32\x0f.tandem.v1.GoneH\x00\x12\x10\n\x06passed\x18\x07 \x01(\rH\x00\x12!\n\x05\x61live\x18\x08 \x01(\x0b\x32\x10.tandem.v1.AliveH\x00\x12\'\n\x08rejected\x18\t \x01(\x0b\x32\x13.tandem.v1.RejectedH\x00\x42\x06\n\x04what\"6\n\x08Rejected\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\"\x08\n\x06Opened\"\x1c\n\x05\x41live\x12\x13\n\x0b\x63onnections\x18\x01 \x01(\r\"\x06\n\x04Gone\"%\n\x06Header\x12\x0c\n\x04name\x18\x01 \x01(\x0c\x12\r\n\x05value\x18\x02 \x01(\x0c\"l\n\x08GrpcCall\x12\x0e\n\x06method\x18\x01 \x01(\t\x12#\n\x08metadata\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Header\x12\x0f\n\x07message\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x0c\n\x04peer\x18\x05 \x01(\t\"\xad\x01\n\x0bHttpRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08raw_path\x18\x03 \x01(\x0c\x12\x14\n\x0cquery_string\x18\x04 \x01(\x0c\x12\x14\n\x0chttp_version\x18\x05 \x01(\t\x12\x0e\n\x06scheme\x18\x06 \x01(\t\x12\"\n\x07headers\x18\x07 \x03(\x0b\x32\x11.tandem.v1.Header\x12\x0e\n\x06\x63lient\x18\x08 \x01(\t\"&\n\x08HttpBody\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04more\x18\x02 \x01(\x08\"6\n\x0cRouterFrames\x12&\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x16.tandem.v1.RouterFrame\"\x82\x02\n\x0bRouterFrame\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x12!\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x12.tandem.v1.CallEndH\x00\x12+\n\x08response\x18\x04 \x01(\x0b\x32\x17.tandem.v1.HttpResponseH\x00\x12#\n\x04\x62ody\x18\x05 \x01(\x0b\x32\x13.tandem.v1.HttpBodyH\x00\x12\x11\n\x07serving\x18\x06 \x01(\x08H\x00\x12\x11\n\x07leave_s\x18\x07 \x01(\x01H\x00\x12\x1d\n\x03\x61sk\x18\x08 \x01(\x0b\x32\x0e.tandem.v1.AskH\x00\x12\x10\n\x06passed\x18\t \x01(\rH\x00\x42\x06\n\x04what\"\x05\n\x03\x41sk\"X\n\x07\x43\x61llEnd\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12,\n\x11trailing_metadata\x18\x03 \x03(\x0b\x32\x11.tandem.v1.Header\"B\n\x0cHttpResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\"\n\x07headers\x18\x02 \x03(\x0b\x32\x11.tandem.v1.Headerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FRONTFRAMES']._serialized_start=36
   _globals['_FRONTFRAMES']._serialized_end=88
   _globals['_FRONTFRAME']._serialized_start=91
-  _globals['_FRONTFRAME']._serialized_end=362
-  _globals['_OPENED']._serialized_start=364
-  _globals['_OPENED']._serialized_end=372
-  _globals['_ALIVE']._serialized_start=374
-  _globals['_ALIVE']._serialized_end=402
-  _globals['_GONE']._serialized_start=404
-  _globals['_GONE']._serialized_end=410
-  _globals['_HEADER']._serialized_start=412
-  _globals['_HEADER']._serialized_end=449
-  _globals['_GRPCCALL']._serialized_start=451
-  _globals['_GRPCCALL']._serialized_end=559
-  _globals['_HTTPREQUEST']._serialized_start=562
-  _globals['_HTTPREQUEST']._serialized_end=735
-  _globals['_HTTPBODY']._serialized_start=737
-  _globals['_HTTPBODY']._serialized_end=775
-  _globals['_ROUTERFRAMES']._serialized_start=777
-  _globals['_ROUTERFRAMES']._serialized_end=831
-  _globals['_ROUTERFRAME']._serialized_start=834
-  _globals['_ROUTERFRAME']._serialized_end=1092
-  _globals['_ASK']._serialized_start=1094
-  _globals['_ASK']._serialized_end=1099
-  _globals['_CALLEND']._serialized_start=1101
-  _globals['_CALLEND']._serialized_end=1189
-  _globals['_HTTPRESPONSE']._serialized_start=1191
-  _globals['_HTTPRESPONSE']._serialized_end=1257
+  _globals['_FRONTFRAME']._serialized_end=403
+  _globals['_REJECTED']._serialized_start=405
+  _globals['_REJECTED']._serialized_end=459
+  _globals['_OPENED']._serialized_start=461
+  _globals['_OPENED']._serialized_end=469
+  _globals['_ALIVE']._serialized_start=471
+  _globals['_ALIVE']._serialized_end=499
+  _globals['_GONE']._serialized_start=501
+  _globals['_GONE']._serialized_end=507
+  _globals['_HEADER']._serialized_start=509
+  _globals['_HEADER']._serialized_end=546
+  _globals['_GRPCCALL']._serialized_start=548
+  _globals['_GRPCCALL']._serialized_end=656
+  _globals['_HTTPREQUEST']._serialized_start=659
+  _globals['_HTTPREQUEST']._serialized_end=832
+  _globals['_HTTPBODY']._serialized_start=834
+  _globals['_HTTPBODY']._serialized_end=872
+  _globals['_ROUTERFRAMES']._serialized_start=874
+  _globals['_ROUTERFRAMES']._serialized_end=928
+  _globals['_ROUTERFRAME']._serialized_start=931
+  _globals['_ROUTERFRAME']._serialized_end=1189
+  _globals['_ASK']._serialized_start=1191
+  _globals['_ASK']._serialized_end=1196
+  _globals['_CALLEND']._serialized_start=1198
+  _globals['_CALLEND']._serialized_end=1286
+  _globals['_HTTPRESPONSE']._serialized_start=1288
+  _globals['_HTTPRESPONSE']._serialized_end=1354
 # @@protoc_insertion_point(module_scope)

@@ -13,7 +13,7 @@ class FrontFrames(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[FrontFrame, _Mapping]]] = ...) -> None: ...
 
 class FrontFrame(_message.Message):
-    __slots__ = ("call", "opened", "grpc", "http", "body", "gone", "passed", "alive")
+    __slots__ = ("call", "opened", "grpc", "http", "body", "gone", "passed", "alive", "rejected")
     CALL_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     GRPC_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class FrontFrame(_message.Message):
     GONE_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
     call: int
     opened: Opened
     grpc: GrpcCall
@@ -30,7 +31,18 @@ class FrontFrame(_message.Message):
     gone: Gone
     passed: int
     alive: Alive
-    def __init__(self, call: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., grpc: _Optional[_Union[GrpcCall, _Mapping]] = ..., http: _Optional[_Union[HttpRequest, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., passed: _Optional[int] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+    rejected: Rejected
+    def __init__(self, call: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., grpc: _Optional[_Union[GrpcCall, _Mapping]] = ..., http: _Optional[_Union[HttpRequest, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., passed: _Optional[int] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ...) -> None: ...
+
+class Rejected(_message.Message):
+    __slots__ = ("method", "peer", "code")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    peer: str
+    code: str
+    def __init__(self, method: _Optional[str] = ..., peer: _Optional[str] = ..., code: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()

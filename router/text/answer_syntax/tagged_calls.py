@@ -1,0 +1,183 @@
+"""The syntaxes in which models write the arguments of calls between tags, which become JSON.
+
+A value between tags does not say its type: it is that of the function's schema. Strings are written as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from router.text.answer_syntax.json_call import read_end
+from router.text.answer_syntax.parser import AnswerParts
+from router.text.answer_syntax.reader import AnswerReader, Steps
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schemas of the functions' parameters, by function."""
+_NAME = re.compile(r"[\w.-]+")
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+CODER_TAGS = (_CALL, _CALL_END)
+GLM_TAGS = (_CALL, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
+_STRING = frozenset({"string"})
+_WORDS = {"boolean": {"True": "true", "False": "false"}, "null": {"None": "null"}}
+"""Python's words for values of a type, which models write, too."""
+_TYPES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+"""The names in JSON schemas of Python's types."""
+
+
+def read_qwen3_coder(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> Steps[None]:
+    """Read Qwen3-Coder's calls: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+    One line break after and before the tags of a value is not part of it. A call without `<tool_call>` is read if it is
+    one of an offered function.
+    """
+    while marker := (yield from reader.until((_CALL, _FUNCTION), parts.content)):
+        before, marked = [marker], marker == _CALL
+        if marked:
+            before.append((yield from reader.space()))
+            before.append((yield from reader.literal(_FUNCTION)))
+        if not before[-1]:
+            parts.content("".join(before))
+            continue
+        name: list[str] = []
+        end = yield from reader.until((">", "<", "\n"), name.append)
+        called = "".join(name).strip()
+        if end != ">" or not _NAME.fullmatch(called) or not (marked or called in schemas):
+            parts.content("".join([*before, *name, end]))
+            continue
+        parts.begin_call(called)
+        if (yield from _read_parameters(reader, parts, schemas.get(called, {}))):
+            if marked:
+                yield from read_end(reader, parts, _CALL_END)
+            yield from reader.space()
+
+
+def _read_parameters(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, Any]) -> Steps[bool]:
+    """Read up to the end of a function; return False where the text breaks it off."""
+    opening = "{"
+    while True:
+        yield from reader.space()
+        tag = yield from reader.literal(_PARAMETER, _FUNCTION_END)
+        if tag != _PARAMETER:
+            if tag:
+                parts.arguments("{}" if opening == "{" else "}")
+            return bool(tag)
+        key: list[str] = []
+        if not (yield from reader.until((">",), key.append)):
+            return False
+        yield from reader.literal("\n")
+        ends = f"\n{_PARAMETER_END}", _PARAMETER_END
+        parts.arguments(f"{opening}{_quoted(''.join(key))}: ")
+        if not (yield from _read_value(reader, parts, _types_of(schema, "".join(key)), ends)):
+            return False
+        opening = ", "
+
+
+def read_glm45(reader: AnswerReader, parts: AnswerParts, schemas: Schemas) -> Steps[None]:
+    """Read GLM-4.5's calls: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    while (yield from reader.until((_CALL,), parts.content)):
+        name: list[str] = []
+        tag = yield from reader.until((_KEY, _CALL_END), name.append)
+        called = "".join(name).strip()
+        if not tag or not _NAME.fullmatch(called):
+            parts.content("".join([_CALL, *name, tag]))
+            continue
+        parts.begin_call(called)
+        if (yield from _read_pairs(reader, parts, schemas.get(called, {}), tag)):
+            yield from reader.space()
+
+
+def _read_pairs(reader: AnswerReader, parts: AnswerParts, schema: Mapping[str, Any], tag: str) -> Steps[bool]:
+    """Read up to the end of a call, whose first `tag` has been read; return False where the text breaks it off."""
+    opening = "{"
+    while tag == _KEY:
+        key: list[str] = []
+        if not (yield from reader.until((_KEY_END,), key.append)):
+            return False
+        yield from reader.space()
+        if not (yield from reader.literal(_VALUE)):
+            return False
+        named = "".join(key).strip()
+        parts.arguments(f"{opening}{_quoted(named)}: ")
+        if not (yield from _read_value(reader, parts, _types_of(schema, named), (_VALUE_END,))):
+            return False
+        opening = ", "
+        yield from reader.space()
+        tag = yield from reader.literal(_KEY, _CALL_END)
+    if tag:
+        parts.arguments("{}" if opening == "{" else "}")
+    return bool(tag)
+
+
+def _read_value(reader: AnswerReader, parts: AnswerParts, types: frozenset[str], ends: tuple[str, ...]) -> Steps[bool]:
+    """Read a value of one of `types` up to one of `ends` into the arguments, a string while it is generated."""
+    if types == _STRING:
+        parts.arguments('"')
+        found = yield from reader.until(ends, lambda text: parts.arguments(_quoted(text)[1:-1]))
+        parts.arguments('"' if found else "")
+        return bool(found)
+    text: list[str] = []
+    found = yield from reader.until(ends, text.append)
+    parts.arguments(_as_json("".join(text), types) if found else "")
+    return bool(found)
+
+
+def _types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+    """Return the types of a parameter; none if the function's schema does not say."""
+    properties = schema.get("properties")
+    return frozenset(_types(properties.get(key) if isinstance(properties, Mapping) else None))
+
+
+def _types(schema: Any, *, nested: bool = True) -> Iterator[str]:
+    """Yield the types that a schema of one parameter allows; none if it does not say."""
+    if not isinstance(schema, Mapping):
+        return
+    named = schema.get("type")
+    if isinstance(named, str):
+        yield named
+    elif isinstance(named, list):
+        yield from (each for each in named if isinstance(each, str))
+    elif isinstance(schema.get("enum"), list):
+        yield from (name for each in schema["enum"] for name in _TYPES[type(each)])
+    if nested:
+        for each in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
+            yield from _types(each, nested=False)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value that may have these types: the text itself if it is JSON, else a string."""
+    value = text.strip()
+    for kind, words in _WORDS.items():
+        if kind in types and value in words:
+            return words[value]
+    try:
+        found = json.loads(value, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return _quoted(text)
+    other = not types.isdisjoint(_TYPES[type(found)]) and not isinstance(found, str)
+    return value if other or "string" not in types else _quoted(text)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
