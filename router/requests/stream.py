@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
+from itertools import chain
 from typing import Protocol
 
 from router.config import RouterConfig
@@ -19,7 +20,7 @@ from router.requests.first_token import hold_s
 from router.requests.request import RoutedRequest
 from router.requests.text_thread import RequestText, TextThread
 from wire.errors import Internal, TandemError, Unavailable, from_code
-from wire.messages import FinishReason, RequestEvent, StepEvents
+from wire.messages import FinishReason, RequestEvent, StepEvents, TokenLogprobs
 from wire.tracing.timeline import Edge
 
 
@@ -73,15 +74,23 @@ class EventStream:
         """
         now = time.monotonic()
         urgent: list[RequestText] = []
-        for event in step.each():
+        for event in step.events:
             request = live.get(event.ref.request_id)
             if request is None or event.ref.attempt != request.attempt or request.prefill is None:
                 continue
             try:
                 self._take_event(request, event, urgent, now)
             except Exception as error:
-                self.forget(request)
-                self._owner.break_off(request, error)
+                self._break_off(request, error)
+        # Most tokens come so; an event for each of them would cost more than all the rest.
+        for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
+            request = live.get(request_id)
+            if request is None or attempt != request.attempt or request.prefill is None:
+                continue
+            try:
+                self._take_tokens(request, first_index, token_ids, urgent, now)
+            except Exception as error:
+                self._break_off(request, error)
         self._send(urgent, now)
         if self._jobs:
             self._flush_when_due(now)
@@ -100,17 +109,45 @@ class EventStream:
             if not request.generated:
                 self._owner.fail_attempt(request, _error(event))
         elif event.token_ids or event.finish_reason is not None:
-            try:
-                must_not_wait = self._take_tokens(request, event, now)
-            except Unavailable as error:
-                self._send(urgent, now)
-                self._owner.fail(request, error)
-                return
-            if must_not_wait:
-                urgent.append(self._jobs.pop(request.wire_id))
+            if event.first_index == 0:
+                request.cached_tokens = event.cached_tokens
+            scores, finish = event.logprobs, event.finish_reason
+            self._take_tokens(request, event.first_index, event.token_ids, urgent, now, logprobs=scores, finish=finish)
+            return
+        self._requeue_if_preempted(request, now)
+
+    def _take_tokens(
+        self,
+        request: RoutedRequest,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        urgent: list[RequestText],
+        now: float,
+        *,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        finish: FinishReason | None = None,
+    ) -> None:
+        """Process tokens from number `first_index` on, and the end of the answer if `finish` is not None."""
+        request.last_event_s = now
+        try:
+            must_not_wait = self._add_tokens(request, first_index, token_ids, now, logprobs=logprobs, finish=finish)
+        except Unavailable as error:
+            self._send(urgent, now)
+            self._owner.fail(request, error)
+            return
+        if must_not_wait:
+            urgent.append(self._jobs.pop(request.wire_id))
+        self._requeue_if_preempted(request, now)
+
+    def _requeue_if_preempted(self, request: RoutedRequest, now: float) -> None:
+        """Return a preempted request to the queue once all tokens of its attempt have arrived."""
         if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
             request.waiting_since = now
             self._owner.requeue(request)
+
+    def _break_off(self, request: RoutedRequest, error: Exception) -> None:
+        self.forget(request)
+        self._owner.break_off(request, error)
 
     def forget(self, request: RoutedRequest) -> None:
         """Drop the unsent tokens of a request that is over."""
@@ -133,19 +170,26 @@ class EventStream:
             self._text.submit(urgent.copy())
             urgent.clear()
 
-    def _take_tokens(self, request: RoutedRequest, event: RequestEvent, now: float) -> bool:
+    def _add_tokens(
+        self,
+        request: RoutedRequest,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        now: float,
+        *,
+        logprobs: tuple[TokenLogprobs, ...],
+        finish: FinishReason | None,
+    ) -> bool:
         """Add the tokens that are next in order to the request's job; return True if the job must be sent at once."""
         assembler = request.assembler
         first = assembler.count == 0
-        fresh, logprobs = assembler.add(event.first_index, event.token_ids, event.logprobs)
-        if event.finish_reason is not None:
-            assembler.finish_at(event.first_index + len(event.token_ids), event.finish_reason)
-        if event.first_index == request.answered:
+        fresh, scores = assembler.add(first_index, token_ids, logprobs)
+        if finish is not None:
+            assembler.finish_at(first_index + len(token_ids), finish)
+        if first_index == request.answered:
             assert request.prefill is not None
             request.prefill.state.prompt_computed(request.wire_id)
             request.first_token_s = request.first_token_s or now
-            if event.first_index == 0:
-                request.cached_tokens = event.cached_tokens
         elif request.lease is not None:
             self._admitted(request)
         finished = assembler.finished
@@ -157,7 +201,7 @@ class EventStream:
         held = self._held.pop(request.wire_id, None)
         job = held or self._jobs.get(request.wire_id) or RequestText(request=request)
         job.token_ids.extend(fresh)
-        job.logprobs.extend(logprobs)
+        job.logprobs.extend(scores)
         job.finish = finished
         if first and len(fresh) == 1 and finished is None and self._hold(job, now):
             return False
@@ -252,8 +296,7 @@ class EventStream:
             try:
                 self._deliver_job(job)
             except Exception as error:
-                self.forget(job.request)
-                self._owner.break_off(job.request, error)
+                self._break_off(job.request, error)
 
     def _deliver_job(self, job: RequestText) -> None:
         request, answer = job.request, job.request.answer

@@ -67,6 +67,25 @@ class AnswerText:
         if self._stops.matched:
             job.token_ids = []
             return
+        out = [self._add_all(job.token_ids)] if self._is_plain(job) else self._add_each(job)
+        if job.finish is not None and not self._stops.matched:
+            out.append(self._stops.add(self._detokenizer.flush(), may_match=self._count > self._min_tokens))
+            out.append(self._stops.flush())
+        job.text = "".join(out)
+        job.matched_stop = self._stops.matched
+
+    def _is_plain(self, job: TextJob) -> bool:
+        """Return True if its text is that of its tokens, none of which has to be looked at alone."""
+        return not self._stops.any and not job.logprobs and self._kept.keys().isdisjoint(job.token_ids)
+
+    def _add_all(self, token_ids: Sequence[int]) -> str:
+        piece = self._detokenizer.add_all(token_ids)
+        self._chars += len(piece)
+        self._count += len(token_ids)
+        return piece
+
+    def _add_each(self, job: TextJob) -> list[str]:
+        """Return the texts of the job's tokens; fill in its scores, and cut scores and tokens at a stop string."""
         out: list[str] = []
         for count, token_id in enumerate(job.token_ids, 1):
             if job.logprobs:
@@ -79,8 +98,4 @@ class AnswerText:
             if self._stops.matched:
                 job.token_ids = job.token_ids[:count]
                 break
-        if job.finish is not None and not self._stops.matched:
-            out.append(self._stops.add(self._detokenizer.flush(), may_match=self._count > self._min_tokens))
-            out.append(self._stops.flush())
-        job.text = "".join(out)
-        job.matched_stop = self._stops.matched
+        return out

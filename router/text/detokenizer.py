@@ -21,6 +21,21 @@ class Detokenizer:
         self._read = 0
         self._prefix_chars = 0
 
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; return the text that became certain, decoded at once unless it ends inside a character."""
+        if len(token_ids) == 1:
+            return self.add(token_ids[0])
+        text = self._decode([*self._window, *token_ids])
+        if len(text) <= self._prefix_chars or text.endswith(_BROKEN):
+            return "".join(map(self.add, token_ids))
+        last = self._decode(token_ids[-1:])
+        if not last or last.startswith(_BROKEN):  # it begins inside a character
+            self._window.extend(token_ids)
+            return self._emit(text)
+        piece = text[self._prefix_chars :]
+        self._window, self._read, self._prefix_chars = [token_ids[-1]], 1, len(last)
+        return piece
+
     def add(self, token_id: int) -> str:
         """Add a token; return the text that became certain with it, "" while a character is incomplete."""
         self._window.append(token_id)

@@ -14,6 +14,11 @@ class StopStrings:
         self.matched = ""
         """The stop string that ended the answer, "" if none has."""
 
+    @property
+    def any(self) -> bool:
+        """True if there is a stop string."""
+        return bool(self._stops)
+
     def add(self, piece: str, *, may_match: bool = True) -> str:
         """Add a piece of text; return the text that may be sent now.
 

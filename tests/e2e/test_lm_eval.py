@@ -95,5 +95,5 @@ def test_a_multiple_choice_task_has_the_accuracy_of_transformers(
         for (value, greedy), (wanted, their_greedy) in zip(
             here["filtered_resps"], there["filtered_resps"], strict=True
         ):
-            assert float(value) == pytest.approx(float(wanted), abs=2e-3)
+            assert float(value) == pytest.approx(float(wanted), abs=1e-3)
             assert greedy == their_greedy

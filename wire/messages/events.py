@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 
 from wire.messages.finish import ErrorDetail, FinishReason
 from wire.messages.load import WorkerLoad
@@ -54,14 +54,18 @@ class StepTokens:
         """Number of requests."""
         return len(self.request_ids)
 
+    def rows(self) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+        """Iterate over the requests: id, attempt, number of the first token, tokens."""
+        each: Iterator[tuple[int, ...]] = zip(self.token_ids, strict=True)
+        if self.counts:
+            tokens = iter(self.token_ids)
+            each = (tuple(islice(tokens, count)) for count in self.counts)
+        return zip(self.request_ids, self.attempts, self.indices, each, strict=True)
+
     def events(self) -> Iterator[RequestEvent]:
         """Iterate over the equivalent events, one for each request."""
-        tokens = iter(self.token_ids)
-        counts = self.counts or repeat(1, len(self))
-        for request_id, attempt, index, count in zip(
-            self.request_ids, self.attempts, self.indices, counts, strict=True
-        ):
-            yield RequestEvent(RequestRef(request_id, attempt), index, tuple(islice(tokens, count)))
+        for request_id, attempt, index, token_ids in self.rows():
+            yield RequestEvent(RequestRef(request_id, attempt), index, token_ids)
 
 
 @dataclass(frozen=True, slots=True)

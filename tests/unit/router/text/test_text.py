@@ -51,6 +51,14 @@ def test_any_tokens_join_to_their_decoding(tokenizer: Tokenizer, ids: list[int])
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
+@given(st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40), max_size=6))
+@settings(max_examples=150)
+def test_tokens_that_come_together_join_to_their_decoding(tokenizer: Tokenizer, batches: list[list[int]]) -> None:
+    detokenizer = Detokenizer(tokenizer.decode)
+    parts = [*map(detokenizer.add_all, batches), detokenizer.flush()]
+    assert "".join(parts) == tokenizer.decode([i for batch in batches for i in batch])
+
+
 def test_endless_broken_text_is_let_out_in_time(tokenizer: Tokenizer) -> None:
     broken = tokenizer._inner.token_to_id("ÿ")
     detokenizer = Detokenizer(tokenizer.decode)
@@ -90,6 +98,11 @@ def test_a_sentencepiece_tokenizer_with_byte_fallback(tmp_path: Path) -> None:
     parts = [*(detokenizer.add(i) for i in ids), detokenizer.flush()]
     assert "".join(parts) == inner.decode(ids) == "Hello world  world中😀! Hello中😀"
     assert not any(BROKEN in part for part in parts)
+    for size in range(1, len(ids) + 1):
+        together = Detokenizer(lambda tokens: inner.decode(tokens, skip_special_tokens=True))
+        parts = [*(together.add_all(ids[at : at + size]) for at in range(0, len(ids), size)), together.flush()]
+        assert "".join(parts) == inner.decode(ids)
+        assert not any(BROKEN in part for part in parts)
     inner.save(str(tmp_path / "tokenizer.json"))
     saved = Tokenizer(tmp_path)
     assert b"".join(map(saved.token_bytes, ids)).decode() == "<s> Hello world  world中😀!<s> Hello中😀"
