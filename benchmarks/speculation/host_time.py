@@ -61,6 +61,8 @@ STEP_S, DRAFT_S = 6e-3, 5e-6
 WARM_UP = 60
 """Steps with drafts before those that are counted."""
 TURNS = 3
+MOST_STEPS = 4
+"""The steps, with drafts and without, after which a case ends, for each step that is to be counted."""
 FEWEST = 20
 """The steps with drafts below which a case is left out, as drafts do not pay in it."""
 LOW = 0.1
@@ -105,6 +107,7 @@ class DraftingEngine(NoEngine):
             cpu, clock = time.thread_time_ns() - ended[0], time.perf_counter_ns() - ended[1]
             self.gaps.append((cpu / 1e3, clock / 1e3, len(batch)))
         self._ended = None
+        self.rows.append(len(batch))
         due = self._due = max(self._due, time.monotonic()) + self.step_s + DRAFT_S * (len(batch) - requests)
         drawn = self._newest = self._draw(batch)
 
@@ -172,12 +175,13 @@ async def measure(requests: int, drafts: int | None, steps: int, temperature: fl
         while tested.report.load().decode_requests < requests:  # noqa: ASYNC110 - the worker has no event for it
             await asyncio.sleep(_LOOK_S)
         engine.gaps.clear()
+        engine.rows.clear()
         while len(engine.gaps) < WARM_UP + steps:
             await asyncio.sleep(_LOOK_S)
             if tested.died.done():
                 raise tested.died.result()
-            if tested.report.load().decode_requests < requests:
-                break  # drafts hardly ever paid
+            if len(engine.rows) > MOST_STEPS * (WARM_UP + steps):
+                break  # drafts hardly ever pay
     finally:
         await tested.close()
         fabric.close()
