@@ -7,6 +7,7 @@ import typer
 
 from cli.bench.bench import bench
 from cli.diagnosis.doctor import doctor
+from cli.drafts.train_draft import train_draft
 from cli.observe.logs import logs
 from cli.observe.status import status
 from cli.observe.top import top
@@ -42,7 +43,8 @@ app.command(cls=SettingsCommand)(up)
 serve_help = "Start a cluster that serves MODEL until Ctrl-C; the same as up."
 app.command("serve", cls=SettingsCommand, help=serve_help)(with_model_argument(up))
 for command in (
-    generate, chat, bench, status, top, why, trace, logs, mode, scale, drain, ready, plan, quantize, doctor, down,
+    generate, chat, bench, status, top, why, trace, logs, mode, scale, drain, ready, plan, quantize, train_draft,
+    doctor, down,
 ):  # fmt: skip
     app.command()(command)
 

@@ -37,11 +37,13 @@ SETTINGS = {
     "draft": "--draft",
     "threads": "--threads",
     "output": "OUTPUT",
+    "out": "--out",
     "scheme": "--scheme",
     "group_size": "--group-size",
     "method": "--method",
     "samples": "--samples",
     "text": "--text",
+    "tokens": "--tokens",
 }
 """Maps the engine's setting names to the options that set them."""
 

@@ -219,7 +219,7 @@ class ClusterConfig:
     speculate: str = "auto"
     """Speculative decoding: `auto`, `off`, `ngram`, `suffix` or `draft`; it changes the speed of answers, no token."""
     draft: Path | None = None
-    """Folder with the trained weights that propose the drafts of `draft`; None with the other methods."""
+    """Folder of the model or heads that propose the drafts of `draft`; None with the other methods."""
     kv_checksum_rate: float = 0.05
     """Fraction of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page; 0 = none."""
     kv_lease_s: float = 5.0
@@ -338,7 +338,7 @@ class ClusterConfig:
 
     def _check_draft(self) -> None:
         if self.speculate == SpeculationMethod.DRAFT and self.draft is None:
-            raise InvalidArgument("--speculate", "draft needs --draft PATH, the folder with the trained weights")
+            raise InvalidArgument("--speculate", "draft needs --draft PATH, the folder of a small model or of heads")
         if self.speculate != SpeculationMethod.DRAFT and self.draft is not None:
             raise InvalidArgument("--draft", f"is for --speculate draft, not for --speculate {self.speculate}")
 

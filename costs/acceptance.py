@@ -14,7 +14,9 @@ class Acceptance:
     A class is the length of the match that the draft rests on (`engine/speculation/proposer.py`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prior: float = PRIOR) -> None:
+        """`prior`: the probability that is assumed at first."""
+        self._prior = prior
         self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
         """See `_at`, by class and position."""
         self._survivals: dict[int, list[float]] = {}
@@ -25,8 +27,8 @@ class Acceptance:
         return self._at(match, position)[0]
 
     def best(self) -> float:
-        """Return the largest probability for the first draft of any class; PRIOR while none is known."""
-        return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=PRIOR)
+        """Return the largest probability for the first draft of any class; the prior while none is known."""
+        return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=self._prior)
 
     def survival(self, match: int, drafts: int) -> list[float]:
         """Return the probability that each of so many drafts is accepted together with all before it."""
@@ -54,7 +56,7 @@ class Acceptance:
         alike = max(alike, 0) + 1 if accepted else min(alike, 0) - 1
         if (rate if accepted else 1 - rate) ** abs(alike) * WINDOW**2 < 1.0:
             # So many drafts in a row hardly ever fare alike by this rate: it has changed, and only they count.
-            rate, weight = PRIOR, PRIOR_WEIGHT + min(abs(alike), WINDOW) - 1
+            rate, weight = self._prior, PRIOR_WEIGHT + min(abs(alike), WINDOW) - 1
             rate += (accepted - rate) * (1 - PRIOR_WEIGHT / weight)
         weight = min(weight + 1.0, WINDOW)
         self._known[match, position] = rate + (accepted - rate) / weight, weight, alike
@@ -66,4 +68,4 @@ class Acceptance:
         """
         if (match, position) in self._known:
             return self._known[match, position]
-        return (self.rate(match, position - 1) if position else PRIOR), PRIOR_WEIGHT, 0
+        return (self.rate(match, position - 1) if position else self._prior), PRIOR_WEIGHT, 0

@@ -19,6 +19,7 @@ from typing import cast
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.draft_choice import StepBounds
 from decode_worker.drafting_batch import DraftingBatch
+from decode_worker.model_speculation import speculation_of
 from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
@@ -61,7 +62,7 @@ class DecodeHalf:
         self.speculation: Speculation | None = None
         if proposer is not None:
             self._batch = drafting = DraftingBatch(max_batch_requests, kv)
-            self.speculation = Speculation(proposer, drafting, self._grow_ahead)
+            self.speculation = speculation_of(proposer, drafting, self._grow_ahead)
         self._cancelled = 0
         """The number of cancelled requests that were dropped from the batch."""
         self.gap_targets: list[float] = []

@@ -8,7 +8,7 @@ per second of the whole step (TurboSpec, arXiv 2406.14066). Where no drafts pay,
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -45,6 +45,10 @@ class SpeculationCounts:
     """The accepted ones of them."""
     saved_s: float = 0.0
     """Predicted seconds that steps without drafts would have taken longer, for the mean tokens of a request."""
+    drafting_s: float = 0.0
+    """Seconds that a draft model, or heads, took to propose."""
+    model_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The memory of a draft model's `weights` and `kv`; empty without one."""
     lost_s: float = 0.0
     """Predicted seconds that steps without drafts would have been shorter, where too few drafts were accepted."""
 
@@ -83,6 +87,8 @@ class Speculation:
         """Requests that the proposer knows, each with the number of answer tokens that it was told."""
         self._steps_without = 0
         """Steps since the last one with drafts."""
+        self.drafting_s = 0.0
+        """The seconds that proposing took before the newest step was launched."""
         self.counts = SpeculationCounts()
         self.fixed_drafts: int | None = None
         """For measurements: the drafts of each request that has any, whether they pay or not; None = what pays."""
@@ -105,23 +111,26 @@ class Speculation:
             return False
         if self._batch.verifies:
             return True
-        if bounds is not None and self._choose(bounds, unknown=1):
+        if bounds is not None and self._expects_drafts(bounds):
             return True
         self._steps_without += 1
         return False
 
     def launch(self, bounds: StepBounds | None) -> TokenRows | None:
         """Launch the next step; within `bounds`, and with nothing in flight, it has drafts where they pay."""
+        self.drafting_s = 0.0
         if bounds is None or self._batch.in_flight_steps:
             return self._batch.launch()
         chosen = self._choose(bounds, unknown=0)
         self._steps_without = 0 if chosen else self._steps_without + 1
-        fitting = [each.first(self._positions(each)) for each in chosen]
+        fitting = [each.first(self._positions(each.request, len(each.survival))) for each in chosen]
         fitting = [each for each in fitting if each.survival]
-        computing_s = 0.0
         if fitting and self._computing is not None:
-            fitting, computing_s = self._computed(self._computing, fitting)
-        self._launched = _Launched(bounds.cost, self._batch.next_work(), fitting, computing_s)
+            fitting, self.drafting_s = self._computed(self._computing, fitting)
+        self._launched = _Launched(bounds.cost, self._batch.next_work(), fitting, self.drafting_s)
+        self.counts.drafting_s += self.drafting_s
+        if not fitting:
+            self.counts.lost_s += self.drafting_s
         return self._batch.launch({each.request: each.draft for each in fitting})
 
     def complete(self, step: CompletedStep) -> None:
@@ -172,13 +181,16 @@ class Speculation:
         if self._told.pop(request, None) is not None:
             self._proposer.leave(request)
 
+    def _expects_drafts(self, bounds: StepBounds) -> bool:
+        """Return True if the step behind the one in flight will probably have drafts."""
+        return bool(self._choose(bounds, unknown=1))
+
     def _choose(self, bounds: StepBounds, unknown: int) -> list[Candidate]:
         """Return the requests that have drafts in a step, each with as many as pay.
 
         `unknown` is the number of tokens of each request that have not arrived.
         """
-        requests, work = self._batch.next_rows()
-        eligible = [request for request in requests if self._may_draft(request, unknown)]
+        eligible, work = self._eligible(unknown)
         if not eligible:
             return []
         if self.fixed_drafts is not None:
@@ -195,6 +207,11 @@ class Speculation:
             probed = self._candidate(eligible[self._steps_without % len(eligible)], unknown)
             chosen = [probed] if probed.survival else []
         return chosen
+
+    def _eligible(self, unknown: int) -> tuple[list[DecodeRequest], StepWork]:
+        """Return the requests of the next step that may have drafts, and its work without drafts."""
+        requests, work = self._batch.next_rows()
+        return [request for request in requests if self._may_draft(request, unknown)], work
 
     def _may_draft(self, request: DecodeRequest, unknown: int) -> bool:
         sampling = request.reservation.sampling
@@ -240,10 +257,9 @@ class Speculation:
             self._proposer.extend(request, answer[told:])
         self._told[request] = len(answer)
 
-    def _positions(self, candidate: Candidate) -> int:
+    def _positions(self, request: DecodeRequest, wanted: int) -> int:
         """Return the number of drafts for which the request has pages, or gets one that nobody else needs."""
-        request = candidate.request
         left = self._batch.positions_left(request)
-        if left < len(candidate.survival) and self._batch.grow_ahead(request, self._grow):
+        if left < wanted and self._batch.grow_ahead(request, self._grow):
             left = self._batch.positions_left(request)
         return left

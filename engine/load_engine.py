@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -23,10 +23,10 @@ from engine.kernels.lora.lora_kernels import LoraProducts
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
-from engine.models.decoder import DecoderModel
 from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
-from engine.speculation.load_draft import MakeProposer, model_with_draft
+from engine.speculation.draft_runner import LoadModel
+from engine.speculation.load_draft import MakeProposer, ModelWithDraft, draft_model_of, model_with_draft, split_kv
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
@@ -73,12 +73,19 @@ class LoadedParts:
     """Compiles a grammar before a step needs it."""
     draft_proposer: MakeProposer | None
     """Makes a proposer of drafts with the trained weights of `EngineConfig.draft`; None without."""
+    drawn_hidden: Tensor | None
+    """The hidden states of the newest step, see `HiddenStateModel`; None where nobody needs them."""
 
 
 def load_parts(
-    config: EngineConfig, progress: Progress | None, *, name: str | None, kernels: Kernels | None
+    config: EngineConfig,
+    progress: Progress | None,
+    *,
+    name: str | None,
+    kernels: Kernels | None,
+    load_another: LoadModel,
 ) -> LoadedParts:
-    """Loads the parts of a runner; see `ModelRunner.load`."""
+    """Loads the parts of a runner; see `ModelRunner.load`, which is `load_another`: it loads a draft model."""
     device = parse_device(config.device)
     page_tokens = parse_page_tokens(config, device)
     stored = load_spec(config.model) if config.random_weights else check_model(config.model)
@@ -91,7 +98,11 @@ def load_parts(
     else:
         torch.cuda.set_device(device)
     chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
-    model, adapters, proposer = _load_model(config, spec, chosen, dtype, device, progress=progress)
+    loaded, adapters = _load_model(config, spec, chosen, dtype, device, progress=progress)
+    model = loaded.model
+    kv = split_kv(config, spec, page_tokens, _CPU_CACHE_BYTES if device.type == "cpu" else None)
+    proposer = loaded.proposer or draft_model_of(load_another, config, spec, page_tokens, kv)
+    config = replace(config, kv_cache_bytes=kv.target)
 
     grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))
     masks = GrammarMasks(grammars, spec.eos_token_ids)
@@ -102,7 +113,7 @@ def load_parts(
         cache, stepper = start_on_gpu(config, model, page_tokens, kv_dtype, device, masks=masks, progress=progress)
     else:
         # Outside of inference mode: the transfer and tests write into the cache as well.
-        capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
+        capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes  # of a GPU, in tests
         cache = PagedCache(spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
         packer = StepPacker(step_limits(spec, cache))
         draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
@@ -119,7 +130,18 @@ def load_parts(
     )
     revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
     revision += "".join(f", adapter {each.name} {each.identity}" for each in adapters)
-    return LoadedParts(spec, cache, dtype, facts, revision, stepper, model.expert_tokens, grammars.check, proposer)
+    return LoadedParts(
+        spec,
+        cache,
+        dtype,
+        facts,
+        revision,
+        stepper,
+        model.expert_tokens,
+        grammars.check,
+        proposer,
+        loaded.drawn_hidden,
+    )
 
 
 def _load_model(
@@ -130,7 +152,7 @@ def _load_model(
     device: torch.device,
     *,
     progress: Progress | None,
-) -> tuple[DecoderModel, tuple[AdapterFacts, ...], MakeProposer | None]:
+) -> tuple[ModelWithDraft, tuple[AdapterFacts, ...]]:
     try:
         with torch.inference_mode():
             parameters = allocate_parameters(spec, dtype, device)
@@ -142,8 +164,7 @@ def _load_model(
             if adapters.tables:
                 assert isinstance(kernels, LoraProducts)
                 kernels.tables = adapters.tables
-            model, proposer = model_with_draft(config, spec, parameters, kernels)
-            return model, adapters.facts, proposer
+            return model_with_draft(config, spec, parameters, kernels), adapters.facts
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise

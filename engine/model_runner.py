@@ -37,7 +37,7 @@ class ModelRunner:
         self.roofline = roofline(spec, cache, self.dtype.itemsize)
         self.device_name = device_name(cache.device)
         self._revision = loaded.revision
-        self.stepper, self.expert_tokens = loaded.stepper, loaded.expert_tokens
+        self.stepper, self.expert_tokens, self.drawn_hidden = loaded.stepper, loaded.expert_tokens, loaded.drawn_hidden
         self.compile_grammar, self.draft_proposer = loaded.compile_grammar, loaded.draft_proposer
 
     @classmethod
@@ -54,7 +54,7 @@ class ModelRunner:
         `kernels` are by default the fastest for the device; given ones run step by step, without CUDA graphs.
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
         """
-        loaded = load_parts(config, progress, name=name, kernels=kernels)
+        loaded = load_parts(config, progress, name=name, kernels=kernels, load_another=cls.load)
         runner = cls(loaded)
         with naming_the_setting(loaded.cache.device):
             warm_up(runner.run, loaded.cache, runner.facts.max_context, progress)

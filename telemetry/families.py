@@ -239,6 +239,12 @@ SPECULATION_LOST = counter(
     "speculation_lost_seconds_total",
     "Predicted seconds that steps without drafts would have been shorter, where too few drafts were accepted.",
 )
+SPECULATION_DRAFTING = counter(
+    "speculation_drafting_seconds_total", "Seconds that a draft model, or heads, took to propose drafts."
+)
+SPECULATION_MODEL_BYTES = gauge(
+    "speculation_model_bytes", "Memory of the draft model: its weights and its KV pages.", "kind"
+)
 SPECULATION_SPEEDUP = gauge(
     "speculation_speedup_ratio",
     "Tokens per second of recent decode steps / those that steps without drafts would have given.",

@@ -39,6 +39,11 @@ class LoadedTokenizer:
     """The template for a folder that has none."""
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return True if `folder` has the file of a tokenizer, in any format."""
+    return any(any(folder.glob(name)) for name in _FORMATS)
+
+
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
     """Return the tokenizer in `folder`, of the first format found.
 

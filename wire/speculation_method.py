@@ -14,4 +14,4 @@ class SpeculationMethod(StrEnum):
     SUFFIX = "suffix"
     """The same, and what followed them in earlier answers of the same tenant."""
     DRAFT = "draft"
-    """By trained weights: what the folder of `--draft` has, such as heads over the model's hidden states."""
+    """By the folder of `--draft`: a small model with the same tokens, or heads over the model's hidden states."""

@@ -196,10 +196,7 @@ class StepLoop:
             return not self._stopping
 
     def _gather(self) -> None:
-        """Have the first prompt of a burst wait for the others, which arrive within milliseconds, to share its step.
-
-        Decoding requests never wait.
-        """
+        """Have the first prompt of a burst wait some milliseconds for the others to share its step, if none decodes."""
         if self._gather_s > 0.0 and self._prefill.queue.length and not self._decode.running_requests():
             time.sleep(self._gather_s)
 
@@ -218,7 +215,7 @@ class StepLoop:
         planned = self._scheduler.plan()
         if planned is None:
             return None
-        return _Step(self._runner.launch(planned.batch), planned.work, began, planned.batch.scored)
+        return _Step(self._runner.launch(planned.batch), planned.work, began + planned.drafting_s, planned.batch.scored)
 
     def _postprocess(self, step: _Step, *, waited: bool) -> None:
         """Hand a step's results back and publish them, once the next step is launched if that `waited` for them."""

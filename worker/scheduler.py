@@ -1,7 +1,6 @@
 """Plans the next step over both halves and hands its results back to them, without a clock or a device.
 
-The owner of an engine, real or simulated, asks for a plan, runs it and gives back what was drawn, in that order and
-perhaps several plans ahead.
+The owner of an engine, real or simulated, asks for a plan, runs it and gives back what was drawn, or plans ahead.
 """
 
 import math
@@ -26,6 +25,8 @@ class StepPlan:
 
     batch: StepBatch
     work: StepWork
+    drafting_s: float = 0.0
+    """Seconds that proposing drafts took while it was planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,14 @@ class StepScheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step over both halves' rows; None without any, or if all wait for the step in flight."""
-        targets, decode_rows = self._decode.gap_targets, NO_ROWS
+        targets, decode_rows, drafting_s = self._decode.gap_targets, NO_ROWS, 0.0
         if not self._decode.idle:
             budget = self._growth.rows(self.decoding, self._max_step_tokens, targets)
             scheduled = self._decode.schedule(budget, self._bounds(targets))
             if scheduled is None:
                 return None
             decode_rows = scheduled
+            drafting_s = self._decode.speculation.drafting_s if self._decode.speculation else 0.0
         elif not self.decoding.decode_rows and not self._prefill.queue.length:
             return None
         self.decoding = step_work(decode_rows.newest)
@@ -93,7 +95,7 @@ class StepScheduler:
             self._policy.steps_without_prompts += 1
         if not decode_rows and not prefill_rows:
             return None
-        return StepPlan(StepBatch(prefill_rows, decode_rows), step_work(decode_rows, prefill_rows))
+        return StepPlan(StepBatch(prefill_rows, decode_rows), step_work(decode_rows, prefill_rows), drafting_s)
 
     def _bounds(self, targets: Sequence[float]) -> StepBounds | None:
         """Return the bounds of a step with drafts; None where prompts wait, which take the rest of the step."""

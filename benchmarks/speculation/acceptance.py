@@ -8,7 +8,7 @@ answers come one after the other, for one cache salt. The last line is JSON.
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.table import Table
 from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.results import run_facts, save_result
 from benchmarks.speculation.greedy_answers import greedy_answers
+from benchmarks.speculation.heads_acceptance import heads_tokens_a_step
 from benchmarks.speculation.prompt_sets import SETS, encode_prompts
 from benchmarks.speculation.replay import Replay, measure_time
 from cli.models.default_model import find_default_model
@@ -54,9 +55,10 @@ def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
     """Answer the prompts, replay the proposers, print the tables and return the result for JSON."""
     folder = prepare_model(chosen.model or find_default_model())
     tokenizer = Tokenizer(folder)
-    runner = ModelRunner.load(
-        EngineConfig(folder, device=chosen.device, dtype=chosen.dtype, kv_cache_bytes=KV_BYTES, threads=chosen.threads)
-    )
+    config = EngineConfig(folder, device=chosen.device, dtype=chosen.dtype, draft=chosen.draft, threads=chosen.threads)
+    runner = ModelRunner.load(replace(config, kv_cache_bytes=KV_BYTES))
+    if chosen.draft is not None:
+        return _heads(chosen, console, runner, tokenizer)
     answers: dict[str, Answers] = {}
     for name in SETS:
         console.print(f"answering the prompts of the set {name}")
@@ -84,6 +86,28 @@ def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
             for name, by_set in replays.items()
         },
         "times": {name: asdict(spent) for name, spent in times.items()},
+        **run_facts(chosen.device),
+    }
+
+
+def _heads(
+    chosen: argparse.Namespace, console: Console, runner: ModelRunner, tokenizer: Tokenizer
+) -> dict[str, object]:
+    """Let heads guess while the model answers, print the table and return the result for JSON."""
+    table = Table("set", *(f"k = {most}" for most in DRAFTS), title="tokens a step with trained heads")
+    found = {}
+    for name in SETS:
+        console.print(f"answering the prompts of the set {name}")
+        prompts = encode_prompts(tokenizer, name)[: chosen.prompts]
+        found[name] = heads_tokens_a_step(runner, prompts, chosen.tokens, DRAFTS)
+        table.add_row(name, *(f"{gain:.2f}" for gain in found[name].values()))
+    console.print(table)
+    return {
+        "model": f"{runner.facts.name}-heads",
+        "dtype": runner.facts.dtype,
+        "prompts": chosen.prompts,
+        "tokens": chosen.tokens,
+        "tokens_a_step": found,
         **run_facts(chosen.device),
     }
 
@@ -150,6 +174,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     description = (__doc__ or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation.acceptance", description=description)
     parser.add_argument("--model", type=Path, help="Hugging Face folder or GGUF file (SmolLM2)")
+    parser.add_argument("--draft", type=Path, help="folder of trained heads, which are measured instead")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--dtype", default="float32", help="(float32)")
     parser.add_argument("--threads", type=at_least(1), help="of the CPU (all cores)")

@@ -111,6 +111,7 @@ async def measure_set(
         "tokens_a_step": round(drafting.tokens / max(1, drafting.tokens - accepted), 3),
         "drafted": drafted,
         "accepted": accepted,
+        "drafting_share": round(counts.drafting_s / drafting.seconds, 4),
     }
 
 
@@ -125,9 +126,10 @@ async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, obj
             folder,
             device=chosen.device,
             dtype=chosen.dtype,
-            kv_cache_bytes=(GPU_KV_BYTES if on_gpu else KV_BYTES),
+            kv_cache_bytes=(GPU_KV_BYTES if on_gpu else KV_BYTES) * (2 if drafts and chosen.draft else 1),
             max_batch_requests=max(batches),
             draft_graphs=on_gpu and drafts,
+            draft=chosen.draft if drafts else None,
             threads=chosen.threads,
         )
         for drafts in (False, True)
@@ -142,7 +144,8 @@ async def measure(chosen: argparse.Namespace, console: Console) -> dict[str, obj
             console.print(rows[-1])
     console.print(table_of(rows))
     dtype = runners[0].facts.dtype
-    return {"model": folder.name, "method": chosen.method, "dtype": dtype, "rows": rows, **run_facts(chosen.device)}
+    method = chosen.method if chosen.draft is None else f"{chosen.method} {chosen.draft.name}"
+    return {"model": folder.name, "method": method, "dtype": dtype, "rows": rows, **run_facts(chosen.device)}
 
 
 async def measure_shape(chosen: argparse.Namespace, folder: Path, console: Console) -> dict[str, object]:
@@ -183,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for, and print JSON last."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speculation.speed", description=__doc__.splitlines()[0])
     parser.add_argument("--method", default=SpeculationMethod.NGRAM.value, help="how drafts are proposed (ngram)")
+    parser.add_argument("--draft", type=Path, help="the folder of --method draft")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="prompt sets (all)")
     parser.add_argument("--shape", help="a model's shape, of random weights (llama-3-8b, ...)")
     parser.add_argument(

@@ -102,6 +102,8 @@ def speculation(interval: ScrapeInterval) -> list[str]:
             accepted = interval.grown(f.DRAFTS_ACCEPTED, worker=name) / drafted
             said = f"{accepted:.0%} of {drafted:.0f} drafts accepted"
             said += f", {now.total(f.SPECULATION_SPEEDUP, worker=name):.2f} times as fast as without"
+            if proposing_s := interval.grown(f.SPECULATION_DRAFTING, worker=name):
+                said += f"; proposing them took {proposing_s:.1f} s"
         found.append(f"{name}: speculative decoding: {said}")
     return found
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.plain_errors import plain_errors
+from cli.progress import progress_bars
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 _QUALITY_SAMPLES, _QUALITY_TOKENS = 32, 256
 """The text on which quality is measured: enough for a KL known to a few percent, in about a minute on a CPU."""
-Report = Callable[[str, float], None]
 
 
 @plain_errors
@@ -66,7 +65,7 @@ def quantize(
     console = Console()
     recipe = Recipe(parse_scheme(scheme), method, group_size)
     target = parse_device(device)
-    with _progress(console) as report:
+    with progress_bars(console) as report:
         hub = hub_model(model)
         folder = prepare_model(model if hub is None else hub.download(report), progress=report)
         read = [] if method == "rtn" else _calibration_samples(folder, text, samples, tokens)
@@ -113,7 +112,7 @@ def _print_quality(console: Console, folder: Path, output: Path, device: str) ->
         return
     text = sample_text("evaluation")
     samples = token_samples(Tokenizer(folder).encode, text, _QUALITY_SAMPLES, _QUALITY_TOKENS)
-    with _progress(console) as report:
+    with progress_bars(console) as report:
         before, after = (
             load_for_comparison(EngineConfig(each, device=device), COMPANY * _QUALITY_TOKENS, report)
             for each in (folder, output)
@@ -121,20 +120,3 @@ def _print_quality(console: Console, folder: Path, output: Path, device: str) ->
         found = compare(before, after, samples, lambda done: report("comparing predictions", done))
     console.print(quality_table(found))
     console.print(f"text {text_hash(text)}; docs/quantization.md says how to read the table", highlight=False)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Report]:
-    """Shows a bar for each activity on a terminal; yields a function that takes its name and completed part."""
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def report(what: str, done: float) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=1.0)
-            progress.update(tasks[what], completed=done)
-
-        yield report

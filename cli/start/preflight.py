@@ -135,7 +135,7 @@ def check_draft(config: ClusterConfig) -> None:
     from engine.models.load_spec import load_spec
     from engine.speculation.draft_folder import check_draft_folder
 
-    check_draft_folder(config.draft, load_spec(config.model))
+    check_draft_folder(config.draft, load_spec(config.model), config.tokenizer or config.model)
 
 
 def check_weights(config: ClusterConfig) -> None:

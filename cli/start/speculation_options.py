@@ -20,15 +20,15 @@ class SpeculationOptions:
         str,
         typer.Option(
             help="Speculative decoding: ngram = verify what followed the last tokens when they occurred before, several"
-            " tokens a step where that pays; suffix = also in earlier answers of the tenant; draft = what the trained"
-            " weights of --draft propose; off; auto = ngram on a CPU, off on GPUs. Answers are the same."
+            " tokens a step where that pays; suffix = also in earlier answers of the tenant; draft = what the"
+            " model or heads of --draft propose; off; auto = ngram on a CPU, off on GPUs. Answers are the same."
         ),
     ] = "auto"
     draft: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with the trained weights of --speculate draft: config.json and safetensors; its config.json"
-            " says what they are."
+            help="Folder of --speculate draft: a small model with the same tokens, which gets a part of the KV cache's"
+            " memory, or Medusa heads; its config.json says which."
         ),
     ] = None
 

@@ -210,8 +210,17 @@ _SPECULATION = Row(
             (
                 Query(rate(of_workers(f.SPECULATION_SAVED), "worker"), "{{worker}} saved"),
                 Query(rate(of_workers(f.SPECULATION_LOST), "worker"), "{{worker}} lost"),
+                Query(rate(of_workers(f.SPECULATION_DRAFTING), "worker"), "{{worker}} proposing"),
             ),
-            "Predicted decode seconds saved in a second, and lost where too few drafts were accepted.",
+            "Predicted decode seconds saved in a second, and lost where too few drafts were accepted; seconds in which"
+            " a draft model or heads proposed.",
+            width=6,
+        ),
+        Panel(
+            "Memory of the draft model",
+            Unit.BYTES,
+            (Query(total(of_workers(f.SPECULATION_MODEL_BYTES), "worker", "kind"), "{{worker}} {{kind}}"),),
+            "Its weights and its KV pages.",
             width=6,
         ),
     ),

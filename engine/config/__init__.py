@@ -53,7 +53,9 @@ class EngineConfig:
     draft_graphs: bool = False
     """True to capture CUDA graphs of steps that verify drafts, which only workers with speculative decoding need."""
     draft: Path | None = None
-    """Folder with trained weights that propose drafts (`engine/speculation/draft_folder.py`); None = there are none."""
+    """Folder of a model, or of heads, that propose drafts (`engine/speculation/draft_folder.py`); None = none."""
+    keep_hidden: bool = False
+    """True to keep the hidden states of drawn rows without `draft`, as the training of heads needs."""
     threads: int | None = None
     """CPU threads of the engine; None = all cores this process may use."""
     adapters: tuple[AdapterSource, ...] = ()

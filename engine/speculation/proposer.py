@@ -1,12 +1,19 @@
 """The interface of all proposers."""
 
-from collections.abc import Hashable, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from costs.step_cost import StepCost
+from engine.steps.draws import Draw
+from wire.messages import SamplingParams
+
 HEADS_CLASS = 12
 """The class of the drafts of Medusa heads."""
-LAST_CLASS = HEADS_CLASS
+MODEL_CLASS = 13
+"""The class of the drafts of a draft model."""
+LAST_CLASS = MODEL_CLASS
 """The largest class of a draft."""
 
 
@@ -71,3 +78,51 @@ class BatchProposer(Proposer, Protocol):
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
         """Return the tokens of each draft, at most as many as wanted; may be empty. No step is in flight."""
+
+
+class ModelProposer(Proposer):
+    """Proposes drafts by steps of a complete model, for many requests at once. Owned by one thread.
+
+    A request has drafts once the KV of its context is stored.
+    """
+
+    @property
+    @abstractmethod
+    def cost(self) -> StepCost:
+        """The cost model of the steps that propose, with the newest fit."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> Mapping[str, int]:
+        """The bytes of the model's `weights` and `kv` pages."""
+
+    @property
+    @abstractmethod
+    def max_step_tokens(self) -> int:
+        """The most tokens of a step."""
+
+    @abstractmethod
+    def missing(self, key: Hashable) -> int:
+        """Return the number of tokens of the request whose KV is not stored, the newest one included."""
+
+    @abstractmethod
+    def room(self, key: Hashable, drafts: int) -> int:
+        """Return how many drafts, at most `drafts`, the request has memory for, which is taken. 0 if there is none."""
+
+    @abstractmethod
+    def store_context(self, pieces: Mapping[Hashable, int]) -> None:
+        """Store the KV of so many of each request's missing tokens, in one step.
+
+        Each request has `room`, and more tokens are missing than its piece has.
+        """
+
+    @abstractmethod
+    def propose_all(self, draws: Mapping[Hashable, Sequence[Draw]]) -> Mapping[Hashable, Draft]:
+        """Return a draft for each request, of one token for each of its draws: at least one, at most its `room`.
+
+        The KV of all missing tokens is stored as well; they should be few.
+        """
+
+    def propose(self, key: Hashable, most: int) -> Draft:
+        """See `Proposer`; drawn greedily."""
+        return self.propose_all({key: [Draw(SamplingParams(max_tokens=1), 0)] * most})[key]

@@ -216,6 +216,8 @@ def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts
         f.ACCEPTED_BY_MATCH: _by(0, counts.accepted, range(1, LAST_CLASS + 1)),
         f.SPECULATION_SAVED: counts.saved_s,
         f.SPECULATION_LOST: counts.lost_s,
+        f.SPECULATION_DRAFTING: counts.drafting_s,
+        f.SPECULATION_MODEL_BYTES: {(kind,): size for kind, size in counts.model_bytes.items()},
         f.SPECULATION_SPEEDUP: speedup,
     }
 

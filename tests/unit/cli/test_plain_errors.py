@@ -31,11 +31,15 @@ def test_settings_are_options(message: str, read: str) -> None:
 
 def test_every_setting_of_an_engine_is_an_option_of_up() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    up, others = (
+    up, *others = (
         {name if name.startswith("-") else name.upper() for option in commands[each].params for name in option.opts}
-        for each in ("up", "quantize")
+        for each in ("up", "quantize", "train-draft")
     )
-    assert set(SETTINGS.values()) <= up | others
+    assert set(SETTINGS.values()) <= up.union(*others)
     assert {SETTINGS[field.name] for field in fields(EngineConfig) if field.name in SETTINGS} <= up
-    by_others = {"cuda_graphs", "draft_graphs"}  # of benchmarks and tests, and of workers with --speculate
+    by_others = {
+        "cuda_graphs",
+        "draft_graphs",
+        "keep_hidden",
+    }  # of benchmarks and tests, and of workers with --speculate
     assert {field.name for field in fields(EngineConfig)} - by_others <= SETTINGS.keys()

@@ -96,6 +96,7 @@ async def test_what_became_of_drafts() -> None:
                     f.SPECULATION_SPEEDUP: 1.8,
                     f.DRAFTED: {("0",): drafts["drafted"]()},
                     f.DRAFTS_ACCEPTED: {("0",): 0.75 * drafts["drafted"]()},
+                    f.SPECULATION_DRAFTING: 0.1 * drafts["drafted"](),
                 }),
             }
         )  # fmt: skip
@@ -114,4 +115,4 @@ async def test_what_became_of_drafts() -> None:
     off, idle, drafts = speculation(ScrapeInterval(*found))
     assert "off: speculative decoding: off" in off
     assert "beside 4.0 decoding requests" in idle
-    assert "75% of 40 drafts accepted, 1.80 times as fast" in drafts
+    assert "75% of 40 drafts accepted, 1.80 times as fast as without; proposing them took 4.0 s" in drafts

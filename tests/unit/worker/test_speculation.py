@@ -12,10 +12,12 @@ from costs.answer_length import SEEN_MIN
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.request import DecodeRequest
 from decode_worker.speculation import Speculation
+from engine.speculation.draft_model import DraftModel
 from engine.speculation.load_draft import MakeProposer
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import HEADS_CLASS, Draft, Proposer, WantedDraft
 from engine.speculation.suffix import SuffixProposer
+from engine.steps.batch import StepRow
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.errors import ResourceExhausted
@@ -40,7 +42,7 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
 
 
-@pytest.fixture(params=["n-grams", "suffix", "oracle", "wrong", "computed"])
+@pytest.fixture(params=["n-grams", "suffix", "oracle", "wrong", "computed", "draft model"])
 def proposer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All workers propose like this."""
     propose_by(monkeypatch, request.param)
@@ -57,9 +59,24 @@ def propose_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             return OracleProposer(whole_text, rates[name])
         return SuffixProposer() if name == "suffix" else NgramProposer()
 
+    if name == "draft model":
+        monkeypatch.setattr(FakeEngine, "draft_proposer", draft_model)
     if name == "computed":
         monkeypatch.setattr(FakeEngine, "draft_proposer", computing_oracle)
     monkeypatch.setattr(worker.worker, "make_proposer", make)
+
+
+class Doubting(FakeEngine):
+    """A draft model whose draw is wrong behind each seventh position."""
+
+    def _row(self, row: StepRow) -> int | None:
+        token = super()._row(row)
+        return token if token is None or row.start % 7 else token - 1
+
+
+def draft_model(_: FakeEngine) -> DraftModel:
+    """Its pool is too small for some requests."""
+    return DraftModel(Doubting(pages=100 * len(FakeEngine.windows)))
 
 
 class ComputingOracle(OracleProposer):

@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_heads_that_do_not_fit_are_refused(model: Path, tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     folder = write_heads(tmp_path, **({"hidden": HIDDEN, "vocabulary": VOCAB} | settings))
     with pytest.raises(ModelError) as refused:
-        check_draft_folder(folder, load_spec(model))
+        check_draft_folder(folder, load_spec(model), model)
     assert said in refused.value.message
 
 
@@ -66,7 +66,7 @@ def test_folders_without_heads_are_refused(model: Path, tmp_path: Path, config: 
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError) as refused:
-        check_draft_folder(tmp_path, load_spec(model))
+        check_draft_folder(tmp_path, load_spec(model), model)
     assert said in refused.value.message
 
 
@@ -74,7 +74,7 @@ def test_pickled_heads_are_refused_with_a_way_out(model: Path, tmp_path: Path) -
     folder = write_heads(tmp_path, HIDDEN, VOCAB)
     (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
     with pytest.raises(ModelError, match="save_file"):
-        check_draft_folder(folder, load_spec(model))
+        check_draft_folder(folder, load_spec(model), model)
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""How many tokens a step gains from trained heads: they guess while the model answers, as in serving."""
+
+from collections.abc import Sequence
+
+from engine.draft_training.answers import BATCH, Answering, tokens_a_step
+from engine.model_runner import ModelRunner
+from engine.speculation.proposer import BatchProposer, WantedDraft
+
+
+def heads_tokens_a_step(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], most: int, drafts: Sequence[int]
+) -> dict[int, float]:
+    """Return the tokens of a step by the most drafts, over greedy answers of at most `most` tokens.
+
+    ValueError for a runner without trained weights.
+    """
+    proposer = None if runner.draft_proposer is None else runner.draft_proposer()
+    if not isinstance(proposer, BatchProposer):
+        raise ValueError("the runner has no heads")
+    guesses: list[list[Sequence[int]]] = []
+
+    def drew(numbers: Sequence[int]) -> None:
+        wanted = [WantedDraft(number, max(drafts), row) for row, number in enumerate(numbers)]
+        for number, guessed in zip(numbers, proposer.compute(wanted), strict=True):
+            of_batch[number].append(guessed)
+
+    answers: list[list[int]] = []
+    of_batch: list[list[Sequence[int]]] = []
+    answering = Answering(runner, 0.0, 0, drew)
+    for start in range(0, len(prompts), BATCH):
+        some = prompts[start : start + BATCH]
+        of_batch = [[] for _ in some]
+        answers += [each.token_ids for found in answering.answers(some, most) for each in found]
+        guesses += of_batch
+    return {count: tokens_a_step(guesses, answers, count) for count in drafts}

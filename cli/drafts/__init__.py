@@ -1,0 +1,1 @@
+"""Training of the weights that propose drafts for speculative decoding."""

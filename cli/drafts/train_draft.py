@@ -1,0 +1,92 @@
+"""`tandem train-draft`: trains Medusa heads, whose drafts `--speculate draft --draft PATH` verifies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.plain_errors import plain_errors
+from cli.progress import progress_bars
+
+_PROMPT_TOKENS = 256
+"""The most tokens of a paragraph that is a prompt; longer ones are cut."""
+_PROMPT_CHARACTERS = 40
+"""Shorter paragraphs, such as headings, are no prompts."""
+
+
+@plain_errors
+def train_draft(
+    model: Annotated[Path, typer.Argument(help="Folder in Hugging Face layout, GGUF file, or Hub id.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that the model answers and heads learn from.")] = 200_000,
+    heads: Annotated[int, typer.Option(min=1, max=7, help="Heads: the most drafts of a step.")] = 3,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of each head.")] = 1,
+    vocabulary: Annotated[
+        int, typer.Option(min=1, help="Tokens that heads can guess: those that the answers have most often.")
+    ] = 8192,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the answers.")] = 3,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="File of text whose paragraphs are the prompts; default: a built-in one, in English."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of the answers.")] = 0.7,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of answers and training.")] = 0,
+    device: Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
+) -> None:
+    """Train heads that guess a model's next tokens from its own answers, for --speculate draft."""
+    from rich.console import Console
+
+    from cli.models.hub_model import hub_model
+    from engine.config import EngineConfig
+    from engine.draft_training.train_draft import Recipe
+    from engine.draft_training.train_draft import train_draft as train
+    from engine.weights.gguf import prepare_model
+
+    console = Console()
+    recipe = Recipe(tokens, heads, layers, vocabulary, epochs, temperature, seed)
+    with progress_bars(console) as report:
+        hub = hub_model(model)
+        folder = prepare_model(model if hub is None else hub.download(report), progress=report)
+        config = EngineConfig(folder, device=device, threads=threads)
+        trained = train(config, out, _prompts(folder, text), recipe, report)
+    size = sum(file.stat().st_size for file in out.iterdir()) / 2**20
+    console.print(
+        f"wrote {out}: {size:,.1f} MiB, {trained.tokens:,} tokens learned, loss {trained.losses[0]:.3f} in the first"
+        f" pass and {trained.losses[-1]:.3f} in the last",
+        highlight=False,
+        soft_wrap=True,
+    )
+    gains = ", ".join(f"{gain:.2f} with {drafts}" for drafts, gain in enumerate(trained.tokens_a_step, 1))
+    console.print(
+        f"tokens a step on {trained.held_out_tokens:,} tokens held out: {gains} drafts at most; serve with"
+        f" --speculate draft --draft {out}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _prompts(folder: Path, text: Path | None) -> list[list[int]]:
+    """Return paragraphs as token ids, as users' turns where the model has a chat template.
+
+    InvalidArgument for a text that cannot be read.
+    """
+    from cli.quantization.sample_text import sample_text
+    from router.text.chat_template import ChatTurn
+    from router.text.tokenizer import Tokenizer
+    from wire.errors import InvalidArgument
+
+    try:
+        read = sample_text("calibration") if text is None else text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("text", f"{text} cannot be read: {error}.") from error
+    tokenizer = Tokenizer(folder)
+    paragraphs = [each.strip() for each in read.split("\n\n")]
+    encoded = [tokenizer.encode(each)[:_PROMPT_TOKENS] for each in paragraphs if len(each) >= _PROMPT_CHARACTERS]
+    cut = [tokenizer.decode(each) for each in encoded]
+    if not tokenizer.template_source:
+        return [tokenizer.encode(each) for each in cut]
+    return [tokenizer.encode_chat([ChatTurn("user", each)]) for each in cut]

@@ -1,0 +1,30 @@
+"""Progress bars of commands that compute for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Report = Callable[[str, float], None]
+"""Takes the name of an activity and its completed part, 0 to 1."""
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[Report]:
+    """Shows a bar for each activity on a terminal; yields a function that takes its name and completed part."""
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: float) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=1.0)
+            progress.update(tasks[what], completed=done)
+
+        yield report

@@ -1,0 +1,1 @@
+"""Training of Medusa heads on what the model itself answers."""

@@ -1,0 +1,112 @@
+"""Loading of a draft model: an engine of its own beside the target's, with a part of the KV memory."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.cache.paged_cache import PagedCache, page_bytes
+from engine.config import EngineConfig
+from engine.config.kv import kv_groups
+from engine.config.model import ModelSpec
+from engine.device import parse_device, parse_dtype
+from engine.kernels.base import is_cpu
+from engine.memory import kv_cache_bytes
+from engine.model_sizes import matrix_bytes
+from engine.models.allocation import weight_bytes
+from engine.models.load_spec import load_spec
+from engine.speculation.draft_model import DraftRunner
+from vocabulary.tokenizer_formats import has_tokenizer, load_tokenizer
+from wire.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_ITEM_BYTES = 2
+"""The bytes of a plain weight when two models are compared."""
+_ROWS_PER_REQUEST = 2
+"""The rows of a request in the first step of a draft, if all of its last draft was accepted."""
+
+
+class LoadedDraft(DraftRunner, Protocol):
+    """The part of a `ModelRunner` that tells its memory."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights that are not quantized."""
+
+    @property
+    def cache(self) -> PagedCache:
+        """The KV pages."""
+
+
+LoadModel = Callable[[EngineConfig], LoadedDraft]
+"""Loads an engine."""
+
+
+def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
+    """Compare a draft model's vocabulary with that of the target, whose tokenizer lies in a folder.
+
+    ModelError says how they differ. A draft model needs no tokenizer: then only the sizes are compared.
+    """
+    draft = load_spec(folder)
+    if draft.vocab_size != spec.vocab_size:
+        raise ModelError(
+            f"{folder} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size};"
+            " a draft model must have the same tokens."
+        )
+    if has_tokenizer(folder) and has_tokenizer(tokenizer):
+        mine, its = (load_tokenizer(each).inner.get_vocab() for each in (folder, tokenizer))
+        if mine != its:
+            raise ModelError(f"{folder} has another tokenizer than {tokenizer}; a draft model must have the same.")
+    if matrix_bytes(draft, _ITEM_BYTES) >= matrix_bytes(spec, _ITEM_BYTES):
+        log.warning("The draft model %s has as many bytes as the model itself: its drafts hardly pay.", folder)
+
+
+def kv_share(spec: ModelSpec, draft: ModelSpec, page_tokens: int) -> float:
+    """Return the part of the KV memory that the draft model gets: both hold as many tokens."""
+    mine, its = (page_bytes(each, page_tokens, torch.float16) * len(kv_groups(each)) for each in (spec, draft))
+    return its / (mine + its)
+
+
+def memory_of(runner: LoadedDraft) -> dict[str, int]:
+    """Return the bytes of a model's `weights`, as far as they are matrices, and of its `kv` pages."""
+    weights = matrix_bytes(runner.spec, runner.dtype.itemsize, on_cpu=is_cpu(runner.cache.device))
+    return {"weights": weights, "kv": runner.cache.storage.nbytes}
+
+
+def load_draft_runner(
+    load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, total: int | None
+) -> LoadedDraft:
+    """Load the model of `config.draft` on the same device, by `load`.
+
+    `total` is the KV memory of both models in bytes; None = on a GPU that has the target's weights, what they leave.
+    ModelError for a model that cannot be served or has another vocabulary.
+    """
+    assert config.draft is not None
+    check_draft_model(config.draft, spec, config.tokenizer or config.model)
+    device, draft = parse_device(config.device), load_spec(config.draft)
+    mine = replace(
+        config,
+        model=config.draft,
+        tokenizer=None,
+        draft=None,
+        adapters=(),
+        max_model_len=None,
+        quantization=None,
+        kv_cache_dtype="auto",
+        draft_graphs=False,
+        max_batch_requests=_ROWS_PER_REQUEST * config.max_batch_requests,
+    )
+    if total is None:
+        weights = weight_bytes(draft, parse_dtype(mine, device, draft), on_cpu=is_cpu(device))
+        total = kv_cache_bytes(device, config.memory_fraction, weights)
+    runner = load(replace(mine, kv_cache_bytes=int(total * kv_share(spec, draft, page_tokens))))
+    log.info("Draft model %s: %d KV pages", config.draft, runner.cache.pages)
+    return runner

@@ -1,0 +1,79 @@
+"""Answers of a worker with a real draft model: token for token as without, in float32 on a CPU."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.speculation.local_worker import LocalWorker
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from tests.factories import tiny_engine_config, write_tiny_model
+from wire.messages import SamplingParams
+from wire.speculation_method import SpeculationMethod
+
+PROMPTS = [list(range(3, 20 + 7 * n)) for n in range(6)]
+SAMPLINGS = [SamplingParams(40), SamplingParams(40, temperature=0.8, seed=3), SamplingParams(30, top_p=0.9, seed=1)]
+DRAFTS = 3
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> list[list[int]]:
+    """The answers without drafts."""
+    config = engine(target)
+    return asyncio.run(answers(ModelRunner.load(config), config))[0]
+
+
+def engine(target: Path, draft: Path | None = None) -> EngineConfig:
+    return tiny_engine_config(target, kv_cache_bytes=1 << 22, draft=draft)
+
+
+async def answers(
+    runner: ModelRunner, config: EngineConfig, drafts: int | None = DRAFTS, prompts: Sequence[list[int]] = PROMPTS
+) -> tuple[list[list[int]], int, int]:
+    """Returns the answers, and the drafts that were verified and accepted; of `drafts` None as many as pay."""
+    method = SpeculationMethod.OFF if config.draft is None else SpeculationMethod.DRAFT
+    async with LocalWorker.open(runner, config, method) as worker:
+        speculation = worker.speculation
+        if speculation is not None:
+            speculation.fixed_drafts = drafts
+        found = [worker.send(prompt, SAMPLINGS[n % len(SAMPLINGS)]) for n, prompt in enumerate(prompts)]
+        await asyncio.gather(*(each.finished.wait() for each in found))
+        counts = None if speculation is None else speculation.counts
+        if speculation is not None:
+            pool = speculation._model._runner.pool
+            pool.check_integrity()
+            assert pool.counts().free == pool.total
+        await asyncio.sleep(0)
+        runner.pool.check_integrity()
+    drafted = (sum(counts.drafted.values()), sum(counts.accepted.values())) if counts else (0, 0)
+    return [each.token_ids for each in found], *drafted
+
+
+def test_the_model_itself_drafts_every_token(target: Path, plain: list[list[int]]) -> None:
+    config = engine(target, draft=target)
+    found, drafted, accepted = asyncio.run(answers(ModelRunner.load(config), config))
+    assert found == plain
+    assert accepted == drafted, "greedy or seeded, equal models draw equal tokens"
+    tokens = sum(map(len, plain)) - len(plain)
+    assert tokens / (tokens - accepted) > 0.8 * (DRAFTS + 1)
+
+
+@pytest.mark.parametrize("family", ["smollm2", "ministral"], ids=["random", "windows"])
+def test_a_model_that_knows_nothing_changes_no_token(
+    family: str, target: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
+    config = engine(target, draft=write_tiny_model(tmp_path, family, seed=5, num_hidden_layers=2, layer_types=None))
+    runner = ModelRunner.load(config)
+    found, drafted, accepted = asyncio.run(answers(runner, config))
+    assert found == plain
+    assert accepted < 0.1 * drafted
+    found, fewer, _ = asyncio.run(answers(runner, config, drafts=None))
+    assert found == plain
+    assert fewer < 0.5 * drafted, "the control ends what is rejected"
