@@ -54,16 +54,9 @@ class DraftingBatch(RunningBatch):
             self._snapshot = None  # they may get a page before the step is launched
         if snapshot is None:
             return (), NOTHING
-        return [slot.request for slot in snapshot.slots], self._work_of(snapshot)
-
-    def next_work(self) -> StepWork:
-        """Return the work of the next step without drafts."""
-        snapshot = self._snapshot_of(self._next_step)
-        return NOTHING if snapshot is None else self._work_of(snapshot)
-
-    def _work_of(self, snapshot: BatchSnapshot) -> StepWork:
         context = snapshot.context_tokens(self._next_step)
-        return StepWork(decode_rows=len(snapshot), decode_context_tokens=context)
+        work = StepWork(decode_rows=len(snapshot), decode_context_tokens=context)
+        return [slot.request for slot in snapshot.slots], work
 
     def rows_left(self, request: DecodeRequest) -> int:
         """Return the number of further rows that the request may have: until its answer is as long as it may be."""

@@ -127,7 +127,7 @@ class Speculation:
         fitting = [each for each in fitting if each.survival]
         if fitting and self._computing is not None:
             fitting, self.drafting_s = self._computed(self._computing, fitting)
-        self._launched = _Launched(bounds.cost, self._batch.next_work(), fitting, self.drafting_s)
+        self._launched = _Launched(bounds.cost, self._batch.next_rows()[1], fitting, self.drafting_s)
         self.counts.drafting_s += self.drafting_s
         if not fitting:
             self.counts.lost_s += self.drafting_s
