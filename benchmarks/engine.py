@@ -146,12 +146,12 @@ def compare(engine: Engine, peer: TransformersPeer, settings: Settings) -> list[
     """Compares all quantities; each side first has one turn that does not count."""
     compared = []
     for batch in settings.batches:
-        prompts = _prompts(batch, settings.prompt, engine.vocab_size)
+        prompts = random_prompts(batch, settings.prompt, engine.vocab_size)
         ours, theirs, same = _decode_turns(engine, peer, prompts, settings)
         read = peer.weight_bytes() + batch * engine.kv_bytes(settings.prompt + settings.new_tokens // 2)
         compared.append(Comparison(f"decode_ratio_b{batch}", ours, theirs, read, same))
-    (prompt,) = _prompts(1, settings.prefill, engine.vocab_size)
-    turns = _take_turns(lambda: engine.prefill(prompt), lambda: peer.prefill(prompt), settings.rounds)
+    (prompt,) = random_prompts(1, settings.prefill, engine.vocab_size)
+    turns = take_turns(lambda: engine.prefill(prompt), lambda: peer.prefill(prompt), settings.rounds)
     compared.append(Comparison(f"prefill_ratio_{settings.prefill}", *turns))
     return compared
 
@@ -165,12 +165,13 @@ def _decode_turns(
         seconds, answers[name] = side.decode(prompts, settings.new_tokens)
         return seconds
 
-    ours, theirs = _take_turns(lambda: turn(engine, "engine"), lambda: turn(peer, "peer"), settings.rounds)
+    ours, theirs = take_turns(lambda: turn(engine, "engine"), lambda: turn(peer, "peer"), settings.rounds)
     same = sum(a == b for a, b in zip(answers["engine"], answers["peer"], strict=True))
     return ours, theirs, f"{same} of {len(prompts)}"
 
 
-def _take_turns(engine: Callable[[], float], peer: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+def take_turns(engine: Callable[[], float], peer: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+    """Returns the results of `rounds` calls of each in turn, after a call of each that does not count."""
     engine(), peer()
     ours, theirs = [], []
     for _ in range(rounds):
@@ -179,7 +180,8 @@ def _take_turns(engine: Callable[[], float], peer: Callable[[], float], rounds: 
     return ours, theirs
 
 
-def _prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
+def random_prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
+    """Returns `batch` prompts of so many random token ids, the same in each call."""
     generator = torch.Generator().manual_seed(batch)
     prompts: Prompts = torch.randint(3, vocab_size, (batch, tokens), generator=generator).tolist()
     return prompts

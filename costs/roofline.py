@@ -10,6 +10,8 @@ from wire.errors import InvalidArgument
 
 _FLOP_A_WEIGHT = 2
 """A weight is multiplied and added once for each token."""
+_UNPACKED_BYTES = 2
+"""Bytes of a dequantized element."""
 _KNEE = 0.35
 """The fixed cost of prompts in a step / the time in which weights are read: the two do not overlap entirely. The median
 that workers of an 8B model on H200s had learned (0.22 to 0.74).
@@ -18,7 +20,23 @@ _UNPACKING = 1.5
 """Time to unpack codes for a row of a decode step / that of its arithmetic with those weights in 16 bits.
 
 Steps of llama-3-8b on an H100, int8 and int4, are .92 and .93 times as fast as in 16 bits with 128 rows, .72 and .75
-with 256 (docs/decisions/0042). This says .90 and .98, .79 and .83; without it 1.23 and 1.38, 1.14 and 1.21.
+with 256 (docs/decisions/0042). This says .87 and .94, .78 and .81; without it 1.18 and 1.31, 1.11 and 1.18.
+"""
+_DEQUANTIZING = 1.5
+"""Time to dequantize the weights for a step with a prompt / that of writing them in 16 bits at memory bandwidth.
+
+Prompts of 512, 2,048 and 8,192 tokens in int8 take 7.5, 8.0 and 7.5 ms longer than in 16 bits on an H100, and 7.5
+by this.
+"""
+_PACKED_LATENCY_S = 4e-6
+"""What a product with few tokens takes longer than its bytes say if its weight is packed: launch, first loads, joins.
+
+For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one row in int8, fp8 and int4 was predicted
+1.75, 1.77 and 2.74 times as fast as in 16 bits, where 1.40, 1.34 and 1.74 were measured; with them 1.52, 1.53 and 2.20.
+"""
+_FLOAT8_PRODUCTS = 0.58
+"""Time of large products of FP8 weights and inputs / that in 16 bits: prompts of 512, 2,048 and 8,192 tokens are
+computed 1.55, 1.62 and 1.52 times as fast on an H100. This says 1.53, 1.58 and 1.51.
 """
 _BATCH = 32
 """A batch of decode rows that reads most experts of common models."""
@@ -66,6 +84,18 @@ class WindowedLayers:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """The packed matrices that are no embedding and no experts."""
+
+    products: int = 0
+    """Their number: each is one product of a step."""
+    unpacked: int = 0
+    """Elements of those whose codes are unpacked for products with 16-bit inputs."""
+    float8: int = 0
+    """Elements of those that are multiplied in FP8, with inputs of 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSizes:
     """The amounts that a step of a model reads and computes."""
 
@@ -84,8 +114,8 @@ class ModelSizes:
     """Bytes of all experts of all layers."""
     expert_share: float = 0.0
     """The part of a layer's experts that a token chooses."""
-    unpacked_weights: int = 0
-    """Elements of the matrices whose codes are unpacked for products with 16-bit inputs, experts aside."""
+    packed: PackedWeights = PackedWeights()
+    """The matrices that are packed, as GPUs compute with them."""
     windowed: tuple[WindowedLayers, ...] = ()
     """The layers with windows, by their window."""
 
@@ -130,15 +160,14 @@ class Roofline:
     ceilings: Ceilings
 
 
-def unpacking_seconds(sizes: ModelSizes, device: Ceilings) -> float:
-    """Return the time that packed weights add to each row of a decode step."""
-    return _UNPACKING * _FLOP_A_WEIGHT * sizes.unpacked_weights / device.flops
-
-
 def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:
-    """Return the parameters with which a worker starts."""
-    token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
+    """Return the parameters with which a worker starts; packed weights take what llama-3-8b's took on an H100."""
+    packed = sizes.packed
+    plain_token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
+    token_s = plain_token_s - (1 - _FLOAT8_PRODUCTS) * _FLOP_A_WEIGHT * packed.float8 / device.flops
     weights_s = (sizes.weight_bytes + sizes.expert_bytes_read(1)) / device.bytes_per_s
+    dequantizing_s = _DEQUANTIZING * _UNPACKED_BYTES * packed.unpacked / device.bytes_per_s
+    unpacking_s = _UNPACKING * _FLOP_A_WEIGHT * packed.unpacked / device.flops
     # Each further row reads further experts, until most of them are read; a straight line to a batch of 32.
     experts_s = (sizes.expert_bytes_read(_BATCH) - sizes.expert_bytes_read(1)) / (_BATCH - 1) / device.bytes_per_s
     # Layers with a narrow window cost each row and token the same, whatever its context is.
@@ -148,12 +177,12 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
     context_bytes = sizes.kv_bytes_per_token - sum(each.kv_bytes_per_token for each in narrow)
     pair_flop = sizes.attention_flop_per_pair - sum(each.attention_flop_per_pair for each in narrow)
     return CostParameters(
-        base_s=weights_s + device.launch_s,
-        prompt_base_s=device.launch_s + _KNEE * weights_s,
+        base_s=weights_s + device.launch_s + _PACKED_LATENCY_S * packed.products,
+        prompt_base_s=device.launch_s + _KNEE * weights_s + dequantizing_s,
         token_s=token_s + token_flop / device.flops,
         pair_s=pair_flop / device.flops,
         # Below the knee a row's arithmetic is hidden but not quite: large batches cost half as much again.
-        row_s=token_s / 2 + unpacking_seconds(sizes, device) + experts_s + row_bytes / device.bytes_per_s,
+        row_s=plain_token_s / 2 + unpacking_s + experts_s + row_bytes / device.bytes_per_s,
         context_s=context_bytes / device.bytes_per_s,
         free_tokens=int(weights_s / token_s),
         tile_tokens=grid.tile_tokens,

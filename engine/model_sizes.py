@@ -2,7 +2,7 @@
 
 import torch
 
-from costs.roofline import CPU, GPU, ModelSizes, Roofline, WindowedLayers, guess
+from costs.roofline import CPU, GPU, ModelSizes, PackedWeights, Roofline, WindowedLayers, guess
 from costs.step_cost import CostParameters
 from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
@@ -15,7 +15,7 @@ from engine.config.model import (
     ModelSpec,
 )
 from engine.kernels.base import is_cpu
-from engine.models.allocation import saved_bytes, unpacked_elements
+from engine.models.allocation import packed_weights, saved_bytes
 
 _ATTENTION_FLOP = 2
 """Operations per query, key and dimension of keys or values: a product and a sum."""
@@ -43,7 +43,7 @@ def model_sizes(
         output_weights=output,
         expert_bytes=experts * item_bytes - saved.experts,
         expert_share=max(map(_expert_share, spec.layers)),
-        unpacked_weights=0 if on_cpu else unpacked_elements(spec),
+        packed=PackedWeights() if on_cpu else packed_weights(spec),
         windowed=tuple(_layers_of(spec, window, kv_bytes) for window in windows),
     )
 

@@ -9,6 +9,9 @@ from planner.decision import Limits, Split
 from planner.load_ratio import WorkerFacts
 from planner.memory import Memory
 from planner.sizing import Sizing
+from wire.cost_parameters import CostParameters
+
+_SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,41 +25,35 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The same model with fewer bits: what its workers hold and read."""
+    """The same model with fewer bits: what its workers hold, and how their steps change."""
 
     name: str
     memory: Memory
-    weight_reads: float
-    """Bytes of weights that a decode step reads, as a fraction of the current ones."""
-    kv_reads: float
-    """Likewise of a token's KV."""
-    unpacking_s: float = 0.0
-    """Seconds that unpacking its weights adds to each row of a decode step, compared with the current ones."""
+    before: CostParameters
+    """Steps by the roofline with the current bits."""
+    after: CostParameters
+    """Likewise with fewer."""
 
 
-def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized], launch_s: float) -> Iterator[Change]:
-    """Yields the effects of quantization; `launch_s` of a step's base reads no weights."""
+def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterator[Change]:
+    """Yields the effects of quantization."""
     for form in forms:
-        other = replace(
-            sizing,
-            prompts=_quantized(sizing.prompts, form, launch_s),
-            answers=_quantized(sizing.answers, form, launch_s),
-        )
+        other = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
         yield _change(form.name, sizing, other, split)
 
 
-def _quantized(facts: WorkerFacts, form: Quantized, launch_s: float) -> WorkerFacts:
-    """Returns the facts of workers that read less; the arithmetic of prompts is assumed to take as long."""
-    cost = facts.cost
-    reading_s = max(cost.base_s - launch_s, 0.0)
+def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:
+    """Returns the facts of quantized workers: each coefficient changes by the factor that the roofline says."""
     smaller = replace(
-        cost,
-        base_s=cost.base_s - reading_s * (1 - form.weight_reads),
-        row_s=cost.row_s + form.unpacking_s,
-        context_s=cost.context_s * form.kv_reads,
-        free_tokens=int(cost.free_tokens * form.weight_reads),
+        facts.cost,
+        **{
+            name: getattr(facts.cost, name) * getattr(form.after, name) / before
+            for name in _SECONDS
+            if (before := getattr(form.before, name))
+        },
     )
-    return replace(facts, cost=smaller, kv_tokens=form.memory.kv_tokens)
+    free = int(facts.cost.free_tokens * form.after.free_tokens / max(1, form.before.free_tokens))
+    return replace(facts, cost=replace(smaller, free_tokens=free), kv_tokens=form.memory.kv_tokens)
 
 
 def _change(name: str, before: Sizing, after: Sizing, split: Split) -> Change:

@@ -17,6 +17,7 @@ from benchmarks.load.token_source import TOKEN, TokenSource
 from router.api.listeners import SERVICE
 from router.config import RouterConfig
 from router.server import RouterServer
+from wire.heap import settle_heap
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ def run_source(pipe: Connection, step_s: float) -> None:
     """Runs the stand-in worker; sends the controller's address."""
 
     async def run() -> None:
-        pipe.send(await TokenSource(step_s).start())
+        address = await TokenSource(step_s).start()
+        settle_heap()
+        pipe.send(address)
         await asyncio.Event().wait()
 
     asyncio.run(run())
@@ -64,6 +67,7 @@ def run_router(pipe: Connection, controller: str, model: Path, settings: Mapping
             async for health in health_pb2_grpc.HealthStub(channel).Watch(asked):
                 if health.status == health_pb2.HealthCheckResponse.SERVING:
                     break
+        settle_heap()  # as a router's process does
         before = _usage()
         pipe.send((listeners.grpc_address, listeners.http_address.removeprefix("http://")))
         while await asyncio.to_thread(pipe.recv) != "end":

@@ -14,6 +14,7 @@ import grpc.aio
 
 from benchmarks.load.token_source import age_of
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from wire.heap import settle_heap
 
 PROMPT = tuple(range(1000, 1020))
 _CHUNK = b'"text"'
@@ -44,6 +45,7 @@ class Asked:
 
 def run_readers(pipe: Connection, kind: str, address: str, asked: Asked) -> None:
     """Runs the client process: sends the `Answers` once all have been read."""
+    settle_heap()
     read = {"grpc": _read_grpc, "http": _read_http}[kind]
     pipe.send(asyncio.run(read(address, asked)))
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from costs.devices import DeviceKind
-from costs.roofline import unpacking_seconds
 from costs.step_cost import StepCost
 from engine.config.model import ModelSpec
 from engine.config.quantization import Codes
-from engine.model_sizes import matrix_bytes, model_sizes
+from engine.model_sizes import matrix_bytes
 from engine.models.load_spec import quantized_at_load
 from planner.decision import Limits, Range, Split
 from planner.demand import Demand, Promise
@@ -64,8 +63,8 @@ class Question:
         return Memory(device_bytes, matrix_bytes(model, ITEM_BYTES), a_token)
 
     def quantized_forms(self) -> Iterator[Quantized]:
-        """Yields weights, KV and both in 8 bits, where they are not: bytes as the cost model counts them."""
-        ceilings, now = self.device.ceilings, model_sizes(self.model, ITEM_BYTES, self.kv_element_bytes)
+        """Yields weights, KV and both in 8 bits, where they are not: steps as the cost model predicts them."""
+        now = roofline(self.model, self.device.ceilings, self.kv_element_bytes)
         packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
         kv = self._narrower_kv()
         for name, model, element_bytes in (
@@ -74,11 +73,8 @@ class Question:
             ("both", packed, kv),
         ):
             if model is not None and element_bytes is not None:
-                sizes = model_sizes(model, ITEM_BYTES, element_bytes)
-                reads = [each.weight_bytes + each.expert_bytes_read(1) for each in (sizes, now)]
-                kv_reads = sizes.kv_bytes_per_token / now.kv_bytes_per_token
-                unpacking_s = unpacking_seconds(sizes, ceilings) - unpacking_seconds(now, ceilings)
-                yield Quantized(name, self._memory(model, element_bytes), reads[0] / reads[1], kv_reads, unpacking_s)
+                after = roofline(model, self.device.ceilings, element_bytes)
+                yield Quantized(name, self._memory(model, element_bytes), now, after)
 
     def _narrower_kv(self) -> float | None:
         """Returns the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""

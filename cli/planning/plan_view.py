@@ -68,6 +68,5 @@ def strategy_table(found: Iterable[Found], rate: float) -> Table:
 
 def what_if_lines(question: Question, split: Split) -> Iterator[str]:
     """Yields the effect of each change, by the cost model alone."""
-    launch_s = question.device.ceilings.launch_s
-    for change in changes(question.sizing, split, question.quantized_forms(), launch_s):
+    for change in changes(question.sizing, split, question.quantized_forms()):
         yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"

@@ -15,7 +15,7 @@ from engine.kernels.packed_weight import PackedWeight, Weight
 from engine.models.allocation import allocate_parameters
 from engine.models.families import places_of
 from engine.models.parameters import DenseParameters, Parameters, Place
-from engine.weights.tensor_reader import read_tensors
+from engine.weights.tensor_reader import check_range, read_tensors
 from wire.errors import InvalidArgument, ModelError
 from wire.messages import AdapterFacts
 
@@ -159,8 +159,11 @@ def _fill(tables: LoraTables, slot: int, placed: _Placed) -> None:
     read_tensors({"a": update.a, "b": update.b}, {"a": a, "b": b})
     if placed.place.transform is not None:
         b = placed.place.transform(b)
+    b.mul_(update.scale)
+    for each, entry in ((a, update.a), (b, update.b)):
+        check_range(each, tables.b.dtype, f"{entry.file}: an update")
     end = placed.first + len(b)
-    tables.b[slot, placed.first : end, : update.rank] = b.mul_(update.scale).to(tables.b)
+    tables.b[slot, placed.first : end, : update.rank] = b.to(tables.b)
     for part, rows in enumerate(tables.part_rows):
         if rows.start < end and placed.first < rows.stop:
             tables.a[slot, part * rank : part * rank + update.rank] = a.to(tables.a)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from costs.roofline import PackedWeights
 from engine.config.model import (
     Attention,
     DenseFeedForward,
@@ -109,18 +110,18 @@ def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes
     return SavedBytes(every_step, experts, table)
 
 
-def unpacked_elements(spec: ModelSpec) -> int:
-    """Returns the elements of packed matrices whose products on GPUs have 16-bit inputs, without tables and experts."""
+def packed_weights(spec: ModelSpec) -> PackedWeights:
+    """Returns the packed matrices, tables and experts aside, by how GPUs multiply them."""
     if spec.quantization is None:
-        return 0
-    return sum(
-        weight.shape.numel()
+        return PackedWeights()
+    packed = [
+        weight
         for path, weight in named_weights(allocate_parameters(spec, torch.float32, _META))
-        if isinstance(weight, PackedWeight)
-        and len(weight.shape) == _MATRIX
-        and not weight.quantized_inputs
-        and path != "embedding"
-    )
+        if isinstance(weight, PackedWeight) and len(weight.shape) == _MATRIX and path != "embedding"
+    ]
+    unpacked = (each.shape.numel() for each in packed if not each.quantized_inputs)
+    float8 = (each.shape.numel() for each in packed if each.quantized_inputs and each.codes.dtype.is_floating_point)
+    return PackedWeights(len(packed), sum(unpacked), sum(float8))
 
 
 @cache

@@ -14,7 +14,7 @@ from engine.weights.quantized import FORMATS
 from engine.weights.quantized.format import StoredTensor
 from engine.weights.quantized.rounding import rounded
 from engine.weights.safetensors_file import TensorEntry
-from engine.weights.tensor_reader import DTYPES, FLOATS, MAX_THREADS, PIECE_BYTES, read_tensors
+from engine.weights.tensor_reader import DTYPES, FLOATS, MAX_THREADS, PIECE_BYTES, check_range, read_tensors
 from wire.errors import ModelError
 
 _BATCH_BYTES = MAX_THREADS * PIECE_BYTES
@@ -104,6 +104,7 @@ def _place(place: Place, scheme: WeightScheme, stored: Mapping[str, Tensor], nam
         _copy(found.packed(packing_of(target), place.transform), target)
     else:
         matrix = found.matrix()
+        check_range(matrix, target.dtype, f"{name}, dequantized,")
         target.copy_(matrix if place.transform is None else place.transform(matrix))
 
 

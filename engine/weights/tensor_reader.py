@@ -34,6 +34,9 @@ PIECE_BYTES = 8 << 20
 """Bytes per read."""
 MAX_THREADS = 8
 _BUFFERS = 2
+_LARGEST_FLOAT16 = 65504.0
+_WIDER = {torch.float64, torch.float32, torch.bfloat16}
+"""Dtypes with numbers beyond it."""
 
 
 def read_tensors(
@@ -42,7 +45,7 @@ def read_tensors(
     """Copies every entry to `into[name]`, contiguous and of its shape, cast to that dtype during the copy.
 
     All of `into` is on one device; the copies are complete on return. `on_read` is called on the caller's thread with
-    the elements of each piece. ModelError for a file that cannot be read to its end.
+    the elements of each piece. ModelError for a file that cannot be read to its end, and as of `check_range`.
     """
     devices = {into[name].device for name in entries}
     if len(devices) != 1:
@@ -60,10 +63,23 @@ def read_tensors(
             pool.shutdown(cancel_futures=True)
 
 
+def check_range(values: Tensor, dtype: torch.dtype, subject: str) -> None:
+    """Raises ModelError if weights would become infinite as float16; `subject` names them in the message."""
+    if dtype != torch.float16 or values.dtype not in _WIDER or not len(values):
+        return
+    low, high = (float(each) for each in torch.aminmax(values))
+    if (most := max(-low, high)) > _LARGEST_FLOAT16:
+        raise ModelError(
+            f"{subject} has a number of size {most:g}, and float16 holds none beyond 65504; use --dtype bfloat16 or"
+            " float32."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of a file from `start` on, stored as `dtype`, with the destination `place` [elements]."""
+    """Bytes of the tensor `name` in a file from `start` on, stored as `dtype`, with the destination `place`."""
 
+    name: str
     file: Path
     start: int
     dtype: torch.dtype
@@ -125,7 +141,7 @@ def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> I
         dtype, flat = DTYPES[entry.dtype], into[name].view(-1)
         step = PIECE_BYTES // dtype.itemsize
         for first in range(0, len(flat), step):
-            yield _Piece(entry.file, entry.start + first * dtype.itemsize, dtype, flat[first : first + step])
+            yield _Piece(name, entry.file, entry.start + first * dtype.itemsize, dtype, flat[first : first + step])
 
 
 def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
@@ -138,7 +154,9 @@ def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
         else:
             buffer = staging.take(len(place) * piece.dtype.itemsize)
             _fill(buffer.numpy(), piece, opened)
-            staging.copy(buffer.view(piece.dtype), place)
+            stored = buffer.view(piece.dtype)
+            check_range(stored, place.dtype, f"{piece.file}: {piece.name}")
+            staging.copy(stored, place)
     return len(place)
 
 

@@ -27,9 +27,10 @@ LOGS = "logs"
 SETTINGS = {
     "model_name": "small",
     "dtype": "float32",
+    "kv_cache_dtype": "int8",
     "threads": 1,
     "page_tokens": 16,
-    "kv_cache_bytes": 40 << 20,
+    "kv_cache_bytes": 45 << 18,
     "max_step_tokens": 32,
     "prefix_cache": False,
     "kv_checksum_rate": 1.0,

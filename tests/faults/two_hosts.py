@@ -27,6 +27,7 @@ WIRES = "tcp,self"
 SETTINGS = {
     "model_name": "small",
     "dtype": "float32",
+    "kv_cache_dtype": "int8",
     "threads": 1,
     "kv_cache_bytes": 1 << 26,
     "max_step_tokens": 64,

@@ -25,7 +25,7 @@ NAME = "outliving"
 PLACES = '{"prefill": 1, "decode": 1}'
 OPTIONS = (
     *("--grpc-port", "0", "--http-port", "0", "--dtype", "float32", "--threads", "1", "--page-tokens", "16"),
-    *("--kv-cache-gib", "0.1", "--max-step-tokens", "32", "--cluster-name", NAME),
+    *("--kv-cache-dtype", "int8", "--kv-cache-gib", "0.1", "--max-step-tokens", "32", "--cluster-name", NAME),
 )
 LEFT = f"""
 import json, ray

@@ -11,6 +11,9 @@ import torch
 
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
+from engine.cache.paged_cache import kernel_view
+from engine.config.kv import KvGroup
+from engine.kernels.kv_cache import SCALE_BYTES
 from engine.steps.batch import StepRow
 from kv_transfer.layout import KVLayout
 from tests.fake_engine import PAGE_TOKENS, FakeEngine
@@ -32,6 +35,8 @@ class Holder:
 FIRST_STAMP = 1
 STEP_TOKENS = 6
 """The most prompt tokens of a step."""
+TOKEN_BYTES = 4
+"""Bytes of a token's id, as codes of 8-bit KV."""
 
 
 def stamp_behind(stamp: int, token: int) -> int:
@@ -59,14 +64,26 @@ class WatchedEngine(FakeEngine):
     """Computes in pages of one attempt alone, reads none but these and shared ones, and of no other prefix."""
 
     step_tokens = STEP_TOKENS
+    quantized = True
+    """Whether pages are those of 8-bit KV: the four bytes of a token are its codes, and its stamp is their scale."""
 
     def __init__(self, pages: int, *, asynchronous: bool) -> None:
         super().__init__(pages)
         self.asynchronous = asynchronous
-        self.memory = np.zeros((pages + 1, PAGE_TOKENS, 2), dtype="<i4")
+        dtype = torch.int8 if self.quantized else torch.int32
+        each = (2, PAGE_TOKENS) if self.quantized else (PAGE_TOKENS, 2)
+        self.stored = np.zeros((pages + 1, *each), dtype="<i4")
         """The last page belongs to no request: transfers that test a connection use it."""
-        self.layout = KVLayout(self.memory.ctypes.data, pages + 1, 1, 1, PAGE_TOKENS, 1, 4, "int32")
-        self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
+        self.memory = self.stored.swapaxes(1, 2) if self.quantized else self.stored
+        group = KvGroup((0,), 1, 1, 1, TOKEN_BYTES if self.quantized else 2)
+        cache = kernel_view(torch.from_numpy(self.stored).view(pages + 1, -1).view(dtype), group, PAGE_TOKENS)
+        scale_bytes = SCALE_BYTES if self.quantized else 0
+        self.layout = KVLayout(
+            self.stored.ctypes.data, pages + 1, 1, 1, PAGE_TOKENS, group.dim, dtype.itemsize,
+            str(dtype).removeprefix("torch."), parts=1, scale_bytes=scale_bytes,
+        )  # fmt: skip
+        assert self.layout.total_bytes == self.stored.nbytes
+        self.page_sums = page_checksums(cache)
         self.seen: Counter[str] = Counter()
 
     def _row(self, row: StepRow) -> int | None:

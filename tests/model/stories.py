@@ -1,7 +1,7 @@
 """Fences that random moves need too long to miss, each with the story that needs it.
 
-A worker is taken for dead amid a hand-over, and lives: `World.disown`. The story must end well with the code as it is,
-and badly with the mutant.
+In most of them a worker is taken for dead amid a hand-over, and lives: `World.disown`. The story must end well with the
+code as it is, and badly with the mutant.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from engine.cache.page_checksums import HostChecksums
 from kv_transfer.fence import Exposure, nobody_knows
 from kv_transfer.lease import LeaseTable
 from prefill_worker.write_window import WriteWindow
+from tests.fake_engine import PAGE_TOKENS
+from tests.model.checks import TOKEN_BYTES
 from tests.model.mutants import Mutant, a_release_is_never_in_doubt
 from tests.model.workers import QUARANTINE_S, WINDOW_S
 from tests.model.world import World
@@ -79,6 +82,16 @@ def cut_off_but_heard(world: World) -> None:
     world.workers[prefill].turn()
     while world.fabric.flights:
         world.land(world.fabric.flights[0])
+    world.check()
+    world.end()
+
+
+def a_scale_is_damaged(world: World) -> None:
+    """A byte of the scale of a page's first token is another one after the page has landed."""
+    begun(world)
+    write = world.fabric.flights[0]
+    world.land(write, 1)
+    world.corrupt(write, PAGE_TOKENS * TOKEN_BYTES + 1)
     world.check()
     world.end()
 
@@ -155,12 +168,23 @@ def nobody_owes_the_dead(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Peers, "_owe", lambda *_: None)
 
 
+def scales_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """Checksums are those of codes alone."""
+    part = HostChecksums._part
+
+    def codes_only(self: HostChecksums, page: int, chosen: slice) -> int:
+        return 0 if chosen.start is not None else part(self, page, chosen)
+
+    patch.setattr(HostChecksums, "_part", codes_only)
+
+
 STORIES: dict[Story, tuple[Mutant, str]] = {
     cut_off_while_it_may_write: (a_permission_is_no_bound, "lands in a page"),
     cut_off_for_long: (a_permission_has_no_end, "lands in a page"),
     cut_off_but_heard: (renewals_are_never_refused, "lands in a page"),
     stopped_amid_its_write: (nobody_looks_whether_a_writer_lives, "lands in a page"),
     a_connection_breaks_amid_a_write: (a_release_is_never_in_doubt, "lands in a page"),
+    a_scale_is_damaged: (scales_are_not_checked, "reads KV of another prefix"),
     disowned_by_its_writer: (nobody_owes_the_dead, "left for ever"),
 }
 """Each with a fence that it needs, and what the model must say without it."""

@@ -393,7 +393,7 @@ class World:
         if one.landed and found is not None and found.me == one.flight.write.peer:
             self._alarms.expected.add("decode_worker.kv_arrival")
             page = one.flight.write.remote_pages[byte % one.landed]
-            memory = found.engine.memory[page].view("u1").reshape(-1)
+            memory = found.engine.stored[page].view("u1").reshape(-1)
             memory[byte % len(memory)] ^= 0x40
 
     def end(self) -> None:

@@ -9,9 +9,11 @@ import torch
 from benchmarks.cpu.peer_transformers import TransformersPeer
 from benchmarks.engine import Comparison, Engine, Settings, as_result, compare, main, parse_arguments
 from benchmarks.results import run_facts, save_result
+from benchmarks.tuning import cpu_codes
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from tests.factories import write_tiny_model
+from tests.unit.engine.weights.quantized_folders import write_quantized
 
 SMALL = Settings(batches=(1, 3), prompt=5, new_tokens=4, prefill=20, rounds=2)
 
@@ -136,3 +138,18 @@ def test_what_cannot_be_measured_is_said_in_one_sentence(
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def test_codes_are_measured_beside_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PROMPT_TOKENS": 5, "NEW_TOKENS": 3, "PREFILL_TOKENS": 20, "BATCHES": (1,)}.items():
+        monkeypatch.setattr(cpu_codes, name, value)
+    packed, plain = write_quantized(tmp_path, "W4A16")
+    found = cpu_codes.measure(plain, packed, 1, 2)
+    assert found["decode_ratio_b1"] == pytest.approx(found["decode_b1_bf16_ms"] / found["decode_b1_ms"], abs=0.01)
+    assert found["prefill_ratio_20"] > 0
+    assert cpu_codes.resident_mb(packed, 1) > 50
+
+
+def test_a_model_without_codes_is_refused(folder: Path) -> None:
+    with pytest.raises(SystemExit, match="take a quantized GGUF"):
+        cpu_codes.main(["--model", str(folder)])

@@ -10,6 +10,7 @@ from planner.memory import GIB, OVERHEAD_BYTES, Memory
 from planner.sizing import Sizing
 from planner.what_if import Quantized, changes
 from tests.unit.planner.scenes import FACTS, PROMISE
+from wire.cost_parameters import CostParameters
 
 MEMORY = Memory(device_bytes=20 * GIB + OVERHEAD_BYTES, weight_bytes=10 * GIB, kv_bytes_per_token=GIB / 1000)
 ANSWERS = Sizing(Demand(20.0, 100, 400), PROMISE, FACTS, replace(FACTS, kv_tokens=MEMORY.kv_tokens))
@@ -17,13 +18,15 @@ ANSWERS = Sizing(Demand(20.0, 100, 400), PROMISE, FACTS, replace(FACTS, kv_token
 
 
 def forms(memory: Memory) -> list[Quantized]:
-    """Half of the bytes of weights, of KV and of both."""
+    """Half of the bytes of weights, of KV and of both, in steps that take as long as they read."""
 
     def form(name: str, weights: float, kv: float) -> Quantized:
         smaller = replace(
             memory, weight_bytes=memory.weight_bytes * weights, kv_bytes_per_token=memory.kv_bytes_per_token * kv
         )
-        return Quantized(name, smaller, weights, kv)
+        before = CostParameters(base_s=1e-3, context_s=1e-6, free_tokens=100)
+        after = replace(before, base_s=weights * 1e-3, context_s=kv * 1e-6, free_tokens=round(weights * 100))
+        return Quantized(name, smaller, before, after)
 
     return [form("weights in 8 bits", 0.5, 1.0), form("KV in 8 bits", 1.0, 0.5), form("both", 0.5, 0.5)]
 
@@ -34,7 +37,7 @@ def test_memory_is_what_weights_leave() -> None:
 
 
 def test_smaller_numbers_help_where_kv_binds() -> None:
-    found = {each.name: each.rate for each in changes(ANSWERS, ANSWERS.best(8, Limits()), forms(MEMORY), 0.0)}  # type: ignore[arg-type]
+    found = {each.name: each.rate for each in changes(ANSWERS, ANSWERS.best(8, Limits()), forms(MEMORY))}  # type: ignore[arg-type]
     assert found["KV in 8 bits"] > 1.3
     assert found["weights in 8 bits"] > 1.2
     assert found["both"] > max(found["KV in 8 bits"], found["weights in 8 bits"])
@@ -47,7 +50,7 @@ def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
     roomy = replace(MEMORY, device_bytes=1e4 * GIB)
     split = sizing.best(40, Limits(Range(20, 20), Range(20, 20)))
     assert split is not None
-    found = {each.name: each.rate for each in changes(sizing, split, forms(roomy), 0.01)}
+    found = {each.name: each.rate for each in changes(sizing, split, forms(roomy))}
     assert found["KV in 8 bits"] > 1.3
 
 

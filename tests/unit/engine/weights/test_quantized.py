@@ -275,3 +275,16 @@ def test_the_configuration_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
     wanted = loaded(twin)
     for name, found in loaded(folder).items():
         torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+
+
+def test_scales_that_float16_cannot_follow_are_refused(tmp_path: Path) -> None:
+    """Weights of columns in an order of their own are dequantized at load, to the dtype of the model."""
+    folder, _ = write_quantized(tmp_path, "gptq desc_act")
+    tensors = load_file(folder / WEIGHTS)
+    name = next(each for each in tensors if each.endswith(".scales"))
+    tensors[name] = torch.full_like(tensors[name], 3e4)
+    save_file(tensors, folder / WEIGHTS)
+    spec = check_model(folder)
+    with pytest.raises(ModelError, match=r"dequantized, has a number of size .* float16 holds none beyond 65504"):
+        load_weights(folder, spec, allocate_parameters(spec, torch.float16, CPU))
+    load_weights(folder, spec, allocate_parameters(spec, torch.bfloat16, CPU))

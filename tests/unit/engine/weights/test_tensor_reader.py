@@ -80,3 +80,24 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "1.safetensors").unlink()
     with pytest.raises(ModelError, match=r"1\.safetensors cannot be read"):
         read_tensors(entries, empty(torch.float32))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float64])
+def test_numbers_beyond_float16_are_refused_by_name(tmp_path: Path, stored: torch.dtype) -> None:
+    """Cast, they would be infinite, and every answer nonsense; the largest number that it holds is loaded."""
+    tensors = {"fits": torch.full((70,), 65504.0), "weight": torch.ones(70)}
+    tensors["weight"][69] = -70000.0
+    save_file({name: each.to(stored) for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    entries = read_header(tmp_path / "model.safetensors")
+    into = {name: torch.empty(70, dtype=torch.float16) for name in tensors}
+    if stored != torch.bfloat16:  # which rounds 65504 up
+        read_tensors({"fits": entries["fits"]}, into)
+        assert (into["fits"] == 65504).all()
+    with pytest.raises(
+        ModelError, match=r"safetensors: weight has a number of size .* use --dtype bfloat16 or"
+    ) as caught:
+        read_tensors(entries if stored != torch.bfloat16 else {"weight": entries["weight"]}, into)
+    assert caught.value.message.endswith(".")
+    wide = {name: torch.empty(70, dtype=torch.bfloat16) for name in tensors}
+    read_tensors(entries, wide)
+    assert wide["weight"][69] == torch.tensor(-70000.0).bfloat16()

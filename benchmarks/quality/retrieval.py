@@ -1,0 +1,194 @@
+"""Needle retrieval at long contexts, by a model made for it: `python -m benchmarks.quality.retrieval`.
+
+No model that is small enough for a CPU answers questions about 32,768 tokens. Two layers of one head can copy what
+followed a token when it stood in the text before (an induction head, arXiv:2209.11895), exactly and at any distance,
+with weights that are written down instead of trained. So an answer is wrong only if keys and values are: of a wrong
+position, with a wrong scale, or too coarse. The keys that are compared have one coordinate of `OUTLIER` times the size
+of the others, as those of trained models do, which is what 8-bit codes have to bear.
+
+16-bit and quantized KV answer the same prompts in one run. The last line is JSON.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.command_line import at_least, exit_on_error
+from benchmarks.quality.needle import DEPTHS, Needles, found_needles
+from benchmarks.results import run_facts, save_result
+from engine.config import EngineConfig
+from engine.quality.loading import load_for_comparison
+
+VOCAB = 512
+NUMBER_TOKENS = 6
+KEY = 3
+"""The token that stands before the number, and at the end of the prompt."""
+FIRST_DIGIT, FIRST_HAY = 4, 32
+"""Tokens from `FIRST_DIGIT` on are in numbers only, those from `FIRST_HAY` on in the text around them."""
+OUTLIER = 8.0
+HIDDEN, HEAD_DIM = 128, 64
+ROPE_THETA = 1e12
+"""So large that half of a head's pairs of coordinates hardly turn within 65,536 positions."""
+_HALF = HEAD_DIM // 2
+_TURNING = 14
+"""The pairs that find the position before; the others compare tokens."""
+_CODE = 2 * (_HALF - _TURNING)
+"""Coordinates of a token's code, each 1 or -1."""
+_TOKEN, _BEFORE, _ONE, _COPIED = 0, _CODE, 2 * _CODE, 2 * _CODE + 1
+"""The first coordinates of the hidden state: the token's code, that of the one before, a constant 1, the answer."""
+_ALIKE = 12
+"""The largest product of two tokens' codes, of which one is in a number."""
+_SHARPNESS_BEFORE, _SHARPNESS_SAME = 16.0, 1.0
+"""What each pair, or coordinate of a code, adds to a score: weights of other positions are below e^-9 and e^-20."""
+_CONTEXT = 65_536
+
+
+def write_retrieval_model(folder: Path) -> Path:
+    """Writes the model in Hugging Face layout, without a tokenizer; returns its folder."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": VOCAB,
+        "hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "head_dim": HEAD_DIM, "max_position_embeddings": _CONTEXT, "rms_norm_eps": 1e-6,
+        "rope_theta": ROPE_THETA, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: each.contiguous() for name, each in _weights().items()}, folder / "model.safetensors")
+    return folder
+
+
+def _weights() -> dict[str, Tensor]:
+    codes = _token_codes()
+    embedding, head = torch.zeros(VOCAB, HIDDEN), torch.zeros(VOCAB, HIDDEN)
+    embedding[:, _TOKEN:_BEFORE], embedding[:, _ONE] = codes, 1.0
+    head[:, _COPIED : _COPIED + _CODE] = codes
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(HIDDEN)}
+    for layer, projections in enumerate((_position_before(), _same_token())):
+        name = f"model.layers.{layer}."
+        tensors |= {f"{name}self_attn.{part}_proj.weight": each for part, each in projections.items()}
+        tensors |= {f"{name}mlp.{part}_proj.weight": torch.zeros(HIDDEN, HIDDEN) for part in ("gate", "up", "down")}
+        tensors |= {f"{name}{part}_layernorm.weight": torch.ones(HIDDEN) for part in ("input", "post_attention")}
+    return tensors
+
+
+def _token_codes() -> Tensor:
+    """Returns codes [vocab, _CODE] of 1 and -1; those of tokens before `FIRST_HAY` are unlike all others."""
+    generator, found = torch.Generator().manual_seed(0), torch.zeros(0, _CODE)
+    while len(found) < VOCAB:
+        code = torch.randint(2, (_CODE,), generator=generator) * 2.0 - 1
+        if not (found[:FIRST_HAY] @ code > _ALIKE).any():
+            found = torch.cat([found, code[None]])
+    return found
+
+
+def _position_before() -> dict[str, Tensor]:
+    """Returns the first layer's projections: a token attends to the one before it, and takes its code.
+
+    With queries (1, 0) and keys (cos t, sin t) in a pair of frequency t, the score of a token d before is cos(t (d-1)).
+    """
+    # After the norm a hidden state of `ones` coordinates of 1 and -1 has this for each.
+    size = math.sqrt(HIDDEN / (_CODE + 1))
+    frequencies = ROPE_THETA ** (-torch.arange(_TURNING) / _HALF)
+    gain = math.sqrt(_SHARPNESS_BEFORE * math.sqrt(HEAD_DIM)) / size
+    q, k, v, o = _empty()
+    q[:_TURNING, _ONE] = gain
+    k[:_TURNING, _ONE], k[_HALF : _HALF + _TURNING, _ONE] = gain * frequencies.cos(), gain * frequencies.sin()
+    v[:_CODE, _TOKEN:_BEFORE] = torch.eye(_CODE) / size
+    o[_BEFORE:_ONE, :_CODE] = torch.eye(_CODE)
+    return {"q": q, "k": k, "v": v, "o": o}
+
+
+def _same_token() -> dict[str, Tensor]:
+    """Returns the second layer's: a token attends to those that follow the same token, and takes their code."""
+    size = math.sqrt(HIDDEN / (2 * _CODE + 1))
+    gain = math.sqrt(_SHARPNESS_SAME * math.sqrt(HEAD_DIM)) / size
+    slow = torch.cat([torch.arange(_TURNING, _HALF), torch.arange(_HALF + _TURNING, HEAD_DIM)])
+    q, k, v, o = _empty()
+    q[slow, _TOKEN:_BEFORE] = torch.eye(_CODE) * gain
+    k[slow, _BEFORE:_ONE] = torch.eye(_CODE) * gain
+    k[0, _ONE] = OUTLIER * gain
+    v[:_CODE, _TOKEN:_BEFORE] = torch.eye(_CODE) / size
+    o[_COPIED : _COPIED + _CODE, :_CODE] = torch.eye(_CODE)
+    return {"q": q, "k": k, "v": v, "o": o}
+
+
+def _empty() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *(torch.zeros(HEAD_DIM, HIDDEN) for _ in range(3)), torch.zeros(HIDDEN, HEAD_DIM)  # type: ignore[return-value]
+
+
+def retrieval_needles(tokens: int) -> Needles:
+    """Returns a prompt of `tokens` token ids for each of `DEPTHS`: random ones around the key and a number."""
+    prompts, numbers = [], []
+    for index, depth in enumerate(DEPTHS):
+        generator = torch.Generator().manual_seed(tokens + index)
+        free = tokens - NUMBER_TOKENS - 2
+        hay = torch.randint(FIRST_HAY, VOCAB, (free,), generator=generator).tolist()
+        number = (FIRST_DIGIT + torch.randperm(FIRST_HAY - FIRST_DIGIT, generator=generator)[:NUMBER_TOKENS]).tolist()
+        cut = int(depth * free)
+        prompts.append([*hay[:cut], KEY, *number, *hay[cut:], KEY])
+        numbers.append(said(number))
+    return Needles(prompts, numbers)
+
+
+def said(token_ids: Sequence[int]) -> str:
+    """Returns tokens as text, as no tokenizer has them."""
+    return " ".join(f"<{each}>" for each in token_ids)
+
+
+def measure(
+    lengths: Sequence[int], kv_cache_dtypes: Sequence[str], device: str, dtype: str, chunk: int
+) -> dict[str, dict[str, int]]:
+    """Returns the numbers found, of `len(DEPTHS)`, by length and dtype of KV."""
+    found: dict[str, dict[str, int]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_retrieval_model(Path(folder))
+        for kv_cache_dtype in kv_cache_dtypes:
+            config = EngineConfig(
+                model, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_step_tokens=chunk
+            )
+            runner = load_for_comparison(config, max(lengths))
+            for length in lengths:
+                began = time.monotonic()
+                count = found_needles(runner, said, retrieval_needles(length), chunk)
+                found.setdefault(str(length), {})[kv_cache_dtype] = count
+                took_s = time.monotonic() - began
+                print(f"{length:,} tokens, KV {kv_cache_dtype}: {count} of {len(DEPTHS)} numbers, {took_s:.0f} s")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures what the command line asks for, and prints JSON last."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality.retrieval", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lambda text: [at_least(64)(each) for each in text.split(",")],
+        default=[4096, 16384, 32768],
+        help="tokens of the prompts (4096,16384,32768)",
+    )
+    parser.add_argument("--kv-cache-dtypes", type=lambda text: text.split(","), default=["auto", "int8"])
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and of KV that is not quantized (bfloat16)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument("--max-step-tokens", type=at_least(1), default=2048, help="prompt tokens of a step (2048)")
+    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    chosen = parser.parse_args(arguments)
+    with exit_on_error():
+        found = measure(chosen.lengths, chosen.kv_cache_dtypes, chosen.device, chosen.dtype, chosen.max_step_tokens)
+    result = {"model": "retrieval", "dtype": chosen.dtype, "needles": found, "needles_of": len(DEPTHS)}
+    result |= run_facts(chosen.device)
+    if chosen.save:
+        print("saved", save_result("retrieval", result))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
