@@ -1,6 +1,22 @@
 """Excludes the objects made during a process's start from garbage collection."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def keep_imports() -> Iterator[None]:
+    """Pauses garbage collection while the body imports, and freezes what it imported, which is never garbage.
+
+    Python repeats the collection as modules are made: a sixth of the time that imports of PyTorch take.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def settle_heap() -> None:

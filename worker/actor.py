@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 from kv_transfer.nixl_backend.processes import this_process
-from wire.heap import settle_heap
+from wire.heap import keep_imports, settle_heap
 from wire.logging.logs import LogConfig, begin_log
 from wire.messages import PeerRef
 from worker.config import WorkerConfig
@@ -44,7 +44,8 @@ class WorkerActor:
         from ray.util import get_node_ip_address
 
         # Here, not above: the controller imports this module too, and has no use for torch.
-        from worker.process import WorkerProcess
+        with keep_imports():
+            from worker.process import WorkerProcess
 
         self._config = config
         self._me = PeerRef(config.worker_id, incarnation)

@@ -10,7 +10,7 @@ from cluster.config import ClusterConfig
 from cluster.ray_processes.ray_process import RayProcess, actor_class, on_this_node
 from cluster.supervision.process_supervisor import Process
 from kv_transfer.nixl_backend.processes import this_process
-from wire.heap import settle_heap
+from wire.heap import keep_imports, settle_heap
 from wire.logging.logs import LogConfig, begin_log
 from wire.turns import take_short_turns
 
@@ -56,7 +56,8 @@ class RouterActor:
     async def start(self) -> "RouterEndpoints":
         """Opens gRPC and HTTP and returns their addresses."""
         take_short_turns()
-        from router.server import RouterServer
+        with keep_imports():
+            from router.server import RouterServer
 
         server = RouterServer(self._config)
         endpoints = await server.start()

@@ -138,10 +138,12 @@ def test_the_bits_of_single_rows_in_float32(shape: AttentionShape, group: int, m
     assert torch.equal(rows.attend(torch.float32, choose=make_group_plan), single)
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
-@pytest.mark.parametrize("shape", [SHAPES["gqa"], SHAPES["window"]], ids=["gqa", "window"])
-@pytest.mark.parametrize("choose", PLANS.values(), ids=PLANS)
-def test_codes(shape: AttentionShape, choose: object, kind: torch.dtype) -> None:
+@pairwise(
+    shape={name: SHAPES[name] for name in ("gqa", "window")},
+    choose=PLANS,
+    kind={"int8": torch.int8, "fp8": torch.float8_e4m3fn},
+)
+def test_codes(*, shape: AttentionShape, choose: object, kind: torch.dtype) -> None:
     step = with_sinks(make_step(REQUESTS, shape, 16))
     rows, cache = Rows(step, 4, spare_groups=1, padding=2), quantized(step.cache, kind)
     for dtype in (torch.float32, torch.float16):

@@ -33,6 +33,27 @@ assert after() is None, "garbage is found as before"
 """
 
 
+_IMPORTS = """
+import gc
+from wire.heap import keep_imports
+
+enabled = []
+try:
+    with keep_imports():
+        kept = [[] for _ in range(1000)]
+        enabled.append(gc.isenabled())
+        raise ImportError
+except ImportError:
+    enabled.append(gc.isenabled())
+assert enabled == [False, True]
+assert gc.get_freeze_count() >= 1000 and len(gc.get_objects()) < 1000
+"""
+
+
+def test_imports_are_not_collected_and_stay_excluded() -> None:
+    subprocess.run([sys.executable, "-c", _IMPORTS], check=True, timeout=60)
+
+
 def test_what_is_there_stays_and_what_comes_is_looked_at() -> None:
     subprocess.run([sys.executable, "-c", _IN_A_PROCESS], check=True, timeout=60)
 

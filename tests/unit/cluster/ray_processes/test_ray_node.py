@@ -89,3 +89,24 @@ def test_its_logs_rotate_by_the_clusters_setting_unless_the_user_says_otherwise(
     node.stop()
     assert os.environ["RAY_ROTATION_MAX_BYTES"] == str(3 << 20)
     assert os.environ["RAY_ROTATION_BACKUP_COUNT"] == "7"
+
+
+def test_ray_starts_no_process_that_only_grown_or_watched_clusters_need(
+    node: RayNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private.node import Node
+
+    helpers = ("start_monitor", "start_api_server", "start_log_monitor")
+    before = [getattr(Node, name) for name in helpers]
+    during: list[object] = []
+
+    def init(**_: object) -> None:
+        during.extend(getattr(Node, name) for name in helpers)
+        assert [getattr(Node, name)(None, include_dashboard=False) for name in helpers] == [None] * 3
+        raise Unavailable("it does not start")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(Unavailable, match="does not start"):
+        node.start({}, 2)
+    assert not set(during) & set(before)
+    assert [getattr(Node, name) for name in helpers] == before, "a Ray that others start in this process has them"
