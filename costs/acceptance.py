@@ -17,18 +17,18 @@ class Acceptance:
     def __init__(self, prior: float = PRIOR) -> None:
         """`prior`: the probability that is assumed at first."""
         self._prior = prior
-        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
-        """By class and position: the probability, and the weight of what it rests on."""
+        self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
+        """See `_at`, by class and position."""
         self._survivals: dict[int, list[float]] = {}
         """The longest return value of `survival` for each class since something was learned, as requests ask alike."""
 
     def rate(self, match: int, position: int) -> float:
         """Return the probability for the draft at `position`, from 0, of a class."""
-        return self._known(match, position)[0]
+        return self._at(match, position)[0]
 
     def best(self) -> float:
         """Return the largest probability for the first draft of any class; the prior while none is known."""
-        return max((rate for (_, position), (rate, _) in self._rates.items() if not position), default=self._prior)
+        return max((rate for (_, position), (rate, *_) in self._known.items() if not position), default=self._prior)
 
     def survival(self, match: int, drafts: int) -> list[float]:
         """Return the probability that each of so many drafts is accepted together with all before it."""
@@ -38,15 +38,34 @@ class Acceptance:
         return found[:drafts]
 
     def observe(self, match: int, drafted: int, accepted: int) -> None:
-        """Learn from a verified draft: those behind the first one that was rejected tell nothing."""
+        """Learn from a verified draft: those behind the first one that was rejected tell nothing.
+
+        A position that would have been reached with one draft more becomes what it is before it is known, by and by:
+        else one where the first drafts were rejected by chance would never be tried again.
+        """
         self._survivals.pop(match, None)
         for position in range(min(accepted + 1, drafted)):
-            rate, weight = self._known(match, position)
-            weight = min(weight + 1.0, WINDOW)
-            self._rates[match, position] = rate + ((position < accepted) - rate) / weight, weight
+            self._learn(match, position, position < accepted)
+        if drafted == accepted and (match, drafted) in self._known:
+            rate, weight, _ = self._known[match, drafted]
+            rate += (self.rate(match, drafted - 1) - rate) / WINDOW if drafted else 0.0
+            self._known[match, drafted] = rate, max(PRIOR_WEIGHT, weight - weight / WINDOW), 0
 
-    def _known(self, match: int, position: int) -> tuple[float, float]:
-        """Return the probability and the weight of what it rests on."""
-        if (match, position) in self._rates:
-            return self._rates[match, position]
-        return (self.rate(match, position - 1) if position else self._prior), PRIOR_WEIGHT
+    def _learn(self, match: int, position: int, accepted: bool) -> None:
+        rate, weight, alike = self._at(match, position)
+        alike = max(alike, 0) + 1 if accepted else min(alike, 0) - 1
+        if (rate if accepted else 1 - rate) ** abs(alike) * WINDOW**2 < 1.0:
+            # So many drafts in a row hardly ever fare alike by this rate: it has changed, and only they count.
+            rate, weight = self._prior, PRIOR_WEIGHT + min(abs(alike), WINDOW) - 1
+            rate += (accepted - rate) * (1 - PRIOR_WEIGHT / weight)
+        weight = min(weight + 1.0, WINDOW)
+        self._known[match, position] = rate + (accepted - rate) / weight, weight, alike
+
+    def _at(self, match: int, position: int) -> tuple[float, float, int]:
+        """Return the probability, the weight of what it rests on, and the newest drafts that fared alike.
+
+        Their number is negative if they were rejected.
+        """
+        if (match, position) in self._known:
+            return self._known[match, position]
+        return (self.rate(match, position - 1) if position else self._prior), PRIOR_WEIGHT, 0

@@ -16,8 +16,6 @@ from engine.steps.seeded import start_of
 
 SlotIndices = NDArray[np.intp]
 
-NEVER = 1 << 62
-"""The number of a step that is never launched."""
 _FIRST_PAGES = 16
 _EMPTY = -1
 """The last step of a slot without a request."""

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,7 @@ BUFFERED_STEPS = 64
 """Steps whose tokens are kept in the buffer before they are appended to their answers."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawing:
+class _Drawing(NamedTuple):
     """The part of the rows' draws that is the same in each step."""
 
     samplings: Sequence[SamplingParams]
@@ -31,12 +31,17 @@ class _Drawing:
     greedy: bool
     looks_back: bool
     wants_logprobs: bool
+    masked_tokens: NDArray[np.int64]
     unmasked_from: int
     """The first step in which the answer of each row is as long as its `masked_tokens`."""
 
+    def moved(self, by: NDArray[np.int64]) -> "_Drawing":
+        """Return the draws of rows that are so many [n] positions further."""
+        offset = self.draw_offset + by
+        return self._replace(draw_offset=offset, unmasked_from=int((self.masked_tokens - offset).max()))
 
-@dataclass(frozen=True, slots=True)
-class _Owners:
+
+class _Owners(NamedTuple):
     """The requests and routers that the rows belong to."""
 
     request_ids: list[str]
@@ -63,9 +68,19 @@ class BatchSnapshot:
         self._columns = columns
         self.indices = indices
         self.slots: list[BatchSlot] = columns.slots[indices].tolist()
-        offset = self._position_offset = columns.position_offset[indices]
-        self._offset_sum = int(offset.sum())
-        self._longest = int(offset.max()) + 1
+        self._place(columns.position_offset[indices])
+
+    def _place(self, offset: NDArray[np.int64]) -> None:
+        self._position_offset, self._offset_sum, self._longest = offset, int(offset.sum()), int(offset.max()) + 1
+
+    def moved(self) -> "BatchSnapshot":
+        """Return a snapshot of the same requests at the positions that the columns have now, cheaper than a new one."""
+        offset = self._columns.position_offset[self.indices]
+        by, moved = offset - self._position_offset, object.__new__(BatchSnapshot)
+        moved.__dict__.update(self.__dict__, _drawing=self._drawing.moved(by))
+        moved.__dict__["owners"] = self.owners._replace(answer_offset=self.owners.answer_offset + by)
+        moved._place(offset)
+        return moved
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -74,11 +89,6 @@ class BatchSnapshot:
     def context_tokens(self, step: int) -> int:
         """Return the tokens that this step's rows attend to, themselves included: Σ (position_offset + step + 1)."""
         return self._offset_sum + len(self.slots) * (step + 1)
-
-    @cached_property
-    def first_end(self) -> int:
-        """The first step that is the last one of any request."""
-        return min(slot.last_step for slot in self.slots)
 
     def rows(self, step: int, before: "BatchSnapshot | None") -> RowColumns:
         """Return the rows of this step; `before` is the snapshot of the step just before it, if that is in flight."""
@@ -112,7 +122,7 @@ class BatchSnapshot:
 
     def tokens(self, step: int, token_ids: Sequence[int], without: set[int]) -> list[RoutedTokens]:
         """Return the tokens of this step, one for each row but those in `without`, by router."""
-        owners = self._owners
+        owners = self.owners
         everything = StepTokens(owners.request_ids, owners.attempts, (owners.answer_offset + step).tolist(), token_ids)
         if not owners.masks and not without:
             return [RoutedTokens(owners.router, everything)]
@@ -148,7 +158,7 @@ class BatchSnapshot:
     def _drawing(self) -> _Drawing:
         columns, indices = self._columns, self.indices
         settings, samplings = columns.settings[indices], columns.samplings[indices].tolist()
-        offset = columns.draw_offset[indices] + self._position_offset
+        offset, masked_tokens = columns.draw_offset[indices] + self._position_offset, columns.masked_tokens[indices]
         return _Drawing(
             samplings,
             columns.histories[indices].tolist(),
@@ -158,11 +168,13 @@ class BatchSnapshot:
             all_greedy(settings),
             bool(columns.looks_back[indices].any()),
             bool(columns.wants_logprobs[indices].any()),
-            int((columns.masked_tokens[indices] - offset).max()),
+            masked_tokens,
+            int((masked_tokens - offset).max()),
         )
 
     @cached_property
-    def _owners(self) -> _Owners:
+    def owners(self) -> _Owners:
+        """The owners of the rows, which have to be asked for before another request may take a slot."""
         columns, indices = self._columns, self.indices
         routers = columns.routers[indices].tolist()
         masks: dict[str, bytearray] = {}
@@ -179,7 +191,7 @@ class BatchSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """The tokens of a step, for the routers. It must be read before the next step is planned."""
+    """The tokens of a step, for the routers."""
 
     step: int
     snapshot: BatchSnapshot
@@ -241,14 +253,6 @@ class TokenBuffer:
                 tokens = [token for step, token in numbered if step not in slot.skipped_steps]
             slot.request.answer.extend(tokens)
             slot.buffered_from = end
-
-    def skip(self, steps: int, all_slots: Collection[BatchSlot]) -> None:
-        """Act as if further steps had completed, each with token 0 for every slot."""
-        for slot in all_slots:
-            self.flush(slot)
-            slot.request.answer.extend([0] * steps)
-            slot.buffered_from += steps
-        self.completed_steps += steps
 
     def _flush_all(self, slots: Collection[BatchSlot]) -> None:
         """Empty the buffer before it is used again.

@@ -1,10 +1,9 @@
 """Which requests have drafts in a step, and how many: as many as give the most tokens per second."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-
-import numpy as np
 
 from costs.step_cost import StepCost
 from costs.step_work import StepWork
@@ -52,12 +51,12 @@ class Candidate:
         """Return the candidate with so many of its drafts."""
         if drafts >= len(self.survival):
             return self
-        return replace(self, survival=self.survival[:drafts]).drafted(self.draft.token_ids[:drafts])
+        return self.drafted(self.draft.token_ids[:drafts])
 
     def drafted(self, token_ids: Sequence[int]) -> "Candidate":
         """Return the candidate with these tokens as its draft, at most as many as it has."""
         draft = Draft(token_ids, self.draft.match)
-        return replace(self, draft=draft, survival=self.survival[: len(token_ids)])
+        return Candidate(self.request, draft, self.survival[: len(token_ids)], self.context)
 
 
 def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False, draft_s: float = 0.0) -> float:
@@ -88,28 +87,34 @@ def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
 def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates with so many of their drafts that the tokens per second of the step are most.
 
-    Empty if the gain is less than GAIN_MIN.
+    Empty if the gain is less than GAIN_MIN. Requests whose drafts are worth the same are decided on together, position
+    by position, the most worth first: among drafts of one worth, the tokens per second are most with all or with none.
     """
-    if not candidates:
-        return []
-    counts = [len(each.survival) for each in candidates]
-    worth = np.fromiter(chain.from_iterable(each.survival for each in candidates), np.float64, sum(counts))
-    index = np.repeat(np.arange(len(counts)), counts)
-    draft = np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
-    # The most worth first, and of equal worth the first draft of a request before the next one.
-    order = np.lexsort((draft, -index, -worth))
-    worth, index, draft = worth[order], index[order], draft[order]
-    read = np.array([-1 if each.context is None else each.context for each in candidates])[index]
-    read = np.where(read < 0, 0, read + draft + 1)
-    rows, context = work.decode_rows, work.decode_context_tokens
-    parameters = bounds.cost.parameters
-    more_s = parameters.row_s * np.arange(1, len(worth) + 1) + parameters.context_s * np.cumsum(read)
-    more_s += bounds.draft_s * (np.maximum.accumulate(draft) + 1)
-    plain_s = bounds.cost.decode_step_seconds(rows, context)
-    seconds = plain_s + more_s
-    most = min(max(0, min(bounds.rows, ROWS_MAX) - rows), int(np.searchsorted(seconds, bounds.seconds, side="right")))
-    rates = (rows + np.cumsum(worth))[:most] / seconds[:most]
-    if not most or rates.max() < GAIN_MIN * rows / plain_s:
-        return []
-    chosen = np.bincount(index[: int(rates.argmax()) + 1], minlength=len(counts)).tolist()
-    return [each.first(count) for each, count in zip(candidates, chosen, strict=True) if count]
+    alike: dict[tuple[float, ...], list[int]] = {}
+    for number, each in enumerate(candidates):
+        alike.setdefault(tuple(each.survival), []).append(number)
+    positions = [(-worth, position, survival) for survival in alike for position, worth in enumerate(survival)]
+    rows, longest, parameters = work.decode_rows, 0, bounds.cost.parameters
+    tokens, seconds = float(rows), bounds.cost.decode_step_seconds(rows, work.decode_context_tokens)
+    most, room = GAIN_MIN * tokens / seconds, min(bounds.rows, ROWS_MAX) - rows
+    added: list[Sequence[int]] = []
+    chosen = 0
+    for negative, position, survival in sorted(positions):
+        numbers = alike[survival]
+        row_s = parameters.row_s
+        if candidates[numbers[0]].context is not None:
+            read = sum(candidates[number].context_of(position) for number in numbers) / len(numbers)
+            row_s += parameters.context_s * read
+        deeper_s = bounds.draft_s * max(0, position + 1 - longest)
+        spare_s = bounds.seconds - seconds - deeper_s
+        fitting = len(numbers) if len(numbers) * row_s <= spare_s else int(spare_s / row_s) if spare_s > 0.0 else 0
+        count = max(0, min(len(numbers), room, fitting))
+        added.append(numbers[:count])
+        tokens, seconds, room = tokens - negative * count, seconds + deeper_s + row_s * count, room - count
+        longest = max(longest, position + 1)
+        if tokens / seconds >= most:
+            most, chosen = tokens / seconds, len(added)
+        if count < len(numbers):
+            break
+    counts = Counter(chain.from_iterable(added[:chosen]))
+    return [each.first(counts[number]) for number, each in enumerate(candidates) if counts[number]]

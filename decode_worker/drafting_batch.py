@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from costs.step_work import NOTHING, StepWork
 from decode_worker.batch_slots import BatchSlot
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep
@@ -104,18 +102,23 @@ class DraftingBatch(RunningBatch):
         if drafts is None:
             return super().complete(token_ids)
         step = super().complete(token_ids[: len(token_ids) - len(drafts)])
-        verified, with_events = {}, set(step.event_rows)
+        verified, with_events, moved, slots = {}, set(step.event_rows), False, step.snapshot.slots
         for row_drafts, run in drafts.runs(token_ids):
             row = row_drafts.row
-            slot = step.snapshot.slots[row]
-            tokens, ends = slot.request.ending.cut(run, step.snapshot.answer_index(row, step.step))
+            slot = slots[row]
             if slot.dropped:
                 continue
+            first_index = slot.position_offset + step.step + 1 - slot.request.prompt_tokens
+            tokens, ends = slot.request.ending.cut(run, first_index)
             verified[row] = VerifiedRow(row_drafts, tokens)
-            if len(tokens) > 1:
-                self._gain(slot, tokens[1:])
             if ends:
                 with_events.add(row)
+            self._append(slot, step.step, tokens)
+            if len(tokens) > 1 and not slot.stopped:
+                self._move(slot, len(tokens) - 1, tokens[-1])
+                moved = True
+        if moved and self._snapshot is not None:
+            self._snapshot = self._snapshot.moved()
         return VerifiedStep(
             step.step,
             step.snapshot,
@@ -126,28 +129,34 @@ class DraftingBatch(RunningBatch):
         )
 
     def _step_drafts(self, snapshot: BatchSnapshot, drafts: Mapping[DecodeRequest, Draft]) -> StepDrafts:
-        slots = {self._slots[request].index: draft for request, draft in drafts.items()}
-        indices, first, found = sorted(slots), len(snapshot), []
-        for index, row in zip(indices, np.searchsorted(snapshot.indices, indices).tolist(), strict=True):
-            draft = slots[index]
-            found.append(RowDrafts(row, draft.token_ids, draft.match, first))
-            first += len(draft.token_ids)
+        first, found = len(snapshot), []
+        for row, slot in enumerate(snapshot.slots):
+            draft = drafts.get(slot.request)
+            if draft is not None:
+                found.append(RowDrafts(row, draft.token_ids, draft.match, first))
+                first += len(draft.token_ids)
         return StepDrafts(found)
 
-    def _gain(self, slot: BatchSlot, tokens: Sequence[int]) -> None:
-        """Append tokens behind the newest one that has arrived: the request's next row is as many positions later."""
-        self._tokens.flush(slot)
-        slot.request.answer.extend(tokens)
-        if slot.stopped:
-            return
-        self._columns.newest_token[slot.index] = tokens[-1]
+    def _append(self, slot: BatchSlot, step: int, tokens: Sequence[int]) -> None:
+        """Append the tokens of the step that has completed; the first of them is in the token buffer too."""
+        if slot.buffered_from == step:
+            slot.request.answer.extend(tokens)
+            slot.buffered_from = step + 1
+        else:
+            self._tokens.flush(slot)
+            slot.request.answer.extend(tokens[1:])
+
+    def _move(self, slot: BatchSlot, positions: int, newest_token: int) -> None:
+        """Have the next row of a request that gained tokens be so many positions later."""
+        self._columns.newest_token[slot.index] = newest_token
         self._forget_page_step(slot, self._page_step(slot))
-        slot.position_offset += len(tokens)
-        slot.last_step -= len(tokens)
+        slot.position_offset += positions
+        slot.last_step -= positions
         self._columns.reschedule(slot)
         self._last_steps.setdefault(slot.last_step, []).append(slot)
         self._schedule_page(slot)
-        self._snapshot = None
+        if slot.last_step < self._next_step:
+            self._snapshot = None
 
     def _forget_page_step(self, slot: BatchSlot, step: int) -> None:
         needs_page = self._page_steps.get(step, [])

@@ -8,6 +8,7 @@ that the row before it drew; every token of an answer is therefore the target mo
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,7 @@ from engine.steps.draws import Draws
 from wire.messages import RoutedTokens, StepTokens
 
 
-@dataclass(frozen=True, slots=True)
-class RowDrafts:
+class RowDrafts(NamedTuple):
     """The drafts of one row of a step."""
 
     row: int
@@ -39,11 +39,12 @@ class StepDrafts:
     def __init__(self, drafts: Sequence[RowDrafts]) -> None:
         """`drafts` [at least 1] are at most one for each row, in the order of their rows."""
         self.drafts = drafts
-        counts = [len(each.token_ids) for each in drafts]
+        base = [each.row for each in drafts for _ in each.token_ids]
         self._token_ids = np.array([token for each in drafts for token in each.token_ids], dtype=np.int64)
-        self.base_rows: NDArray[np.intp] = np.repeat(np.array([each.row for each in drafts], dtype=np.intp), counts)
+        self.base_rows: NDArray[np.intp] = np.array(base, dtype=np.intp)
         """[drafts]: for each draft, the row of its request's newest token."""
-        self.distances: NDArray[np.int64] = np.concatenate([np.arange(1, count + 1) for count in counts])
+        distances = [distance for each in drafts for distance in range(1, len(each.token_ids) + 1)]
+        self.distances: NDArray[np.int64] = np.array(distances, dtype=np.int64)
         """[drafts]: for each draft, the number of positions behind that token, from 1."""
 
     def __len__(self) -> int:
@@ -52,14 +53,17 @@ class StepDrafts:
 
     def extend(self, columns: RowColumns) -> RowColumns:
         """Return `columns` with a row for each draft behind them."""
-        base, starts = self.base_rows, columns.position_offset[self.base_rows] + self.distances
+        requests = len(columns.token_ids)
+        rows = np.concatenate((np.arange(requests), self.base_rows))
+        further = np.concatenate((np.zeros(requests, dtype=np.int64), self.distances))
+        starts = columns.position_offset[rows] + further
         return columns._replace(
             token_ids=np.concatenate((columns.token_ids, self._token_ids)),
-            position_offset=np.concatenate((columns.position_offset, starts)),
-            sources=np.concatenate((columns.sources, np.full(len(self), FROM_HOST, dtype=np.int32))),
-            slot_indices=np.concatenate((columns.slot_indices, columns.slot_indices[base])),
-            longest=max(columns.longest, int(starts.max()) + columns.step + 1),
-            draws=self._draws(columns.draws),
+            position_offset=starts,
+            sources=np.full(len(rows), FROM_HOST, dtype=np.int32),
+            slot_indices=columns.slot_indices[rows],
+            longest=int(starts.max()) + columns.step + 1,
+            draws=self._draws(columns.draws, rows, further),
         )
 
     def runs(self, token_ids: Sequence[int]) -> list[tuple[RowDrafts, list[int]]]:
@@ -77,16 +81,15 @@ class StepDrafts:
             found.append((drafts, run))
         return found
 
-    def _draws(self, draws: Draws) -> Draws:
+    def _draws(self, draws: Draws, rows: NDArray[np.intp], further: NDArray[np.int64]) -> Draws:
         """Return the draws of all rows: drafts have those of their requests, further in the sequences."""
-        base = self.base_rows
-        rows = base.tolist()
+        numbers = rows.tolist()
         return Draws(
-            [*draws.samplings, *(draws.samplings[row] for row in rows)],
-            [*draws.histories, *(draws.histories[row] for row in rows)],
-            np.concatenate((draws.settings, draws.settings[base])),
-            np.concatenate((draws.starts, draws.starts[base])),
-            np.concatenate((draws.indices, draws.indices[base] + self.distances)),
+            [draws.samplings[row] for row in numbers],
+            [draws.histories[row] for row in numbers],
+            draws.settings[rows],
+            draws.starts[rows],
+            draws.indices[rows] + further,
             draws.greedy,
             draws.looks_back,
             draws.scored,
@@ -94,8 +97,7 @@ class StepDrafts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedRow:
+class VerifiedRow(NamedTuple):
     """What became of the drafts of one row."""
 
     drafts: RowDrafts

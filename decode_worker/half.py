@@ -100,6 +100,11 @@ class DecodeHalf:
         self._release_stopped()
         return completed
 
+    def learn(self) -> None:
+        """Learn from the drafts of applied steps; it belongs behind the launch of the next step."""
+        if self.speculation is not None:
+            self.speculation.learn()
+
     def limit(self, max_batch_requests: int) -> None:
         """Limit the batch to so many requests; those that run go on. Any thread may call it."""
         self._max_batch = max_batch_requests

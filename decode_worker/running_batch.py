@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decode_worker.batch_slots import NEVER, BatchSlot, SlotColumns
+from decode_worker.batch_slots import BatchSlot, SlotColumns
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
 from decode_worker.request import DecodeRequest
 from engine.steps.batch import TokenRows
@@ -186,6 +186,7 @@ class RunningBatch:
         for slot in self._with_history:
             self._tokens.flush(slot)
         over, with_events = self._rows_with_events(step, snapshot, token_ids)
+        _ = snapshot.owners  # while all are in their slots
         return CompletedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
     def event_sent(self, request: DecodeRequest) -> None:
@@ -193,32 +194,6 @@ class RunningBatch:
         slot = self._slots[request]
         if slot in self._with_events and request.reservation.sampling.logprobs is None:
             self._with_events.remove(slot)
-
-    def identical_steps(self) -> int:
-        """Return the number of further steps that have a row of every request and end none, if pages are free.
-
-        It is 0 if any request needs an event.
-        """
-        snapshot = self._snapshot
-        if self._with_events or self._stopped or snapshot is None or len(snapshot) < len(self._slots):
-            return 0
-        return snapshot.first_end + 1 - self._next_step
-
-    def steps_without_new_page(self) -> int:
-        """Return the number of further steps, at least, that need no more pages."""
-        return 0 if self._without_page else min(self._page_steps, default=NEVER) - self._next_step
-
-    def skip(self, steps: int) -> None:
-        """Act as if so many steps had been launched and as many had completed with tokens 0, for simulations.
-
-        At most `identical_steps` and `steps_without_new_page` may be skipped.
-        """
-        self._tokens.skip(steps, self._slots.values())
-        self._columns.newest_token[:] = 0
-        self._next_step += steps
-        if self._next_step - 1 in self._last_steps:
-            self._snapshot = None
-        self.in_flight_steps = deque((step + steps, snapshot) for step, snapshot in self.in_flight_steps)
 
     def _snapshot_of(self, step: int) -> BatchSnapshot | None:
         """Return the requests with a row in this step; None if there are none."""

@@ -10,9 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from costs.acceptance import Acceptance
-from costs.step_work import StepWork
+from costs.step_cost import StepCost
+from costs.step_work import NOTHING, StepWork
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.draft_choice import Candidate, StepBounds, break_even, with_drafts, with_most_tokens
 from decode_worker.drafting_batch import DraftingBatch
@@ -51,6 +53,22 @@ class SpeculationCounts:
     """Predicted seconds that steps without drafts would have been shorter, where too few drafts were accepted."""
 
 
+class _Launched(NamedTuple):
+    """What was known of a step when it was launched."""
+
+    cost: StepCost
+    work: StepWork
+    """Its work without drafts."""
+    drafted: Sequence[Candidate]
+    computing_s: float
+    """The seconds that computing its drafts took."""
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the predicted seconds of the step without drafts, and with them."""
+        cost = self.cost
+        return cost.seconds(self.work), cost.seconds(with_drafts(self.work, self.drafted)) + self.computing_s
+
+
 class Speculation:
     """Proposes and judges drafts. Engine thread only; other threads may read the counts."""
 
@@ -75,8 +93,10 @@ class Speculation:
         self.fixed_drafts: int | None = None
         """For measurements: the drafts of each request that has any, whether they pay or not; None = what pays."""
         self._speedup = 1.0
-        self._plain_s = self._verify_s = 1.0
-        """The predicted seconds of the newest step with drafts, and of the same step without."""
+        self._launched = _Launched(StepCost(), NOTHING, (), 0.0)
+        """The newest step."""
+        self._unlearned: list[tuple[CompletedStep, _Launched]] = []
+        """Steps whose events were made, from which `learn` learns."""
 
     def read_kv_once(self) -> None:
         """Predict the steps of an engine whose attention reads a request's KV once, whatever its drafts."""
@@ -107,18 +127,28 @@ class Speculation:
         fitting = [each for each in fitting if each.survival]
         if fitting and self._computing is not None:
             fitting, self.drafting_s = self._computed(self._computing, fitting)
-        work = self._batch.next_rows()[1]
-        self._plain_s = bounds.cost.seconds(work)
-        self._verify_s = bounds.cost.seconds(with_drafts(work, fitting)) + self.drafting_s
+        self._launched = _Launched(bounds.cost, self._batch.next_rows()[1], fitting, self.drafting_s)
         self.counts.drafting_s += self.drafting_s
         if not fitting:
             self.counts.lost_s += self.drafting_s
         return self._batch.launch({each.request: each.draft for each in fitting})
 
     def complete(self, step: CompletedStep) -> None:
-        """Learn from a step whose events were made: drafts behind the end of an answer count neither way."""
+        """Take a step whose events were made, for `learn`."""
+        self._unlearned.append((step, self._launched))
         if self._computing is not None:
             self._newest = step
+
+    def learn(self) -> None:
+        """Learn from the completed steps, while the next one runs: a step later, but the device does not wait for it.
+
+        Drafts behind the end of an answer count neither way.
+        """
+        for step, launched in self._unlearned:
+            self._learn(step, launched)
+        self._unlearned.clear()
+
+    def _learn(self, step: CompletedStep, launched: _Launched) -> None:
         gained = 0
         for found in step.verified.values() if isinstance(step, VerifiedStep) else ():
             request = step.tokens(found.drafts.row)[0]
@@ -131,10 +161,11 @@ class Speculation:
         speedup = 1.0
         if isinstance(step, VerifiedStep):
             row_tokens = 1.0 + gained / len(step.snapshot)
-            saved_s = row_tokens * self._plain_s - self._verify_s
+            plain_s, verify_s = launched.seconds()
+            saved_s = row_tokens * plain_s - verify_s
             self.counts.saved_s += max(saved_s, 0.0)
             self.counts.lost_s += max(-saved_s, 0.0)
-            speedup = row_tokens * self._plain_s / self._verify_s
+            speedup = row_tokens * plain_s / verify_s if verify_s else 1.0  # nothing is known of the first steps
         self._speedup += _SPEEDUP_WEIGHT * (speedup - self._speedup)
 
     @property
@@ -168,7 +199,8 @@ class Speculation:
         chosen: list[Candidate] = []
         least = break_even(bounds.cost, work, kv_read_once=self._batch.kv_read_once, draft_s=self._draft_s)
         if self._acceptance.best() > least:
-            bounds = replace(bounds, draft_s=self._draft_s)
+            if self._draft_s:
+                bounds = replace(bounds, draft_s=self._draft_s)
             candidates = [self._candidate(request, unknown) for request in eligible]
             chosen = with_most_tokens(bounds, work, [each for each in candidates if each.survival])
         if not chosen and self._steps_without >= PROBE_EVERY:

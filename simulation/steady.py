@@ -1,17 +1,24 @@
 """Runs of equal decode steps: while no request joins, ends or waits, steps differ only in their growing contexts."""
 
 import math
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costs.step_cost import StepCost
 from costs.step_work import StepWork
+from decode_worker.batch_snapshot import BatchSnapshot
 from decode_worker.half import DecodeHalf
+from decode_worker.running_batch import RunningBatch
+from wire.kv_pages import KvPages
 
 _LAUNCHED = 2
 """Steps in flight while a worker waits: one runs, one is behind it."""
+_NEVER = 1 << 62
+"""The number of a step that is never launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +51,57 @@ class SteadyRun:
         return float(self.ends_s[steps + 1] - self.ends_s[1])
 
 
+class SteadyBatch(RunningBatch):
+    """A running batch that can skip steps."""
+
+    def __init__(self, slots: int, kv: KvPages) -> None:
+        """See `RunningBatch`."""
+        super().__init__(slots, kv)
+        self._first_end: tuple[BatchSnapshot | None, int] = None, 0
+        """A snapshot, and the first step that is the last one of any of its requests."""
+
+    def identical_steps(self) -> int:
+        """Returns the number of further steps that have a row of every request and end none, if pages are free.
+
+        It is 0 if any request needs an event.
+        """
+        snapshot = self._snapshot
+        if self._with_events or self._stopped or snapshot is None or len(snapshot) < len(self._slots):
+            return 0
+        if self._first_end[0] is not snapshot:
+            self._first_end = snapshot, min(slot.last_step for slot in snapshot.slots)
+        return self._first_end[1] + 1 - self._next_step
+
+    def steps_without_new_page(self) -> int:
+        """Returns the number of further steps, at least, that need no more pages."""
+        return 0 if self._without_page else min(self._page_steps, default=_NEVER) - self._next_step
+
+    def skip(self, steps: int) -> None:
+        """Acts as if so many steps had been launched and as many had completed with tokens 0.
+
+        At most `identical_steps` and `steps_without_new_page` may be skipped.
+        """
+        for slot in self._slots.values():
+            self._tokens.flush(slot)
+            slot.request.answer.extend([0] * steps)
+            slot.buffered_from += steps
+        self._tokens.completed_steps += steps
+        self._columns.newest_token[:] = 0
+        self._next_step += steps
+        if self._next_step - 1 in self._last_steps:
+            self._snapshot = None
+        self.in_flight_steps = deque((step + steps, snapshot) for step, snapshot in self.in_flight_steps)
+
+
 class SteadyDecodeHalf(DecodeHalf):
     """A decode half that can apply many equal steps at once."""
+
+    _batch: SteadyBatch
+
+    def __init__(self, *, kv: KvPages, max_batch_requests: int, **others: Any) -> None:
+        """See `DecodeHalf`."""
+        super().__init__(kv=kv, max_batch_requests=max_batch_requests, **others)
+        self._batch = SteadyBatch(max_batch_requests, kv)
 
     @property
     def ready_requests(self) -> int:

@@ -46,6 +46,8 @@ class Ending:
 
         `first_index` is the number of the first token in the answer, from 0.
         """
+        if first_index + len(token_ids) < self.limit and self.stops.isdisjoint(token_ids):
+            return token_ids, False
         for count, token_id in enumerate(token_ids, 1):
             if self.reason(token_id, first_index + count - 1) is not None:
                 return token_ids[:count], True

@@ -7,12 +7,23 @@ from costs.step_cost import CostParameters
 from engine.adapters.slots import AdapterSlots
 from engine.cache.page_pool import PagePool
 from engine.speculation.load_draft import MakeProposer
+from engine.steps.batch import PendingStep, StepBatch
 from kv_transfer.checksums import PageSums
 from kv_transfer.handshake import Facts, layout_facts
 from kv_transfer.layout import KVLayout
 from wire.kv_pages import KvPages
 from wire.messages import ModelFacts
-from worker.loop import Runner
+
+
+class Runner(Protocol):
+    """The part of an engine that runs steps."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if `launch` returns before the step has run."""
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Launches one step and returns its pending result."""
 
 
 class LoadedEngine(Runner, Protocol):

@@ -11,30 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import StepFit
 from costs.step_work import StepWork
 from decode_worker.half import DecodeHalf
-from engine.steps.batch import PendingStep, StepBatch
+from engine.steps.batch import PendingStep
 from prefill_worker.half import PrefillHalf
 from wire.messages import Assignment, RoutedEvent, RoutedTokens
+from worker.loaded_engine import Runner
 from worker.scheduler import StepScheduler
 
 _JOIN_S = 0.1
 """The interval at which `stop` checks whether the thread is stuck."""
-
-
-class Runner(Protocol):
-    """The interface of an engine."""
-
-    @property
-    def asynchronous(self) -> bool:
-        """True if `launch` returns before the step has run."""
-
-    def launch(self, batch: StepBatch) -> PendingStep:
-        """Launches one step and returns its pending result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +175,7 @@ class StepLoop:
                 # Cleared before the step looks for work, so that a request queued meanwhile wakes the loop again.
                 self._work.clear()
                 if self._step():
+                    self._decode.learn()
                     self._meter.learn()
                 else:
                     self._busy_since = None
@@ -216,7 +206,7 @@ class StepLoop:
         if self._runner.asynchronous:
             finished, self._running = self._running, launched
         if finished is not None:
-            self._postprocess(finished)
+            self._postprocess(finished, waited=self._runner.asynchronous and launched is None)
         return launched is not None or finished is not None
 
     def _launch(self) -> _Step | None:
@@ -227,7 +217,8 @@ class StepLoop:
             return None
         return _Step(self._runner.launch(planned.batch), planned.work, began + planned.drafting_s, planned.batch.scored)
 
-    def _postprocess(self, step: _Step) -> None:
+    def _postprocess(self, step: _Step, *, waited: bool) -> None:
+        """Hand a step's results back and publish them, once the next step is launched if that `waited` for them."""
         result = step.result()
         self._meter.end(step.work, step.began, scored=step.scored)
         with self._publish_lock:
@@ -236,4 +227,8 @@ class StepLoop:
             self.steps += 1
             output = self._scheduler.apply(step.work, result)
             updates = self._prefill.take_updates() if step.work.prefill_tokens else ()
-            self._publish(self.steps, output.events, output.tokens, updates)
+        if waited:
+            self._running = self._launch()
+        with self._publish_lock:
+            if not self._given_up:
+                self._publish(self.steps, output.events, output.tokens, updates)

@@ -39,7 +39,7 @@ class StepOutput:
 
     @property
     def tokens(self) -> Sequence[RoutedTokens]:
-        """Tokens of requests without an event, by router, to be read once and before the next step is planned."""
+        """Tokens of requests without an event, by router, to be read once."""
         return () if self.completed is None else self.completed.plain_tokens()
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,8 @@ from engine.cuda.sampler_cuda import PARAMS, DeviceSampler
 from engine.cuda.step_graph import Pool, StepGraph, capture_step, empty_step
 from engine.host_stepper import Forward
 from engine.kernels.base import DraftGroups, Feed, Kernels
-from engine.steps.batch import StepBatch
-from engine.steps.draft_groups import FIELDS, DraftGroupSizes, groups_needed
+from engine.steps.batch import StepBatch, TokenRows
+from engine.steps.draft_groups import FIELDS, DraftGroupSizes, fill_draft_groups, groups_needed
 from engine.steps.step_buffer import StepSizes
 from engine.steps.step_packer import StepPacker
 from engine.weights.checkpoint import Progress
@@ -98,6 +99,7 @@ class VerifyGraphs:
             context=limits.max_context,
             more_words=groups.words,
         )
+        fill_draft_groups(TokenRows.of(()), groups, np.zeros(groups.words, dtype=np.int64))  # compiles it
         entries = groups.groups + 1
         table = words[sizes.words :].view(torch.int32)[: FIELDS * entries].view(entries, FIELDS)
         grouped = DraftGroups(table, groups.rows)

@@ -29,8 +29,9 @@ class NgramProposer:
     def propose(self, key: Hashable, most: int) -> Draft:
         """See `Proposer`."""
         history = self._histories[key]
+        positions = history.positions
         for ngram in history.last():
-            if position := history.positions.get(ngram):
+            if position := positions.get(ngram):
                 return history.draft(position, most)
         return NO_DRAFT
 

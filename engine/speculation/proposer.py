@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from costs.step_cost import StepCost
 from engine.steps.draws import Draw
@@ -17,8 +17,7 @@ LAST_CLASS = MODEL_CLASS
 """The largest class of a draft."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A guess for the tokens that follow the newest one of a request."""
 
     token_ids: Sequence[int]

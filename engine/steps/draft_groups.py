@@ -1,9 +1,13 @@
-"""Groups of a step's rows that verify drafts: those of one request, which attention computes together."""
+"""Groups of a step's rows that verify drafts: those of one request, which attention computes together.
 
-from typing import NamedTuple
+Their table is filled by a compiled loop, as the other sections of a step are (`engine/steps/step_buffer.py`).
+"""
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.kernels.cpu.compiled_cache import cached_entry
 from engine.steps.batch import TokenRows
 from engine.steps.step_buffer import Words
 
@@ -36,17 +40,29 @@ def fill_draft_groups(batch: TokenRows, sizes: DraftGroupSizes, words: Words) ->
     requests and of the positions; a draft has the slot of its request.
     """
     table = words.view(np.int32)[: FIELDS * (sizes.groups + 1)].reshape(-1, FIELDS)
-    slots, requests, rows = batch.columns.slot_indices, len(batch.newest), sizes.rows
-    row_of_slot = np.empty(int(slots.max(initial=0)) + 1, dtype=np.int64)
-    row_of_slot[slots[:requests]] = np.arange(requests)
-    counts = np.bincount(row_of_slot[slots[requests:]], minlength=requests)
-    drafts_at = requests + np.cumsum(counts) - counts
-    parts = counts // rows + 1
-    request = np.repeat(np.arange(requests), parts)
-    done = (np.arange(len(request)) - np.repeat(np.cumsum(parts) - parts, parts)) * rows
-    follow = drafts_at[request] + done
-    table[: len(request), 0] = np.where(done == 0, request, follow - 1)
-    table[: len(request), 1] = follow
-    table[: len(request), 2] = np.minimum(rows, 1 + counts[request] - done)
-    table[len(request) :] = 0
+    _fill(batch.columns.slot_indices, len(batch.newest), sizes.rows, table)
+
+
+def _fill_groups(slots, requests, rows, table):  # type: ignore[no-untyped-def]
+    """Write groups of up to `rows` rows into table [groups + 1, FIELDS] int32.
+
+    `slots` [n] int64 are those of all rows, of which the first `requests` are the newest tokens'.
+    """
+    group, follow = 0, requests
+    for request in range(requests):
+        first, end = request, follow
+        while end < len(slots) and slots[end] == slots[request]:
+            end += 1
+        left = 1 + end - follow
+        while left > 0:
+            some = min(rows, left)
+            table[group, 0], table[group, 1], table[group, 2] = first, follow, some
+            # A further group begins with the last draft before `follow` of the next one.
+            follow += some
+            first, left, group = follow - 1, left - some, group + 1
+        follow = end
+    table[group:] = 0
     table[-1, 0] = len(slots)
+
+
+_fill: Any = cached_entry(_fill_groups, nogil=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from decode_worker.batch_snapshot import BUFFERED_STEPS
+from decode_worker.batch_snapshot import BUFFERED_STEPS, CompletedStep
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
@@ -16,7 +16,7 @@ from engine.steps.batch import FROM_HOST, StepRow
 from engine.steps.draws import History
 from wire.ending import Ending
 from wire.kv_pages import KvPages
-from wire.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, SamplingParams
+from wire.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, RoutedTokens, SamplingParams
 
 PAGE_TOKENS = 4
 PEER = PeerRef("p", 1)
@@ -60,6 +60,8 @@ class Model:
     flying: deque[list[Known]] = field(default_factory=deque)
     drafts: dict[DecodeRequest, list[int]] = field(default_factory=dict)
     """The drafts of the newest step."""
+    late: tuple[CompletedStep, list[RoutedTokens]] | None = None
+    """The newest completed step, and its tokens as they were before the next one was planned."""
     accepted: int = 0
     made: int = 0
     ended: int = 0
@@ -102,6 +104,7 @@ class Model:
             rows = self.batch.launch({request: Draft(tokens, 2) for request, tokens in self.drafts.items()})
         else:
             rows = self.batch.launch()
+        assert self.late is None or self.late[0].plain_tokens() == self.late[1]
         assert (rows is not None) == bool(expected)
         if rows is None:
             return
@@ -179,7 +182,8 @@ class Model:
         drawn, gained = self.draw(step)
         completed = self.batch.complete(drawn)
         told: dict[str, tuple[int, list[int]]] = {}
-        for routed in completed.plain_tokens():
+        self.late = completed, completed.plain_tokens()
+        for routed in self.late[1]:
             for event in routed.tokens.events():
                 told[event.ref.request_id] = (event.first_index, list(event.token_ids))
         events = {

@@ -108,6 +108,32 @@ def test_acceptance_is_learned_by_class_and_position() -> None:
     assert acceptance.survival(3, 3)[1] == pytest.approx(acceptance.rate(3, 0) * acceptance.rate(3, 1))
 
 
+def test_a_position_that_was_unlucky_is_tried_again() -> None:
+    acceptance = Acceptance()
+    for _ in range(int(WINDOW)):
+        acceptance.observe(3, 2, 1)
+    assert acceptance.rate(3, 1) < 0.1
+    for _ in range(int(2 * WINDOW)):
+        acceptance.observe(3, 1, 1)
+    assert acceptance.rate(3, 1) > 0.7
+    for _ in range(3):
+        acceptance.observe(3, 2, 1)
+    assert acceptance.rate(3, 1) < 0.6, "what it rests on is old"
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_a_change_is_noticed_by_drafts_in_a_row(accepted: int) -> None:
+    acceptance, dice = Acceptance(), random.Random(1)
+    for _ in range(1000):
+        acceptance.observe(3, 1, int(dice.random() < 0.8) if not accepted else int(dice.random() < 0.2))
+    for _ in range(12):
+        acceptance.observe(3, 1, accepted)
+    assert abs(acceptance.rate(3, 0) - accepted) < 0.15
+    for _ in range(1000):
+        acceptance.observe(3, 1, int(dice.random() < 0.5))
+    assert acceptance.rate(3, 0) == pytest.approx(0.5, abs=0.25)
+
+
 def test_acceptance_that_falls_is_noticed_within_a_window() -> None:
     acceptance = Acceptance()
     for _ in range(1000):

@@ -22,6 +22,7 @@ from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, w
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.errors import ResourceExhausted
 from wire.messages import FinishReason, SamplingParams
+from worker.step_publisher import StepPublisher
 from worker.worker import Worker
 
 PROMPTS = [[n + 3, *range(20, 22 + n)] for n in range(8)]
@@ -141,6 +142,34 @@ async def test_an_answer_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> N
             steps.append(sum(len(event.token_ids) > 0 for step in pair.steps for event in step.each()))
     assert steps[0] == sampling.max_tokens
     assert steps[1] < 0.6 * steps[0]
+
+
+async def test_the_device_does_not_wait_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps are asynchronous, the next one is launched before the tokens of a verified one are published."""
+    propose_by(monkeypatch, "oracle")
+    open_steps, seen = 0, []
+
+    def launch(self: FakeEngine, batch: Any) -> Any:
+        nonlocal open_steps
+        open_steps += 1
+        return launched(self, batch)
+
+    def publish(self: StepPublisher, *given: Any) -> None:
+        nonlocal open_steps
+        seen.append(open_steps)
+        open_steps -= 1
+        published(self, *given)
+
+    launched, published = FakeEngine.launch, StepPublisher.publish
+    monkeypatch.setattr(FakeEngine, "launch", launch)
+    monkeypatch.setattr(StepPublisher, "publish", publish)
+    async with WorkerPair(pages=64, both=True) as pair:
+        draft(pair, 3)
+        heard = pair.send("q", PROMPTS[0], SAMPLINGS[0])
+        await until(lambda: heard.finish)
+        assert_whole(heard, PROMPTS[0], SAMPLINGS[0])
+        assert accepted(pair.decode.worker)
+    assert seen.count(2) >= len(seen) - 2 if FakeEngine.asynchronous else set(seen) == {1}
 
 
 @pytest.mark.parametrize("at", range(1, 12))
