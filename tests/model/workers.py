@@ -150,7 +150,7 @@ class WorkerProcess:
         if (stats := event.transfer) is not None:
             if stats.bytes != stats.pages * self.engine.layout.page_bytes:
                 raise Broken(f"{event.ref} was sent as {stats.bytes} bytes in {stats.pages} pages")
-            for _, request in self.worker._halves.prefill._registry:
+            for _, request in self.worker._halves.prefill.registry:
                 most = kv.sent_pages(request.prompt_tokens)
                 if request.task.ref == event.ref and stats.pages > most:
                     raise Broken(f"{event.ref} was sent as {stats.pages} pages, and the next token sees {most}")
@@ -200,7 +200,7 @@ class WorkerProcess:
 
     def _check_forecasts(self) -> None:
         kv, halves = self.engine.kv_pages, self.worker._halves
-        for _, request in halves.prefill._registry:
+        for _, request in halves.prefill.registry:
             held, forecast = len(held_pages(request.pages)), kv.held(request.prompt_tokens)
             if not request.local and held > forecast:
                 raise Broken(f"{request.task.ref} holds {held} pages of a forecast of {forecast}")

@@ -224,7 +224,7 @@ class World:
         pairs = [
             (request.task.destination.peer.worker_id, one.me.worker_id)
             for one in self.workers.values()
-            for _, request in one.worker._halves.prefill._registry
+            for _, request in one.worker._halves.prefill.registry
             if request.task.destination is not None and not request.progress.released
             if any(request is writer for writer in self.fabric.writers.values())
         ]
@@ -330,7 +330,7 @@ class World:
     def _writer_of(self, flight: Flight) -> PrefillRequest:
         """Return the prompt of a write that is being posted."""
         half = self.workers[flight.sender.worker_id].worker._halves.prefill
-        write, known = flight.write, [*half._registry._requests.values(), *half._registry._replaced]
+        write, known = flight.write, [*half.registry._requests.values(), *half.registry._replaced]
         writers = [one for one in known if set(write.local_pages) <= set(one.pages)]
         target = self._holder(write.peer, write.remote_pages[0])
         if not writers:

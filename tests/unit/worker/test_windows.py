@@ -42,7 +42,7 @@ class Watch:
     def look(self) -> None:
         worker, counts = self._end.worker, self._end.engine.pool.counts()
         self.most_in_pool = max(self.most_in_pool, counts.total - counts.free - counts.cached)
-        for _, request in worker._halves.prefill._registry:
+        for _, request in worker._halves.prefill.registry:
             self.most = max(self.most, len(held_pages(request.pages)))
         for request in worker._halves.decode._batch.requests:
             assert request.held == len(held_pages(request.pages))
