@@ -18,7 +18,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode_worker.speculation import DRAFTS_MAX
-from telemetry.families import AUDIT_RECORDS, AUDIT_RECORDS_LOST, FAMILIES, TLS_CERTIFICATE_EXPIRES
+from telemetry.families import (
+    AUDIT_RECORDS,
+    AUDIT_RECORDS_LOST,
+    FAMILIES,
+    SPECULATION_MODEL_BYTES,
+    TLS_CERTIFICATE_EXPIRES,
+)
 from telemetry.metrics_server import fetch
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
@@ -111,11 +117,12 @@ def test_every_family_is_there(traffic: Traffic) -> None:
 def missing(found: Scraped) -> set[str]:
     """Returns the families that are missing.
 
-    A dense model is expected, and a cluster without front processes, certificate and audit log.
+    A dense model is expected, and a cluster without front processes, certificate, audit log and draft model.
     """
     others = {"front", "expert"}
     wanted = {family.full_name for family in FAMILIES if not others & set(family.labels)}
-    wanted -= {each.full_name for each in (AUDIT_RECORDS, AUDIT_RECORDS_LOST, TLS_CERTIFICATE_EXPIRES)}
+    absent = (AUDIT_RECORDS, AUDIT_RECORDS_LOST, SPECULATION_MODEL_BYTES, TLS_CERTIFICATE_EXPIRES)
+    wanted -= {each.full_name for each in absent}
     return wanted - {name.removesuffix("_count") for name in found.samples}
 
 

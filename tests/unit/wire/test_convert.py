@@ -141,6 +141,7 @@ CASES: dict[str, tuple[Any, type]] = {
     "sampling": (sampling, types_pb2.SamplingParams),
     "transfer": (transfers, types_pb2.TransferStats),
     "error": (errors, types_pb2.ErrorDetail),
+    "adapter": (st.builds(messages.AdapterFacts, text, text, text), types_pb2.AdapterFacts),
     "timeline": (timelines, inference_pb2.Timeline),
     "trace": (
         st.builds(
