@@ -110,7 +110,12 @@ class ModelSpeculation(Speculation):
             return self._probe(bounds, work, eligible)
         for request in eligible:
             self._tell(request)
-        ready = [each for each in eligible if self._model.missing(each) <= MISSING_MAX]
+        ready, rows = [], 0
+        for each in eligible:
+            missing = self._model.missing(each)
+            if missing <= MISSING_MAX and rows + missing <= self._model.max_step_tokens:
+                ready.append(each)
+                rows += missing
         now = every if len(ready) == len(eligible) else self._count(bounds, work, ready)
         drafts = {each: self._room(each, now.drafts) for each in ready} if now.drafts else {}
         waiting = [each for each in eligible if self._model.missing(each) > MISSING_MAX]

@@ -71,6 +71,7 @@ class Adapters:
         self._calls = calls
         self._allowed = allowed
         self._model_names = model_names
+        self._first = first
         self._wanted = {adapter.name: adapter for adapter in first}
         self._failed: dict[PeerRef, str] = {}
         """Why a worker could not load an adapter."""
@@ -96,8 +97,14 @@ class Adapters:
         await self._to_its_end(self._unload(name))
 
     def inherit(self) -> None:
-        """Adds the adapters that live workers have; one of another folder than the list says is replaced."""
-        for info in self._members():
+        """Begins with the list of the leader that was followed, else with those of the start and of live workers.
+
+        Of an adapter of the start, live workers must have the same folder.
+        """
+        followed = self._registry.membership().adapters
+        self._failed.clear()
+        self._wanted = {adapter.name: adapter for adapter in (self._first if followed is None else followed)}
+        for info in self._members() if followed is None else ():
             for adapter in info.model.adapters:
                 listed = self._wanted.get(adapter.name)
                 if listed is None or (not listed.identity and listed.path == adapter.path):

@@ -77,8 +77,10 @@ def train_draft(
     spec = load_spec(config.model)
     torch.manual_seed(recipe.seed)
     answers = _answer(config, spec, prompts, recipe, progress)
-    taught = [each for number, each in enumerate(answers) if number % _HELD_OUT]
-    held_out = answers[::_HELD_OUT]
+    # All answers to a prompt are alike: the prompt is held out, unless it is the only one.
+    different = len(prompts) if len(prompts) > 1 else len(answers)
+    taught = [each for number, each in enumerate(answers) if number % different % _HELD_OUT]
+    held_out = [each for number, each in enumerate(answers) if number % different % _HELD_OUT == 0]
     if not any(len(each.token_ids) > 1 for each in taught):
         raise InvalidArgument("tokens", "the answers are too short to learn from; ask for more tokens.")
     base = _base_weights(config, spec, progress)

@@ -98,6 +98,7 @@ def load_draft_runner(
         tokenizer=None,
         draft=None,
         adapters=(),
+        runtime_loras=False,
         max_model_len=None,
         quantization=None,
         kv_cache_dtype="auto",

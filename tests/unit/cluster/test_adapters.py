@@ -205,6 +205,21 @@ async def test_a_controller_that_takes_over_knows_what_live_workers_have() -> No
     running.cancel()
 
 
+async def test_a_controller_that_followed_takes_over_the_list_without_what_was_unloaded() -> None:
+    """Also one that led before and has a list of its own."""
+    workers, poems = Workers(), AdapterFacts("poems", "hash of /poems", "/poems")
+    workers.start("a", 1, SQL, poems)
+    adapters = Adapters(workers.registry, workers, allowed=True, first=[AdapterFacts("gone", "", "/gone")])
+    adapters.inherit()
+    workers.registry.set_adapters((SQL,))  # as the leader that was followed had it
+    adapters.inherit()
+    running = asyncio.ensure_future(adapters.run())
+    await until(lambda: workers.loaded("a") == ["sql"])
+    assert workers.listed() == ["sql"]
+    assert ("a", "gone") not in workers.loads
+    running.cancel()
+
+
 @pytest.mark.parametrize(
     ("name", "path", "words"),
     [
