@@ -3,7 +3,7 @@
 This list is the truth of which adapters there are. It is published with the membership, which routers and workers
 follow; after a router's restart it is there at once. A worker that registers without an adapter of the list, because it
 has just started, gets it, and takes no requests until then; one with an adapter that is not of the list unloads it. A
-controller that takes over live workers begins with the adapters that these have.
+controller that takes over begins with the list that it followed, or else with the adapters that live workers have.
 
 One change at a time: an adapter is listed once every live worker has loaded it, with the same hash, and if one fails,
 none keeps it. An adapter leaves the list before the workers unload it.
