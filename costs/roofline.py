@@ -29,7 +29,7 @@ Prompts of 512, 2,048 and 8,192 tokens in int8 take 7.5, 8.0 and 7.5 ms longer t
 by this.
 """
 _PACKED_LATENCY_S = 4e-6
-"""What a product with few tokens takes longer than its bytes say if its weight is packed: launch, first loads, joins.
+"""Seconds that a product of few tokens with a packed weight takes beyond its bytes: launch, first loads, joins.
 
 For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one row in int8, fp8 and int4 was predicted
 1.75, 1.77 and 2.74 times as fast as in 16 bits, where 1.40, 1.34 and 1.74 were measured; with them 1.52, 1.53 and 2.20.

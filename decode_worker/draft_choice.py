@@ -1,4 +1,4 @@
-"""Which requests have drafts in a step, and how many: as many as give the most tokens per second."""
+"""Chooses the requests that have drafts in a step, each with as many as give the most tokens per second."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -32,14 +32,14 @@ class DraftCount:
 
     drafts: int
     seconds: float
-    """Those of the step and of the steps that propose."""
+    """The seconds of the step and of the steps that propose."""
     saved_s: float
     """Seconds that the step saves for each token of a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What the proposer does before the next step."""
+    """The work of the proposer before the next step."""
 
     drafts: dict[DecodeRequest, int] = field(default_factory=dict)
     pieces: dict[Hashable, int] = field(default_factory=dict)
@@ -231,9 +231,6 @@ class ModelSpeculation(Speculation):
         )
         return [Draw(drawn, first + draft) for draft in range(drafts)]
 
-    def _context(self, request: DecodeRequest) -> int | None:
-        return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
-
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
@@ -244,7 +241,7 @@ class DraftCosts:
     work: StepWork
     """The step's work without drafts."""
     requests: int
-    """Those with drafts."""
+    """The number of requests with drafts."""
     context: int
     """The tokens that their rows attend to, summed."""
 

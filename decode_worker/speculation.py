@@ -54,7 +54,7 @@ class SpeculationCounts:
 
 
 class _Launched(NamedTuple):
-    """What was known of a step when it was launched."""
+    """The facts about a step that were known when it was launched."""
 
     cost: StepCost
     work: StepWork
@@ -227,10 +227,13 @@ class Speculation:
             most, unknown = most - unknown, 0  # they are computed when the token is here
         draft = self._proposer.propose(request, most + unknown)
         survival = self._acceptance.survival(draft.match, len(draft.token_ids))
-        context = None if self._batch.kv_read_once else self._batch.next_position(request) + 1
         if unknown:
             draft, survival = Draft(draft.token_ids[unknown:], draft.match), survival[unknown:]
-        return Candidate(request, draft, survival, context)
+        return Candidate(request, draft, survival, self._context(request))
+
+    def _context(self, request: DecodeRequest) -> int | None:
+        """Return `Candidate.context` of a request."""
+        return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
 
     def _computed(self, proposer: BatchProposer, chosen: Sequence[Candidate]) -> tuple[list[Candidate], float]:
         """Return the candidates that drafts could be computed for, with those, and the seconds that it took."""

@@ -47,7 +47,7 @@ _TOKEN, _BEFORE, _ONE, _COPIED = 0, _CODE, 2 * _CODE, 2 * _CODE + 1
 _ALIKE = 12
 """The largest product of two tokens' codes, of which one is in a number."""
 _SHARPNESS_BEFORE, _SHARPNESS_SAME = 16.0, 1.0
-"""What each pair, or coordinate of a code, adds to a score: weights of other positions are below e^-9 and e^-20."""
+"""The score that each pair, or coordinate of a code, adds: weights of other positions are below e^-9 and e^-20."""
 _CONTEXT = 65_536
 
 

@@ -1,4 +1,4 @@
-"""How many tokens a step gains from trained heads: they guess while the model answers, as in serving."""
+"""Measures the tokens that a step gains from trained heads, which guess while the model answers, as in serving."""
 
 from collections.abc import Sequence
 

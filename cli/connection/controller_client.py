@@ -1,6 +1,6 @@
 """The controller's client for commands and benchmarks that change a running cluster."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -51,9 +51,7 @@ class ControllerClient:
             itl_target_s=itl_target_s,
             grace_s=grace_s,
         )
-        async with open_channel(self._address, self._token) as channel:
-            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            reply = await self._typed(stub.SetMode(request, timeout=grace_s + _CHANGE_MARGIN_S))
+        reply = await self._call(lambda stub: stub.SetMode(request, timeout=grace_s + _CHANGE_MARGIN_S))
         return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
 
     async def resize(
@@ -69,9 +67,7 @@ class ControllerClient:
         request = cluster_pb2.ResizeRequest(
             prefill=prefill, decode=decode, workers=workers, grace_s=grace_s, wait_s=wait_s
         )
-        async with open_channel(self._address, self._token) as channel:
-            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            reply = await self._typed(stub.Resize(request, timeout=grace_s + wait_s + _CHANGE_MARGIN_S))
+        reply = await self._call(lambda stub: stub.Resize(request, timeout=grace_s + wait_s + _CHANGE_MARGIN_S))
         return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
@@ -88,9 +84,7 @@ class ControllerClient:
 
     async def absent(self) -> tuple[Absence, ...]:
         """Returns the workers that were requested but do not serve now."""
-        async with open_channel(self._address, self._token) as channel:
-            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            reply = await self._typed(stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
+        reply = await self._call(lambda stub: stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
         return tuple(convert.absence_from_proto(each) for each in reply.workers)
 
     async def drain_worker(
@@ -106,25 +100,19 @@ class ControllerClient:
         request = cluster_pb2.DrainWorkerRequest(
             worker_id=worker_id, grace_s=grace_s, restart=restart, force=force, node_leaves=node_leaves
         )
-        async with open_channel(self._address, self._token) as channel:
-            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            reply = await self._typed(stub.DrainWorker(request, timeout=grace_s + _CHANGE_MARGIN_S))
+        reply = await self._call(lambda stub: stub.DrainWorker(request, timeout=grace_s + _CHANGE_MARGIN_S))
         return float(reply.seconds)
 
     async def load_adapter(self, name: str, path: str) -> AdapterFacts:
         """Has all workers load an adapter; returns it once requests may name it. See `LoadAdapterRequest`."""
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
-        async with open_channel(self._address, self._token) as channel:
-            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            reply = await self._typed(stub.LoadAdapter(request, timeout=_CHANGE_MARGIN_S))
+        reply = await self._call(lambda stub: stub.LoadAdapter(request, timeout=_CHANGE_MARGIN_S))
         return convert.adapter_from_proto(reply.adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """Has all workers unload an adapter; NotFound if it is not loaded."""
         request = types_pb2.UnloadAdapterRequest(lora_name=name)
-        async with open_channel(self._address, self._token) as channel:
-            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
-            await self._typed(stub.UnloadAdapter(request, timeout=_CHANGE_MARGIN_S))
+        await self._call(lambda stub: stub.UnloadAdapter(request, timeout=_CHANGE_MARGIN_S))
 
     async def adapters(self) -> tuple[AdapterFacts, ...]:
         """Returns the adapters that requests may name."""
@@ -132,6 +120,11 @@ class ControllerClient:
         if found.adapters is not None:
             return found.adapters
         return found.workers[0].model.adapters if found.workers else ()
+
+    async def _call(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Returns the reply to what `ask` calls of the controller's stub."""
+        async with open_channel(self._address, self._token) as channel:
+            return await self._typed(ask(cluster_pb2_grpc.ClusterStub(channel)))
 
     async def _typed(self, call: Awaitable[Result]) -> Result:
         try:

@@ -11,11 +11,11 @@ none keeps it. An adapter leaves the list before the workers unload it.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
-from cluster.background import begin
+from cluster.background import Changes
 from cluster.supervision.registry import Registry
 from wire.errors import (
     DeadlineExceeded,
@@ -37,8 +37,6 @@ RETRY_S = 2.0
 REGISTER_S = 10.0
 """Seconds within which workers that have loaded an adapter register with it."""
 NAME_MAX = 256
-
-Result = TypeVar("Result")
 
 
 class AdapterCalls(Protocol):
@@ -76,8 +74,7 @@ class Adapters:
         self._failed: dict[PeerRef, str] = {}
         """Why a worker could not load an adapter."""
         self._one_at_a_time = asyncio.Lock()
-        self._begun: set[asyncio.Task[Any]] = set()
-        """Changes that have begun."""
+        self._changes = Changes("a change of the adapters")
         self._retry: asyncio.TimerHandle | None = None
 
     async def load(self, name: str, path: str) -> AdapterFacts:
@@ -89,12 +86,12 @@ class Adapters:
         """
         self._check_allowed()
         self._check(name, path)
-        return await self._to_its_end(self._load(AdapterFacts(name, "", path)))
+        return await self._changes.to_its_end(self._load(AdapterFacts(name, "", path)))
 
     async def unload(self, name: str) -> None:
         """Takes an adapter off the list and has the workers unload it; NotFound if it is not listed."""
         self._check_allowed()
-        await self._to_its_end(self._unload(name))
+        await self._changes.to_its_end(self._unload(name))
 
     def inherit(self) -> None:
         """Begins with the list of the leader that was followed, else with those of the start and of live workers.
@@ -122,21 +119,7 @@ class Adapters:
                     await self._bring_all()
         finally:
             self._registry.lack = lambda _: ""
-            for task in self._begun:
-                task.cancel()
-
-    async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Returns the result of a change, which goes on if the caller no longer waits."""
-        task = begin(work, "a change of the adapters")
-        self._begun.add(task)
-        task.add_done_callback(self._begun.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if not task.cancelled() or (me is not None and me.cancelling()):
-                raise
-            raise Unavailable("another controller has taken over in the meantime; ask again") from None
+            self._changes.cancel()
 
     def _check_allowed(self) -> None:
         if not self._allowed:

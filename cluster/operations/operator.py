@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
 
-from cluster.background import begin
+from cluster.background import Changes
 from cluster.operations.assignments import Assignments
 from cluster.operations.draining import END_S, Draining, Drains
 from cluster.operations.handover_state import Handover
@@ -18,7 +17,7 @@ from cluster.supervision.process_supervisor import WAITS_FOR_NODE, ProcessSuperv
 from cluster.supervision.registry import Registry
 from cluster.supervision.roles import Slot
 from cluster.supervision.size import SizeChange, Steps
-from wire.errors import FailedPrecondition, NotFound, TandemError, Unavailable
+from wire.errors import FailedPrecondition, NotFound, TandemError
 from wire.messages import Absence, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -28,8 +27,6 @@ BACK_S = 180.0
 LOOK_S = 0.05
 NODE_LOOK_S = 1.0
 """Interval between checks of a node that is about to leave, in seconds."""
-
-Result = TypeVar("Result")
 
 
 class Operator:
@@ -57,7 +54,7 @@ class Operator:
         self._leaving: set[str] = set()
         """Workers that leave for good."""
         self._one_size_at_a_time = asyncio.Lock()
-        self._begun: set[asyncio.Task[Any]] = set()
+        self._changes = Changes("a change of the workers")
 
     @property
     def coming(self) -> int:
@@ -79,10 +76,7 @@ class Operator:
         drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
         going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
         handover = Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
-        begun = tuple(self._begun)
-        for task in begun:
-            task.cancel()
-        await asyncio.gather(*begun, return_exceptions=True)
+        await asyncio.gather(*self._changes.cancel(), return_exceptions=True)
         self._awaited.clear()
         self._rescheduling.clear()
         return handover
@@ -92,11 +86,11 @@ class Operator:
         for name, node in handover.rescheduling:
             if (keeper := self._keepers.get(name)) is not None and not keeper.wanted:
                 self._awaited.add(keeper)
-                self._go_on_with(self._come_back_elsewhere(keeper, node))
+                self._changes.begin(self._come_back_elsewhere(keeper, node))
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         """Changes the mode and returns the current workers; see `Assignments.set_mode`."""
-        await self._to_its_end(self._assignments.set_mode(change))
+        await self._changes.to_its_end(self._assignments.set_mode(change))
         return self._registry.membership().workers
 
     async def drain_worker(
@@ -119,7 +113,7 @@ class Operator:
             work = self._drain_and_move(keeper, grace_s, force=force)
         else:
             work = self._drain(keeper, grace_s, force=force)
-        await self._to_its_end(work)
+        await self._changes.to_its_end(work)
 
     async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
         """Starts or drains workers and changes roles until the cluster has the size that `change` asks for.
@@ -128,7 +122,7 @@ class Operator:
         impossible size, FailedPrecondition if this host lacks the capacity. DeadlineExceeded if a worker does not serve
         within `wait_s` seconds; it serves when it can, for instance once a node with capacity joins.
         """
-        await self._to_its_end(self._resize(change))
+        await self._changes.to_its_end(self._resize(change))
         coming = sorted(self._awaited, key=lambda keeper: keeper.name)
         await asyncio.gather(*(self._counted_in(keeper, change.wait_s) for keeper in coming))
         return self._registry.membership().workers
@@ -164,7 +158,7 @@ class Operator:
         self._assignments.expect(slot.worker_id, slot.role)
         keeper = self._fleet.add(slot)
         self._awaited.add(keeper)
-        self._go_on_with(self._arrive(keeper))
+        self._changes.begin(self._arrive(keeper))
 
     async def _counted_in(self, keeper: ProcessSupervisor, within_s: float) -> None:
         """Waits until a worker serves and the others have returned to their roles."""
@@ -215,7 +209,7 @@ class Operator:
                 await self._draining.run(keeper, info, grace_s)
         self._awaited.add(keeper)
         keeper.restart()
-        arriving = self._go_on_with(self._arrive(keeper))
+        arriving = self._changes.begin(self._arrive(keeper))
         await keeper.until(Phase.SERVING, BACK_S)
         await arriving
 
@@ -229,7 +223,7 @@ class Operator:
         except BaseException:
             self._rescheduling.pop(keeper.name, None)
             raise
-        self._go_on_with(self._come_back_elsewhere(keeper, node))
+        self._changes.begin(self._come_back_elsewhere(keeper, node))
 
     @contextlib.contextmanager
     def _counting_on(self, keeper: ProcessSupervisor) -> Iterator[None]:
@@ -260,22 +254,6 @@ class Operator:
         except Exception:
             log.exception("cannot determine if %s has left; asking again", node)
             return True
-
-    async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        begun = self._go_on_with(work)
-        try:
-            return await asyncio.shield(begun)
-        except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if not begun.cancelled() or (me is not None and me.cancelling()):
-                raise
-            raise Unavailable("another controller has taken over in the meantime; ask again") from None
-
-    def _go_on_with(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        task = begin(work, "a change of the workers")
-        self._begun.add(task)
-        task.add_done_callback(self._begun.discard)
-        return task
 
 
 def _worth(keeper: ProcessSupervisor) -> int:

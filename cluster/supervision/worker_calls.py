@@ -1,5 +1,8 @@
 """The controller's calls to workers, through their own listeners."""
 
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
 import grpc.aio
 
 from wire import convert, rpc
@@ -10,6 +13,9 @@ ANSWER_S = 5.0
 """Timeout of calls that a worker can complete immediately, in seconds."""
 LOAD_S = 120.0
 """Timeout of a call that reads an adapter's files, in seconds."""
+
+
+Reply = TypeVar("Reply")
 
 
 class WorkerCalls:
@@ -27,11 +33,7 @@ class WorkerCalls:
             assignment=convert.assignment_to_proto(assignment),
             grace_s=grace_s,
         )
-        async with rpc.open_channel(info.address, self._token) as channel:
-            try:
-                await worker_pb2_grpc.WorkerStub(channel).SetAssignment(request, timeout=ANSWER_S)
-            except grpc.aio.AioRpcError as error:
-                raise rpc.error_of(error, f"worker {peer.worker_id}") from error
+        await self._call(info, lambda stub: stub.SetAssignment(request, timeout=ANSWER_S))
 
     async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts) -> AdapterFacts:
         """Has a worker load an adapter, with any hash if its identity is empty; returns what was loaded."""
@@ -39,11 +41,7 @@ class WorkerCalls:
         request = worker_pb2.LoadWorkerAdapterRequest(
             worker_id=peer.worker_id, incarnation=peer.incarnation, adapter=convert.adapter_to_proto(adapter)
         )
-        async with rpc.open_channel(info.address, self._token) as channel:
-            try:
-                reply = await worker_pb2_grpc.WorkerStub(channel).LoadAdapter(request, timeout=LOAD_S)
-            except grpc.aio.AioRpcError as error:
-                raise rpc.error_of(error, f"worker {peer.worker_id}") from error
+        reply = await self._call(info, lambda stub: stub.LoadAdapter(request, timeout=LOAD_S))
         return convert.adapter_from_proto(reply.adapter)
 
     async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
@@ -52,17 +50,17 @@ class WorkerCalls:
         request = worker_pb2.UnloadWorkerAdapterRequest(
             worker_id=peer.worker_id, incarnation=peer.incarnation, name=name
         )
-        async with rpc.open_channel(info.address, self._token) as channel:
-            try:
-                await worker_pb2_grpc.WorkerStub(channel).UnloadAdapter(request, timeout=ANSWER_S)
-            except grpc.aio.AioRpcError as error:
-                raise rpc.error_of(error, f"worker {peer.worker_id}") from error
+        await self._call(info, lambda stub: stub.UnloadAdapter(request, timeout=ANSWER_S))
 
     async def drain(self, info: WorkerInfo, grace_s: float) -> None:
         """Drains a worker; returns when it has no requests left or gave up the rest after `grace_s` seconds."""
         request = worker_pb2.DrainRequest(grace_s=grace_s)
+        await self._call(info, lambda stub: stub.Drain(request, timeout=grace_s + ANSWER_S))
+
+    async def _call(self, info: WorkerInfo, ask: Callable[[Any], Awaitable[Reply]]) -> Reply:
+        """Returns the reply to what `ask` calls of the worker's stub."""
         async with rpc.open_channel(info.address, self._token) as channel:
             try:
-                await worker_pb2_grpc.WorkerStub(channel).Drain(request, timeout=grace_s + ANSWER_S)
+                return await ask(worker_pb2_grpc.WorkerStub(channel))
             except grpc.aio.AioRpcError as error:
                 raise rpc.error_of(error, f"worker {info.peer.worker_id}") from error

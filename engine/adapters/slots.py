@@ -1,4 +1,4 @@
-"""Which adapter is in which slot of an engine's tables.
+"""Assigns adapters to the slots of an engine's tables.
 
 A slot is free, or holds an adapter that is listed, or one that was unloaded. The latter keeps its slot, and requests
 that came before its end keep their adapter, until another adapter needs the slot and no request uses it any more.

@@ -30,7 +30,7 @@ from wire.errors import InvalidArgument
 ANSWER_TOKENS = 128
 """The most tokens of an answer."""
 _HELD_OUT = 10
-"""Every tenth answer is held out."""
+"""Every tenth prompt is held out, with all its answers."""
 _ANSWER_MIN = 8
 """Tokens of an answer that are counted on; prompts are answered again, with other seeds, until there are enough."""
 _SPARE_PAGES = 4
@@ -38,7 +38,7 @@ _SPARE_PAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is trained, and on how much."""
+    """The settings of a training."""
 
     tokens: int
     """The tokens that the model answers, those held out included."""
@@ -47,21 +47,21 @@ class Recipe:
     vocabulary: int
     epochs: int
     temperature: float
-    """Of the answers; 0 answers each prompt once."""
+    """The temperature of the answers; 0 answers each prompt once."""
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a training."""
+    """The result of a training."""
 
     tokens: int
     """The tokens that were learned from."""
     held_out_tokens: int
     losses: Sequence[float]
-    """Of each epoch, see `train_heads`."""
+    """The loss of each epoch, see `train_heads`."""
     tokens_a_step: Sequence[float]
-    """On the answers held out, with at most 1, 2, … drafts."""
+    """The tokens a step on the answers held out, with at most 1, 2, … drafts."""
 
 
 def train_draft(

@@ -24,7 +24,7 @@ _IGNORED = -100
 """The target of positions that teach nothing: behind the end of an answer, or a token that heads cannot guess."""
 TOKENS_A_BATCH = 512
 LEARNING_RATE = 1e-3
-"""As in the published recipe; it falls to zero as a half cosine."""
+"""The rate at first, as in the published recipe; it falls to zero as a half cosine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class _Request:
     tokens: list[int]
     """Prompt and answer."""
     pages: list[int] = field(default_factory=list)
-    """As `KvPages` lists them, of all positions: pages behind a window stay as well."""
+    """The pages of all positions as `KvPages` lists them: those behind a window stay as well."""
     stored: int = 0
     """The number of first positions whose KV is that of `tokens` and, behind them, of `drafted`."""
     drafted: Sequence[int] = ()

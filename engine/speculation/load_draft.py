@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class KvMemory:
 
     target: int | None
     both: int | None
-    """Those of the draft model as well."""
+    """The bytes of both models' pages."""
 
 
 def split_kv(config: EngineConfig, spec: ModelSpec, page_tokens: int, default: int | None) -> KvMemory:
@@ -57,12 +58,10 @@ def model_with_draft(config: EngineConfig, spec: ModelSpec, parameters: Paramete
         return ModelWithDraft(DecoderModel(spec, parameters, kernels, spec.max_context))
     # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
     rows = max(config.max_batch_requests, config.max_step_tokens)
-    if heads_folder is None:
-        model = HiddenStateModel(spec, parameters, kernels, spec.max_context, rows)
-        return ModelWithDraft(model, drawn_hidden=model.drawn_hidden)
-    heads = load_medusa_heads(heads_folder, spec, parameters, kernels)
+    heads = None if heads_folder is None else load_medusa_heads(heads_folder, spec, parameters, kernels)
     model = HiddenStateModel(spec, parameters, kernels, spec.max_context, rows)
-    return ModelWithDraft(model, lambda: HeadsProposer(heads, model.drawn_hidden), model.drawn_hidden)
+    proposer = None if heads is None else partial(HeadsProposer, heads, model.drawn_hidden)
+    return ModelWithDraft(model, proposer, model.drawn_hidden)
 
 
 def draft_model_of(

@@ -145,14 +145,12 @@ class InferenceServicer:
     async def LoadAdapter(self, request: bytes, _context: _Context) -> types_pb2.LoadAdapterResponse:
         """Load an adapter into every worker of the cluster."""
         asked = await self._of_operator(types_pb2.LoadAdapterRequest, request)
-        served_call().model = asked.lora_name
         adapter = await self._adapters.load(asked.lora_name, asked.lora_path)
         return types_pb2.LoadAdapterResponse(adapter=convert.adapter_to_proto(adapter))
 
     async def UnloadAdapter(self, request: bytes, _context: _Context) -> types_pb2.UnloadAdapterResponse:
         """Unload an adapter."""
         asked = await self._of_operator(types_pb2.UnloadAdapterRequest, request)
-        served_call().model = asked.lora_name
         await self._adapters.unload(asked.lora_name)
         return types_pb2.UnloadAdapterResponse()
 

@@ -70,7 +70,7 @@ class Answer:
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._begun: asyncio.Future[None] | None = None
-        """What waits for the first token beside the reader."""
+        """The future of the caller that waits for the first token beside the reader."""
 
     def connect(self, leave: Callable[[int], None], close: Callable[[], None]) -> None:
         """Router side: set the callbacks of the request.

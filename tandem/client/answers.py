@@ -96,7 +96,7 @@ class Answer:
     cached_tokens: int
     """Tokens of the prompt whose KV was found in a prefix cache."""
     prompt: Prompt
-    """What the request asks for of its prompt."""
+    """The parts that the request asks for of its prompt."""
     timeline: Timeline
     """The edges of the request in the cluster, and the workers that served it."""
 

@@ -47,7 +47,7 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
 }
 """The markers that are special tokens in some tokenizers."""
 _TAGGED = {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
-"""What chat templates with `<tool_call>` contain if calls are no JSON."""
+"""The text that chat templates with `<tool_call>` contain if calls are no JSON, by syntax."""
 FORCED_CALLS = "llama3_json"
 """The syntax of calls that a grammar forces (`vocabulary.grammars.of_tool_calls`), whatever the model's own is."""
 TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)
