@@ -153,12 +153,16 @@ def test_the_folded_row_of_hardware_has_data(watched: Watched) -> None:
 
 
 def test_the_folded_row_of_speculation_has_data(watched: Watched) -> None:
-    """Whether any draft is verified depends on the answers; without any, the shares have no value."""
+    """Whether any draft is verified depends on the answers; without any, the shares have no value.
+
+    The cluster has no draft model, whose memory therefore is no series.
+    """
     shown = folded_row(watched, "workers", "Speculative decoding")
     assert {panel.title for panel in shown} >= {"Speed-up", "Drafted tokens", "Seconds saved"}
     assert {panel.title for panel in shown if panel.empty} <= {
         "Accepted drafts by position",
         "Accepted drafts by match",
+        "Memory of the draft model",
     }
 
 
