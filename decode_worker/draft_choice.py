@@ -25,8 +25,6 @@ class StepBounds:
     """The longest step that keeps the gap targets of all requests."""
     rows: int
     """The most rows, drafts included."""
-    draft_s: float = 0.0
-    """The seconds before a step that computing drafts takes, for each position of the longest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +49,21 @@ class Candidate:
         """Return the candidate with so many of its drafts."""
         if drafts >= len(self.survival):
             return self
-        return self.drafted(self.draft.token_ids[:drafts])
-
-    def drafted(self, token_ids: Sequence[int]) -> "Candidate":
-        """Return the candidate with these tokens as its draft, at most as many as it has."""
-        draft = Draft(token_ids, self.draft.match)
-        return Candidate(self.request, draft, self.survival[: len(token_ids)], self.context)
+        draft = Draft(self.draft.token_ids[:drafts], self.draft.match)
+        return Candidate(self.request, draft, self.survival[:drafts], self.context)
 
 
-def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False, draft_s: float = 0.0) -> float:
+def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) -> float:
     """Return the least probability of acceptance for which one draft of each request pays in a step with `work`.
 
     1 where nothing is known of the duration. `kv_read_once`: a draft's row reads no KV that another does not read.
-    `draft_s`: see `StepBounds`.
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:
         return 1.0
     context = 0 if kv_read_once else work.decode_context_tokens // work.decode_rows
     more = cost.decode_step_seconds(work.decode_rows + 1, work.decode_context_tokens + context)
-    return (work.decode_rows * (more - seconds) + draft_s) / seconds
+    return work.decode_rows * (more - seconds) / seconds
 
 
 def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
@@ -94,7 +87,7 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
     for number, each in enumerate(candidates):
         alike.setdefault(tuple(each.survival), []).append(number)
     positions = [(-worth, position, survival) for survival in alike for position, worth in enumerate(survival)]
-    rows, longest, parameters = work.decode_rows, 0, bounds.cost.parameters
+    rows, parameters = work.decode_rows, bounds.cost.parameters
     tokens, seconds = float(rows), bounds.cost.decode_step_seconds(rows, work.decode_context_tokens)
     most, room = GAIN_MIN * tokens / seconds, min(bounds.rows, ROWS_MAX) - rows
     added: list[Sequence[int]] = []
@@ -105,13 +98,11 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
         if candidates[numbers[0]].context is not None:
             read = sum(candidates[number].context_of(position) for number in numbers) / len(numbers)
             row_s += parameters.context_s * read
-        deeper_s = bounds.draft_s * max(0, position + 1 - longest)
-        spare_s = bounds.seconds - seconds - deeper_s
+        spare_s = bounds.seconds - seconds
         fitting = len(numbers) if len(numbers) * row_s <= spare_s else int(spare_s / row_s) if spare_s > 0.0 else 0
         count = max(0, min(len(numbers), room, fitting))
         added.append(numbers[:count])
-        tokens, seconds, room = tokens - negative * count, seconds + deeper_s + row_s * count, room - count
-        longest = max(longest, position + 1)
+        tokens, seconds, room = tokens - negative * count, seconds + row_s * count, room - count
         if tokens / seconds >= most:
             most, chosen = tokens / seconds, len(added)
         if count < len(numbers):

@@ -1,24 +1,25 @@
 """Speculative decoding with proposers that compute: how many drafts pay, and whose context is stored for them.
 
-Drafts of a model take time: a step of the model for the first draft of all requests, one for the second, and so on. All
+Drafts of trained weights take time: a step for the first draft of all requests, one for the second, and so on. All
 requests therefore have as many drafts, and their number is the one with the most tokens per second for the step and
-those before it that propose, as the two fitted cost models predict. The model needs the KV of a request's context
-first. It is stored where the time is predicted to come back before the answer ends, in pieces between the steps of the
+those before it that propose, as the two fitted cost models predict. A draft model needs the KV of a request's
+context first. It is stored where the time is predicted to come back before the answer ends, in pieces between the steps of the
 batch; until then the request has no drafts.
 """
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from costs.acceptance import Acceptance
 from costs.step_cost import StepCost
 from costs.step_work import NOTHING, StepWork, chunk_pairs
+from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.draft_choice import GAIN_MIN, ROWS_MAX, Candidate, StepBounds
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
-from decode_worker.speculation import DRAFTS_MAX, PROBE_EVERY, Speculation
-from engine.speculation.proposer import MODEL_CLASS, ModelProposer, Proposer
+from decode_worker.speculation import PROBE_EVERY, Speculation
+from engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft, Proposer, WantedDraft
 from engine.steps.draws import Draw
 from wire.messages import SamplingParams
 
@@ -53,11 +54,11 @@ _NO_PLAN = _Plan()
 
 
 class ModelSpeculation(Speculation):
-    """Speculation by a proposer that works in batches and takes time. Engine thread only, as `Speculation`."""
+    """Speculation by a proposer that computes drafts of all requests at once. Engine thread only, as `Speculation`."""
 
     def __init__(
         self,
-        proposer: ModelProposer,
+        proposer: BatchProposer,
         batch: DraftingBatch,
         grow: Callable[[DecodeRequest], bool],
         clock: Callable[[], float] = time.perf_counter,
@@ -69,6 +70,8 @@ class ModelSpeculation(Speculation):
         self.counts.model_bytes = proposer.memory
         # Optimism finds out what an unknown draft model is worth: a few wrong drafts correct it (decision 48).
         self._acceptance = Acceptance(prior=1.0)
+        self._newest: CompletedStep | None = None
+        """The newest step whose tokens are here."""
         self._probed: DecodeRequest | None = None
         """The request that will have a draft as a probe, while its context is stored."""
 
@@ -77,6 +80,11 @@ class ModelSpeculation(Speculation):
         super().leave(request)
         if request is self._probed:
             self._probed = None
+
+    def complete(self, step: CompletedStep) -> None:
+        """See `Speculation`."""
+        super().complete(step)
+        self._newest = step
 
     def _expects_drafts(self, bounds: StepBounds) -> bool:
         """See `Speculation`; also True if context will be stored, which needs the device as well."""
@@ -92,14 +100,24 @@ class ModelSpeculation(Speculation):
         began = self._clock()
         if plan.pieces:
             self._model.store_context(plan.pieces)
-        found = self._model.propose_all({each: self._draws(each, n) for each, n in wanted.items()}) if wanted else {}
+        found = self._model.compute(self._wanted(wanted)) if wanted else ()
         self.drafting_s = self._clock() - began
         if self._probed in wanted:
             self._probed = None
-        survival = self._acceptance.survival(MODEL_CLASS, DRAFTS_MAX)
         return [
-            Candidate(each, found[each], survival[: len(found[each].token_ids)], self._context(each)) for each in wanted
+            Candidate(each, Draft(tokens, self._model.draft_class), self._survival(len(tokens)), self._context(each))
+            for each, tokens in zip(wanted, found, strict=True)
+            if tokens
         ]
+
+    def _wanted(self, drafts: Mapping[DecodeRequest, int]) -> list[WantedDraft]:
+        drew: dict[DecodeRequest, int] = {}
+        if (step := self._newest) is not None:
+            drew = {slot.request: step.rows_of(row)[-1] for row, slot in enumerate(step.snapshot.slots)}
+        return [WantedDraft(each, self._draws(each, count), drew.get(each)) for each, count in drafts.items()]
+
+    def _survival(self, drafts: int) -> list[float]:
+        return self._acceptance.survival(self._model.draft_class, min(drafts, self._model.longest))
 
     def _plan(self, bounds: StepBounds, unknown: int) -> _Plan:
         eligible, work = self._eligible(unknown)
@@ -127,14 +145,14 @@ class ModelSpeculation(Speculation):
     def _count(self, bounds: StepBounds, work: StepWork, requests: Sequence[DecodeRequest]) -> DraftCount:
         """Return the number of drafts of each of these requests with which a step has the most tokens per second."""
         context = sum(self._batch.next_position(each) + 1 for each in requests)
-        survival = self._acceptance.survival(MODEL_CLASS, DRAFTS_MAX)
+        survival = self._survival(DRAFTS_MAX)
         costs = DraftCosts(bounds.cost, self._model.cost, work, len(requests), context)
         if self.fixed_drafts is not None:
             return costs.count(survival[: self.fixed_drafts], kv_read_once=self._batch.kv_read_once)
         most = max(0, min(bounds.rows, ROWS_MAX) - work.decode_rows) // max(1, len(requests))
         counts = [
             costs.count(survival[:drafts], kv_read_once=self._batch.kv_read_once)
-            for drafts in range(min(DRAFTS_MAX, most) + 1)
+            for drafts in range(min(len(survival), most) + 1)
         ]
         plain = counts[0]
         fitting = [each for each in counts if each.seconds <= bounds.seconds and each.drafts]
@@ -271,6 +289,6 @@ def _store_seconds(cost: StepCost, missing: int, end: int, chunk: int) -> tuple[
 
 def speculation_of(proposer: Proposer, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
     """Return the speculation by this proposer; see `Speculation`."""
-    if isinstance(proposer, ModelProposer):
+    if isinstance(proposer, BatchProposer):
         return ModelSpeculation(proposer, batch, grow)
     return Speculation(proposer, batch, grow)

@@ -6,10 +6,9 @@ it is accepted together with those before it, and those of the most worth are ve
 per second of the whole step (TurboSpec, arXiv 2406.14066). Where no drafts pay, steps are those of a batch without.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from costs.acceptance import Acceptance
@@ -20,19 +19,15 @@ from decode_worker.draft_choice import Candidate, StepBounds, break_even, with_d
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.drafts import VerifiedStep
 from decode_worker.request import DecodeRequest
-from engine.speculation.proposer import BatchProposer, Draft, Proposer, WantedDraft
+from engine.speculation.proposer import DRAFTS_MAX, Draft, Proposer
 from engine.steps.batch import TokenRows
 
-DRAFTS_MAX = 7
-"""The most drafts of one request in a step."""
 PROBE_EVERY = 64
 """Where no drafts pay, one request has a draft in so many steps, so that a change of acceptance is noticed."""
 _SPEEDUP_WEIGHT = 0.05
 """Weight of the newest step in the mean speed-up."""
 _SPEEDUP_SEEN = 1.01
 """The least mean that counts as a speed-up."""
-_COMPUTING_WEIGHT = 0.1
-"""Weight of the newest duration in the mean time that computing drafts takes."""
 
 
 @dataclass(slots=True)
@@ -75,11 +70,6 @@ class Speculation:
     def __init__(self, proposer: Proposer, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> None:
         """`grow` gives a request one more page, unless it would preempt another one for it."""
         self._proposer = proposer
-        self._computing = proposer if isinstance(proposer, BatchProposer) else None
-        self._draft_s = 0.0
-        """The mean of `StepBounds.draft_s`; 0 until drafts were computed."""
-        self._newest: CompletedStep | None = None
-        """The newest step whose tokens are here, where drafts are computed."""
         self._batch = batch
         self._grow = grow
         self._acceptance = Acceptance()
@@ -125,8 +115,6 @@ class Speculation:
         self._steps_without = 0 if chosen else self._steps_without + 1
         fitting = [each.first(self._positions(each.request, len(each.survival))) for each in chosen]
         fitting = [each for each in fitting if each.survival]
-        if fitting and self._computing is not None:
-            fitting, self.drafting_s = self._computed(self._computing, fitting)
         self._launched = _Launched(bounds.cost, self._batch.next_rows()[1], fitting, self.drafting_s)
         self.counts.drafting_s += self.drafting_s
         if not fitting:
@@ -136,8 +124,6 @@ class Speculation:
     def complete(self, step: CompletedStep) -> None:
         """Take a step whose events were made, for `learn`."""
         self._unlearned.append((step, self._launched))
-        if self._computing is not None:
-            self._newest = step
 
     def learn(self) -> None:
         """Learn from the completed steps, while the next one runs: a step later, but the device does not wait for it.
@@ -197,10 +183,8 @@ class Speculation:
             candidates = [self._candidate(request, unknown).first(self.fixed_drafts) for request in eligible]
             return [each for each in candidates if each.survival]
         chosen: list[Candidate] = []
-        least = break_even(bounds.cost, work, kv_read_once=self._batch.kv_read_once, draft_s=self._draft_s)
+        least = break_even(bounds.cost, work, kv_read_once=self._batch.kv_read_once)
         if self._acceptance.best() > least:
-            if self._draft_s:
-                bounds = replace(bounds, draft_s=self._draft_s)
             candidates = [self._candidate(request, unknown) for request in eligible]
             chosen = with_most_tokens(bounds, work, [each for each in candidates if each.survival])
         if not chosen and self._steps_without >= PROBE_EVERY:
@@ -223,8 +207,6 @@ class Speculation:
         """Return a request with the draft that follows its newest token, which is one of `unknown` that come first."""
         self._tell(request)
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
-        if self._computing is not None:
-            most, unknown = most - unknown, 0  # they are computed when the token is here
         draft = self._proposer.propose(request, most + unknown)
         survival = self._acceptance.survival(draft.match, len(draft.token_ids))
         if unknown:
@@ -234,21 +216,6 @@ class Speculation:
     def _context(self, request: DecodeRequest) -> int | None:
         """Return `Candidate.context` of a request."""
         return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
-
-    def _computed(self, proposer: BatchProposer, chosen: Sequence[Candidate]) -> tuple[list[Candidate], float]:
-        """Return the candidates that drafts could be computed for, with those, and the seconds that it took."""
-        drew: dict[DecodeRequest, int] = {}
-        if (step := self._newest) is not None:
-            drew = {slot.request: step.rows_of(row)[-1] for row, slot in enumerate(step.snapshot.slots)}
-        wanted = [WantedDraft(each.request, len(each.survival), drew.get(each.request)) for each in chosen]
-        started = time.perf_counter()
-        computed = proposer.compute(wanted)
-        seconds = time.perf_counter() - started
-        if longest := max(map(len, computed)):
-            weight = _COMPUTING_WEIGHT if self._draft_s else 1.0
-            self._draft_s += weight * (seconds / longest - self._draft_s)
-        found = [each.drafted(tokens) for each, tokens in zip(chosen, computed, strict=True)]
-        return [each for each in found if each.survival], seconds
 
     def _tell(self, request: DecodeRequest) -> None:
         """Bring the proposer up to date."""

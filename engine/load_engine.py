@@ -24,6 +24,7 @@ from engine.kernels.lora.lora_kernels import LoraProducts
 from engine.memory import GIB, check_host_memory, ran_out_of_memory
 from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
+from engine.models.decoder import DecoderModel
 from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
 from engine.speculation.draft_runner import LoadModel
@@ -80,6 +81,33 @@ class LoadedParts:
     """The hidden states of the newest step, see `HiddenStateModel`; None where nobody needs them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """The model to load, the device, and what is chosen for both."""
+
+    spec: ModelSpec
+    device: torch.device
+    page_tokens: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "_Setting":
+        """Check that the device serves the model."""
+        device = parse_device(config.device)
+        page_tokens = parse_page_tokens(config, device)
+        stored = load_spec(config.model) if config.random_weights else check_model(config.model)
+        spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
+        dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
+        check_weights(device, spec)
+        return cls(spec, device, page_tokens, dtype, kv_dtype)
+
+    def weight_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes of the weights and of the slots for adapters."""
+        weights = weight_bytes(self.spec, self.dtype, on_cpu=is_cpu(self.device))
+        return weights + slot_bytes(config, self.spec, self.dtype)
+
+
 def load_parts(
     config: EngineConfig,
     progress: Progress | None,
@@ -89,57 +117,38 @@ def load_parts(
     load_another: LoadModel,
 ) -> LoadedParts:
     """Loads the parts of a runner; see `ModelRunner.load`, which is `load_another`: it loads a draft model."""
-    device = parse_device(config.device)
-    page_tokens = parse_page_tokens(config, device)
-    stored = load_spec(config.model) if config.random_weights else check_model(config.model)
-    spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
-    dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
-    check_weights(device, spec)
-    if device.type == "cpu":
-        check_host_memory(weight_bytes(spec, dtype, on_cpu=True) + slot_bytes(config, spec, dtype))
+    setting = _Setting.of(config)
+    spec, device, page_tokens, kv_dtype = setting.spec, setting.device, setting.page_tokens, setting.kv_dtype
+    on_cpu = is_cpu(device)
+    if on_cpu:
+        check_host_memory(setting.weight_bytes(config))
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     else:
         torch.cuda.set_device(device)
-    chosen = kernels or choose_kernels(config, spec, device, dtype, page_tokens, kv_dtype=kv_dtype)
-    loaded, adapters = _load_model(config, spec, chosen, dtype, device, progress=progress)
-    model = loaded.model
-    kv = split_kv(config, spec, page_tokens, _CPU_CACHE_BYTES if device.type == "cpu" else None)
+    chosen = kernels or choose_kernels(config, spec, device, setting.dtype, page_tokens, kv_dtype=kv_dtype)
+    loaded, adapters = _load_model(config, setting, chosen, progress)
+    kv = split_kv(config, spec, page_tokens, _CPU_CACHE_BYTES if on_cpu else None)
     proposer = loaded.proposer or draft_model_of(load_another, config, spec, page_tokens, kv)
     config = replace(config, kv_cache_bytes=kv.target)
-
     grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))
     masks = GrammarMasks(grammars, spec.eos_token_ids)
-    stepper: Stepper
-    if device.type == "cuda" and kernels is None:
+    if on_cpu or kernels is not None:
+        cache, stepper = _start_on_host(config, setting, loaded.model, masks)
+    else:
         from engine.cuda.cuda_start import start_on_gpu
 
-        cache, stepper = start_on_gpu(config, model, page_tokens, kv_dtype, device, masks=masks, progress=progress)
-    else:
-        # Outside of inference mode: the transfer and tests write into the cache as well.
-        capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes  # of a GPU, in tests
-        cache = PagedCache(spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
-        packer = StepPacker(step_limits(spec, cache))
-        draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
-        stepper = HostStepper(packer, forward_over(model, cache), device, draw)
-    facts = ModelFacts(
-        name=name or config.model.resolve().name,
-        vocab_size=spec.vocab_size,
-        max_context=step_limits(spec, cache).max_context,
-        eos_token_ids=spec.eos_token_ids,
-        dtype=str(dtype).removeprefix("torch."),
-        summary=model_summary(spec, dtype.itemsize, cache.element_bytes, on_cpu=is_cpu(device)),
-        kv_windows=cache.kv_pages.windows,
-    )
-    revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
+        cache, stepper = start_on_gpu(
+            config, loaded.model, page_tokens, kv_dtype, device, masks=masks, progress=progress
+        )
     return LoadedParts(
         spec,
         cache,
-        dtype,
-        facts,
-        revision,
+        setting.dtype,
+        _facts(name or config.model.resolve().name, setting, cache),
+        random_revision(config.model) if config.random_weights else revision_hash(config.model),
         adapters.slots,
         stepper,
-        model.expert_tokens,
+        loaded.model.expert_tokens,
         grammars.check,
         proposer,
         loaded.drawn_hidden,
@@ -147,17 +156,12 @@ def load_parts(
 
 
 def _load_model(
-    config: EngineConfig,
-    spec: ModelSpec,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    progress: Progress | None,
+    config: EngineConfig, setting: _Setting, kernels: Kernels, progress: Progress | None
 ) -> tuple[ModelWithDraft, LoadedAdapters]:
+    spec = setting.spec
     try:
         with torch.inference_mode():
-            parameters = allocate_parameters(spec, dtype, device)
+            parameters = allocate_parameters(spec, setting.dtype, setting.device)
             if config.random_weights:
                 fill_randomly(parameters)
             else:
@@ -170,9 +174,37 @@ def _load_model(
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
-        size = weight_bytes(spec, dtype, on_cpu=is_cpu(device)) + slot_bytes(config, spec, dtype)
+        size = setting.weight_bytes(config)
         raise InvalidArgument(
             "device",
-            f"{device} has no memory for the weights, {size / GIB:.2f} GiB; free memory there, or"
+            f"{setting.device} has no memory for the weights, {size / GIB:.2f} GiB; free memory there, or"
             " serve a smaller model.",
         ) from error
+
+
+def _start_on_host(
+    config: EngineConfig, setting: _Setting, model: DecoderModel, masks: GrammarMasks
+) -> tuple[PagedCache, Stepper]:
+    """Allocate the cache, and make the stepper of a CPU, or of given kernels, which run step by step."""
+    spec = setting.spec
+    # Outside of inference mode: the transfer and tests write into the cache as well.
+    capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes  # of a GPU, in tests
+    cache = PagedCache(
+        spec, setting.page_tokens, capacity, setting.kv_dtype, setting.device, step_tokens=config.max_step_tokens
+    )
+    draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
+    stepper = HostStepper(StepPacker(step_limits(spec, cache)), forward_over(model, cache), setting.device, draw)
+    return cache, stepper
+
+
+def _facts(name: str, setting: _Setting, cache: PagedCache) -> ModelFacts:
+    spec = setting.spec
+    return ModelFacts(
+        name=name,
+        vocab_size=spec.vocab_size,
+        max_context=step_limits(spec, cache).max_context,
+        eos_token_ids=spec.eos_token_ids,
+        dtype=str(setting.dtype).removeprefix("torch."),
+        summary=model_summary(spec, setting.dtype.itemsize, cache.element_bytes, on_cpu=is_cpu(setting.device)),
+        kv_windows=cache.kv_pages.windows,
+    )

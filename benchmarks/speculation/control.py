@@ -22,8 +22,8 @@ from costs.step_cost import StepCost
 from costs.step_fit import StepFit
 from costs.step_work import StepWork
 from decode_worker.draft_choice import Candidate, StepBounds, break_even, with_most_tokens
-from decode_worker.speculation import DRAFTS_MAX, PROBE_EVERY
-from engine.speculation.proposer import Draft
+from decode_worker.speculation import PROBE_EVERY
+from engine.speculation.proposer import DRAFTS_MAX, Draft
 from wire.cost_parameters import CostParameters
 
 STEPS, WARM_UP = 600, 200

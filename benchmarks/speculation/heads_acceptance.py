@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from engine.draft_training.answers import BATCH, Answering, tokens_a_step
 from engine.model_runner import ModelRunner
 from engine.speculation.proposer import BatchProposer, WantedDraft
+from engine.steps.draws import Draw
+from wire.messages import SamplingParams
 
 
 def heads_tokens_a_step(
@@ -17,10 +19,11 @@ def heads_tokens_a_step(
     proposer = None if runner.draft_proposer is None else runner.draft_proposer()
     if not isinstance(proposer, BatchProposer):
         raise ValueError("the runner has no heads")
+    draws = [Draw(SamplingParams(max_tokens=1), 0)] * max(drafts)
     guesses: list[list[Sequence[int]]] = []
 
     def drew(numbers: Sequence[int]) -> None:
-        wanted = [WantedDraft(number, max(drafts), row) for row, number in enumerate(numbers)]
+        wanted = [WantedDraft(number, draws, row) for row, number in enumerate(numbers)]
         for number, guessed in zip(numbers, proposer.compute(wanted), strict=True):
             of_batch[number].append(guessed)
 

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from benchmarks.speculation.chance import Chance, ChanceProposer
 from benchmarks.speculation.local_worker import ROUTER, Answer, LocalWorker
-from decode_worker.speculation import DRAFTS_MAX
 from engine.config import EngineConfig
 from engine.cuda.verify_graphs import DRAFTS, MOST_ROWS
 from engine.model_runner import ModelRunner
+from engine.speculation.proposer import DRAFTS_MAX
 from wire.messages import SamplingParams
 from wire.speculation_method import SpeculationMethod
 

@@ -15,7 +15,7 @@ from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import StepFit
 from costs.step_work import StepWork, chunk_pairs
 from engine.cache.page_pool import PagePool
-from engine.speculation.proposer import MODEL_CLASS, Draft, ModelProposer
+from engine.speculation.proposer import MODEL_CLASS, BatchProposer, WantedDraft
 from engine.steps.batch import StepBatch, StepResult, StepRow
 from engine.steps.draws import Draw
 from wire.kv_pages import KvPages
@@ -71,11 +71,13 @@ class _Request:
         self.drafted = ()
 
 
-class DraftModel(ModelProposer):
+class DraftModel(BatchProposer):
     """Proposes what the model draws with the number that the target will draw with: equal models draw equal tokens.
 
     Owns the pages of its requests; the runner is used, not owned.
     """
+
+    draft_class = MODEL_CLASS
 
     def __init__(
         self,
@@ -83,9 +85,10 @@ class DraftModel(ModelProposer):
         memory: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`memory`: see `ModelProposer`; `clock` returns seconds."""
+        """`memory`: see `BatchProposer`; `clock` returns seconds."""
         self._runner = runner
-        self._memory = memory or {}
+        self.memory = memory or {}
+        self.max_step_tokens = runner.kv_pages.step_tokens
         self._clock = clock
         self._fit = StepFit(runner.cost_guess)
         self._requests: dict[Hashable, _Request] = {}
@@ -93,18 +96,8 @@ class DraftModel(ModelProposer):
 
     @property
     def cost(self) -> StepCost:
-        """See `ModelProposer`."""
+        """See `BatchProposer`."""
         return StepCost(self._fit.parameters)
-
-    @property
-    def memory(self) -> Mapping[str, int]:
-        """See `ModelProposer`."""
-        return self._memory
-
-    @property
-    def max_step_tokens(self) -> int:
-        """See `ModelProposer`."""
-        return self._runner.kv_pages.step_tokens
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
         """See `Proposer`; nothing is computed yet."""
@@ -121,12 +114,12 @@ class DraftModel(ModelProposer):
         self._runner.pool.free(self._requests.pop(key).owner)
 
     def missing(self, key: Hashable) -> int:
-        """See `ModelProposer`."""
+        """See `BatchProposer`."""
         request = self._requests[key]
         return len(request.tokens) - min(request.stored, len(request.tokens) - 1)
 
     def room(self, key: Hashable, drafts: int) -> int:
-        """See `ModelProposer`; pages that are missing are taken from the pool while it has some."""
+        """See `BatchProposer`; pages that are missing are taken from the pool while it has some."""
         request, kv, pool = self._requests[key], self._runner.kv_pages, self._runner.pool
         # The last draft is drawn and not fed: it takes no position.
         fed = len(request.tokens) - 1
@@ -140,7 +133,7 @@ class DraftModel(ModelProposer):
         return max(0, min(drafts, kv.tokens_of(request.pages) - fed))
 
     def store_context(self, pieces: Mapping[Hashable, int]) -> None:
-        """See `ModelProposer`."""
+        """See `BatchProposer`."""
         rows, pairs = [], 0.0
         for key, tokens in pieces.items():
             request = self._requests[key]
@@ -150,11 +143,12 @@ class DraftModel(ModelProposer):
             request.stored += tokens
         self._run(rows, StepWork(sum(pieces.values()), pairs))
 
-    def propose_all(self, draws: Mapping[Hashable, Sequence[Draw]]) -> Mapping[Hashable, Draft]:
-        """See `ModelProposer`: one step for the first draft of all requests, one for the second of those that have one.
+    def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        """See `BatchProposer`: one step for the first draft of all requests, one for the second of those that have one.
 
         Tokens are rows of their own, as drafts are when they are verified.
         """
+        draws = {each.key: each.draws for each in wanted}
         found: dict[Hashable, list[int]] = {key: [] for key in draws}
         fed = {}
         for key in draws:
@@ -172,7 +166,7 @@ class DraftModel(ModelProposer):
         for key, tokens in found.items():
             request = self._requests[key]
             request.stored, request.drafted = len(request.tokens) + len(tokens) - 1, tokens
-        return {key: Draft(tokens, MODEL_CLASS) for key, tokens in found.items()}
+        return list(found.values())
 
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, Draw]

@@ -3,12 +3,15 @@
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from costs.step_cost import StepCost
 from engine.steps.draws import Draw
 from wire.messages import SamplingParams
 
+DRAFTS_MAX = 7
+"""The most drafts of one request in a step."""
 HEADS_CLASS = 12
 """The class of the drafts of Medusa heads."""
 MODEL_CLASS = 13
@@ -59,8 +62,8 @@ class WantedDraft:
     """The draft that a step is to have for one request."""
 
     key: Hashable
-    drafts: int
-    """The number of tokens, at least 1."""
+    draws: Sequence[Draw]
+    """The target's draws of the tokens to guess, at least one."""
     row: int | None
     """The row of the engine's newest step that drew the request's newest token.
 
@@ -68,48 +71,38 @@ class WantedDraft:
     """
 
 
-@runtime_checkable
-class BatchProposer(Proposer, Protocol):
-    """A proposer that computes drafts with a model, those of all requests of a step at once.
+class BatchProposer(Proposer):
+    """A proposer that computes drafts with trained weights, those of all requests of a step at once.
 
-    How many drafts there are is decided before, by their learned acceptance and by what computing them takes. The
-    tokens that `propose` returns are therefore placeholders: their number and their class count.
+    What computing takes is part of the step that drafts have to pay for, so their number is decided before. A proposer
+    with KV of its own has drafts for a request once the KV of its context is stored; `missing`, `room` and
+    `store_context` are for those.
     """
 
-    def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
-        """Return the tokens of each draft, at most as many as wanted; may be empty. No step is in flight."""
-
-
-class ModelProposer(Proposer):
-    """Proposes drafts by steps of a complete model, for many requests at once. Owned by one thread.
-
-    A request has drafts once the KV of its context is stored.
-    """
+    draft_class: int
+    """The class of its drafts, by which acceptance is learned."""
+    longest: int = DRAFTS_MAX
+    """The most tokens of a draft."""
+    max_step_tokens: int
+    """The most tokens of a step that stores KV, and of the first one that proposes."""
+    memory: Mapping[str, int] = MappingProxyType({})
+    """The bytes of the `weights` and of the `kv` pages, of a complete model."""
 
     @property
     @abstractmethod
     def cost(self) -> StepCost:
-        """The cost model of the steps that propose, with the newest fit."""
+        """The cost model of the steps that propose, one for each token of the longest draft, with the newest fit."""
 
-    @property
-    @abstractmethod
-    def memory(self) -> Mapping[str, int]:
-        """The bytes of the model's `weights` and `kv` pages."""
-
-    @property
-    @abstractmethod
-    def max_step_tokens(self) -> int:
-        """The most tokens of a step."""
-
-    @abstractmethod
     def missing(self, key: Hashable) -> int:
         """Return the number of tokens of the request whose KV is not stored, the newest one included."""
+        del key
+        return 1
 
-    @abstractmethod
     def room(self, key: Hashable, drafts: int) -> int:
         """Return how many drafts, at most `drafts`, the request has memory for, which is taken. 0 if there is none."""
+        del key
+        return drafts
 
-    @abstractmethod
     def store_context(self, pieces: Mapping[Hashable, int]) -> None:
         """Store the KV of so many of each request's missing tokens, in one step.
 
@@ -117,12 +110,13 @@ class ModelProposer(Proposer):
         """
 
     @abstractmethod
-    def propose_all(self, draws: Mapping[Hashable, Sequence[Draw]]) -> Mapping[Hashable, Draft]:
-        """Return a draft for each request, of one token for each of its draws: at least one, at most its `room`.
+    def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        """Return the tokens of each draft, at most one for each draw and as many as `room`; may be empty.
 
-        The KV of all missing tokens is stored as well; they should be few.
+        No step of the engine is in flight. The KV of all missing tokens, which should be few, is stored as well.
         """
 
     def propose(self, key: Hashable, most: int) -> Draft:
-        """See `Proposer`; drawn greedily."""
-        return self.propose_all({key: [Draw(SamplingParams(max_tokens=1), 0)] * most})[key]
+        """See `Proposer`; drawn greedily, behind tokens that no step of the engine drew."""
+        draws = [Draw(SamplingParams(max_tokens=1), 0)] * most
+        return Draft(self.compute([WantedDraft(key, draws, None)])[0], self.draft_class)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from costs.roofline import Ceilings, Roofline
 from costs.step_work import StepWork
-from decode_worker.speculation import DRAFTS_MAX
-from engine.speculation.proposer import LAST_CLASS
+from engine.speculation.proposer import DRAFTS_MAX, LAST_CLASS
 from prefill_worker.page_writes import WritingTime
 from telemetry import families as f
 from telemetry.registry import Facts, Reading, Registry

@@ -1,37 +1,45 @@
 """Drafts of Medusa heads, from the hidden states that the engine's newest step left."""
 
+import time
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from costs.step_cost import CostParameters, StepCost
 from engine.speculation.heads.medusa import MedusaHeads
-from engine.speculation.proposer import HEADS_CLASS, NO_DRAFT, Draft, WantedDraft
+from engine.speculation.proposer import DRAFTS_MAX, HEADS_CLASS, BatchProposer, WantedDraft
+
+_NEWEST_WEIGHT = 0.1
+"""Weight of the newest duration in the mean time that computing a token of a draft takes."""
 
 
-class HeadsProposer:
+class HeadsProposer(BatchProposer):
     """Guesses from the hidden state that drew a request's newest token; it keeps no state of requests.
 
     Where another step or worker drew that token there is no hidden state, and the request's next step has no draft.
     """
 
+    draft_class = HEADS_CLASS
+
     def __init__(self, heads: MedusaHeads, drawn_hidden: Tensor) -> None:
         """`drawn_hidden`: see `HiddenStateModel`."""
         self._heads = heads
         self._drawn_hidden = drawn_hidden
-        self._placeholders = Draft((0,) * len(heads), HEADS_CLASS)
+        self._token_s = 0.0
+        self.longest = min(DRAFTS_MAX, len(heads))
+        self.max_step_tokens = len(drawn_hidden)
+
+    @property
+    def cost(self) -> StepCost:
+        """See `BatchProposer`: the learned time of each head, whatever the rows."""
+        return StepCost(CostParameters(base_s=self._token_s, token_s=0.0, pair_s=0.0, row_s=0.0, context_s=0.0))
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
         """See `Proposer`."""
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """See `Proposer`."""
-
-    def propose(self, key: Hashable, most: int) -> Draft:
-        """See `BatchProposer`."""
-        if most >= len(self._heads):
-            return self._placeholders
-        return Draft(self._placeholders.token_ids[:most], HEADS_CLASS) if most > 0 else NO_DRAFT
 
     def leave(self, key: Hashable) -> None:
         """See `Proposer`."""
@@ -41,10 +49,13 @@ class HeadsProposer:
         rows = [each.row for each in wanted if self._has_hidden(each.row)]
         if not rows:
             return [()] * len(wanted)
+        began, longest = time.perf_counter(), max(len(each.draws) for each in wanted)
         with torch.inference_mode():
             hidden = self._drawn_hidden[torch.tensor(rows, device=self._drawn_hidden.device)]
-            guesses = iter(self._heads.guess(hidden, max(each.drafts for each in wanted)).tolist())
-        return [next(guesses)[: each.drafts] if self._has_hidden(each.row) else () for each in wanted]
+            guesses = iter(self._heads.guess(hidden, longest).tolist())
+        token_s = (time.perf_counter() - began) / longest
+        self._token_s += (_NEWEST_WEIGHT if self._token_s else 1.0) * (token_s - self._token_s)
+        return [next(guesses)[: len(each.draws)] if self._has_hidden(each.row) else () for each in wanted]
 
     def _has_hidden(self, row: int | None) -> bool:
         return row is not None and row < len(self._drawn_hidden)

@@ -10,10 +10,9 @@ from costs.step_cost import StepCost
 from costs.step_work import StepWork
 from decode_worker.draft_choice import GAIN_MIN, StepBounds
 from decode_worker.model_speculation import MISSING_MAX, DraftCosts, ModelSpeculation, speculation_of
-from decode_worker.speculation import DRAFTS_MAX, PROBE_EVERY
+from decode_worker.speculation import PROBE_EVERY
 from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import MODEL_CLASS, Draft, ModelProposer
-from engine.steps.draws import Draw
+from engine.speculation.proposer import DRAFTS_MAX, MODEL_CLASS, BatchProposer, Draft, WantedDraft
 from wire.cost_parameters import CostParameters
 from wire.kv_pages import KvPages
 from wire.messages import SamplingParams
@@ -77,10 +76,10 @@ class FakeBatch:
             request.token_ids.append(7)
 
 
-class FakeModel(ModelProposer):
+class FakeModel(BatchProposer):
     """Counts tokens whose KV is stored, and has memory for some requests."""
 
-    memory: Mapping[str, int] = {}
+    draft_class = MODEL_CLASS
     max_step_tokens = 2048
 
     def __init__(self, cost: StepCost, requests: int = 100) -> None:
@@ -118,11 +117,11 @@ class FakeModel(ModelProposer):
             assert 0 < tokens < self.missing(key)
             self.stored[key] += tokens
 
-    def propose_all(self, draws: Mapping[Hashable, Sequence[Draw]]) -> Mapping[Hashable, Draft]:
-        for key in draws:
-            assert self.missing(key) <= MISSING_MAX
-            self.stored[key] = self.known[key]
-        return {key: Draft([9] * len(some), MODEL_CLASS) for key, some in draws.items()}
+    def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        for each in wanted:
+            assert self.missing(each.key) <= MISSING_MAX
+            self.stored[each.key] = self.known[each.key]
+        return [[9] * len(each.draws) for each in wanted]
 
 
 def bounds(seconds: float = math.inf, rows: int = 1000) -> StepBounds:

@@ -1,7 +1,7 @@
 """A draft model: what it drafts, the KV that it keeps and rolls back, its pages, and its folder."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from engine.speculation.draft_folder import DraftKind, check_draft_folder, draft
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_runner import memory_of
 from engine.speculation.load_draft import split_kv
-from engine.speculation.proposer import MODEL_CLASS
+from engine.speculation.proposer import WantedDraft
 from engine.steps.draws import Draw
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, next_token
@@ -25,6 +25,10 @@ SAMPLING = SamplingParams(64)
 
 def draws(first: int, count: int) -> list[Draw]:
     return [Draw(SAMPLING, first + index) for index in range(count)]
+
+
+def computed(model: DraftModel, wanted: Mapping[str, Sequence[Draw]]) -> Sequence[Sequence[int]]:
+    return model.compute([WantedDraft(name, some, None) for name, some in wanted.items()])
 
 
 def expected(tokens: Sequence[int], first: int, count: int) -> list[int]:
@@ -51,16 +55,15 @@ def test_drafts_are_the_models_own_tokens_whatever_was_accepted(
         late = {name: model.missing(name) - 1 for name in wanted if model.missing(name) > 8}
         if late:
             model.store_context({name: dice.randint(1, tokens) for name, tokens in late.items()})
-        found = model.propose_all(wanted) if wanted else {}
+        found = dict(zip(wanted, computed(model, wanted), strict=True))
         for name, text in texts.items():
-            drafted = list(found[name].token_ids) if name in found else []
+            drafted = list(found.get(name, ()))
             assert drafted == expected(text, step, len(drafted))
             accepted = dice.randint(0, len(drafted))
             gained = [*drafted[:accepted], dice.randrange(3, 900)]
             model.extend(name, gained)
             texts[name] = text + gained
         engine.pool.check_integrity()
-    assert all(found[name].match == MODEL_CLASS for name in found)
     for name in texts:
         model.leave(name)
     assert engine.pool.counts().free == 400
@@ -72,14 +75,14 @@ def test_only_what_the_next_draft_needs_is_computed() -> None:
     model.begin("a", [5, 6, 7])
     assert model.missing("a") == 3
     assert model.room("a", 4) == 4
-    drafted = model.propose_all({"a": draws(0, 4)})["a"].token_ids
+    drafted = computed(model, {"a": draws(0, 4)})[0]
     assert [len(batch) for batch in engine.batches] == [3, 1, 1, 1]
     model.extend("a", [*drafted, 9])
     assert model.missing("a") == 2, "the last draft was drawn and not fed"
     model.extend("a", [10])
     assert model.missing("a") == 3
     model.room("a", 1)
-    model.propose_all({"a": draws(5, 1)})
+    computed(model, {"a": draws(5, 1)})
     model.extend("a", [11])
     assert model.missing("a") == 1, "of a wrong draft nothing is left"
 

@@ -14,11 +14,13 @@ from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
 from engine.speculation.draft_folder import check_draft_folder
 from engine.speculation.heads.proposer import HeadsProposer
-from engine.speculation.proposer import HEADS_CLASS, NO_DRAFT, WantedDraft
+from engine.speculation.proposer import HEADS_CLASS, WantedDraft
 from engine.steps.batch import StepBatch
+from engine.steps.draws import Draw
 from tests.factories import row, tiny_engine_config, write_tiny_model
 from tests.medusa_heads import write_heads
 from wire.errors import ModelError
+from wire.messages import SamplingParams
 
 HIDDEN, VOCAB = 64, 96
 TOKENS = [5, 17, 2, 40, 90, 33]
@@ -106,10 +108,14 @@ def test_drafts_are_the_guesses_of_the_heads(model: Path, tmp_path: Path, form: 
     hidden = rms_norm(proposer._drawn_hidden[:3], norm, runner.spec.norm_eps)
     torch.testing.assert_close(hidden @ lm_head.T, logits, msg="these are the states that the tokens were drawn from")
     all_heads = form.get("heads", 2)
-    found = proposer.compute([WantedDraft("a", all_heads, 2), WantedDraft("b", 1, 0), WantedDraft("c", 1, None)])
+    draws = [Draw(SamplingParams(1), 0)] * all_heads
+    later = WantedDraft("c", draws[:1], None)
+    found = proposer.compute([WantedDraft("a", draws, 2), WantedDraft("b", draws[:1], 0), later])
     guesses = [[read.guess(head, hidden[row], lm_head) for head in range(all_heads)] for row in (2, 0)]
     assert [list(each) for each in found] == [guesses[0], guesses[1][:1], []]
-    assert proposer.compute([WantedDraft("c", 1, None)]) == [()]
+    assert proposer.compute([later]) == [()]
+    assert (proposer.longest, proposer.draft_class) == (all_heads, HEADS_CLASS)
+    assert proposer.cost.rows_seconds(1, 0) > 0
 
 
 def test_tokens_are_the_same_with_heads(model: Path, tmp_path: Path) -> None:
@@ -118,15 +124,6 @@ def test_tokens_are_the_same_with_heads(model: Path, tmp_path: Path) -> None:
     plain, heads = (ModelRunner.load(config) for config in configs)
     assert torch.equal(plain.logits(batch), heads.logits(batch))
     assert plain.draft_proposer is None
-
-
-def test_placeholders_are_as_many_as_there_are_heads(model: Path, tmp_path: Path) -> None:
-    runner = ModelRunner.load(tiny_engine_config(model, draft=write_heads(tmp_path, HIDDEN, VOCAB, heads=3)))
-    assert runner.draft_proposer is not None
-    proposer = runner.draft_proposer()
-    assert [len(proposer.propose("a", most).token_ids) for most in (1, 3, 7)] == [1, 3, 3]
-    assert proposer.propose("a", 2).match == HEADS_CLASS
-    assert proposer.propose("a", 0) is NO_DRAFT
 
 
 class Heads:

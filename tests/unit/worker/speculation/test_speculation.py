@@ -1,7 +1,7 @@
 """Answers of workers with speculative decoding: token for token as without, whatever is drafted."""
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,13 +9,14 @@ import pytest
 import worker.worker
 from benchmarks.speculation.oracle import OracleProposer
 from costs.answer_length import SEEN_MIN
+from costs.step_cost import CostParameters, StepCost
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.request import DecodeRequest
 from decode_worker.speculation import Speculation
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.load_draft import MakeProposer
 from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import HEADS_CLASS, Draft, Proposer, WantedDraft
+from engine.speculation.proposer import HEADS_CLASS, BatchProposer, Proposer, WantedDraft
 from engine.speculation.suffix import SuffixProposer
 from engine.steps.batch import StepRow
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
@@ -79,15 +80,16 @@ def draft_model(_: FakeEngine) -> DraftModel:
     return DraftModel(Doubting(pages=100 * len(FakeEngine.windows)))
 
 
-class ComputingOracle(OracleProposer):
+class ComputingOracle(OracleProposer, BatchProposer):
     """Computes all drafts of a step at once, and knows them only where the newest step drew the newest token."""
+
+    draft_class = HEADS_CLASS
+    max_step_tokens = 2048
+    cost = StepCost(CostParameters(base_s=1e-4, row_s=0.0))
 
     def __init__(self, engine: FakeEngine) -> None:
         super().__init__(whole_text, 0.7)
         self._engine = engine
-
-    def propose(self, key: Hashable, most: int) -> Draft:
-        return Draft((-1,) * len(super().propose(key, most).token_ids), HEADS_CLASS)
 
     def compute(self, wanted: Sequence[WantedDraft]) -> list[Sequence[int]]:
         found: list[Sequence[int]] = []
@@ -95,7 +97,7 @@ class ComputingOracle(OracleProposer):
             assert isinstance(each.key, DecodeRequest)
             if each.row is not None:
                 assert self._engine.drawn[each.row] == each.key.token_ids[-1], "the row drew another token"
-            found.append(() if each.row is None else super().propose(each.key, each.drafts).token_ids)
+            found.append(() if each.row is None else self.propose(each.key, len(each.draws)).token_ids)
         return found
 
 
