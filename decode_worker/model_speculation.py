@@ -2,8 +2,8 @@
 
 Drafts of trained weights take time: a step for the first draft of all requests, one for the second, and so on. All
 requests therefore have as many drafts, and their number is the one with the most tokens per second for the step and
-those before it that propose, as the two fitted cost models predict. A draft model needs the KV of a request's
-context first. It is stored where the time is predicted to come back before the answer ends, in pieces between the steps of the
+those before it that propose, as the two fitted cost models predict. A draft model needs the KV of a request's context
+first. It is stored where the time is predicted to come back before the answer ends, in pieces between the steps of the
 batch; until then the request has no drafts.
 """
 
