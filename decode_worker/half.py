@@ -26,6 +26,7 @@ from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
 from decode_worker.speculation import Speculation
 from decode_worker.token_events import event_or_failure
+from engine.grammar_masks import AllowedDrafts
 from engine.speculation.proposer import Proposer
 from engine.steps.batch import TokenRows
 from engine.steps.draws import History
@@ -49,10 +50,12 @@ class DecodeHalf:
         kv: KvPages,
         max_batch_requests: int,
         proposer: Proposer | None = None,
+        allowed_drafts: AllowedDrafts = lambda *_: 0,
     ) -> None:
         """`lock` guards `requests`, which belong to the admission; their counts are read without it.
 
-        `proposer` proposes drafts for speculative decoding; None = every step has one token of each request.
+        `proposer` proposes drafts for speculative decoding; None = every step has one token of each request. Those of
+        answers that follow a grammar are cut to as many as `allowed_drafts` returns.
         """
         self._requests = requests
         self._lock = lock
@@ -62,7 +65,7 @@ class DecodeHalf:
         self.speculation: Speculation | None = None
         if proposer is not None:
             self._batch = drafting = DraftingBatch(max_batch_requests, kv)
-            self.speculation = speculation_of(proposer, drafting, self._grow_ahead)
+            self.speculation = speculation_of(proposer, drafting, self._grow_ahead, allowed_drafts)
         self._cancelled = 0
         """The number of cancelled requests that were dropped from the batch."""
         self.gap_targets: list[float] = []

@@ -19,6 +19,7 @@ from decode_worker.draft_choice import GAIN_MIN, ROWS_MAX, Candidate, StepBounds
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
 from decode_worker.speculation import PROBE_EVERY, Speculation
+from engine.grammar_masks import AllowedDrafts
 from engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft, Proposer, WantedDraft
 from engine.steps.draws import Draw
 from wire.messages import SamplingParams
@@ -61,10 +62,11 @@ class ModelSpeculation(Speculation):
         proposer: BatchProposer,
         batch: DraftingBatch,
         grow: Callable[[DecodeRequest], bool],
+        allowed_drafts: AllowedDrafts,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """See `Speculation`; `clock` returns seconds."""
-        super().__init__(proposer, batch, grow)
+        super().__init__(proposer, batch, grow, allowed_drafts)
         self._model = proposer
         self._clock = clock
         self.counts.model_bytes = proposer.memory
@@ -106,7 +108,7 @@ class ModelSpeculation(Speculation):
             self._probed = None
         return [
             Candidate(each, Draft(tokens, self._model.draft_class), self._survival(len(tokens)), self._context(each))
-            for each, tokens in zip(wanted, found, strict=True)
+            for each, tokens in zip(wanted, map(self._allowed, wanted, found), strict=True)
             if tokens
         ]
 
@@ -287,8 +289,13 @@ def _store_seconds(cost: StepCost, missing: int, end: int, chunk: int) -> tuple[
     return cost.prefill_seconds(missing, chunk_pairs(missing, max(0, end + 1 - missing)), chunk)
 
 
-def speculation_of(proposer: Proposer, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
+def speculation_of(
+    proposer: Proposer,
+    batch: DraftingBatch,
+    grow: Callable[[DecodeRequest], bool],
+    allowed_drafts: AllowedDrafts,
+) -> Speculation:
     """Return the speculation by this proposer; see `Speculation`."""
     if isinstance(proposer, BatchProposer):
-        return ModelSpeculation(proposer, batch, grow)
-    return Speculation(proposer, batch, grow)
+        return ModelSpeculation(proposer, batch, grow, allowed_drafts)
+    return Speculation(proposer, batch, grow, allowed_drafts)

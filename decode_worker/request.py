@@ -80,7 +80,7 @@ class DecodeRequest:
     ending: Ending = field(init=False)
     """The end conditions of a running request."""
     history: History | None = None
-    """The tokens that penalties look back on, for a running request with penalties."""
+    """The tokens that penalties or a grammar look back on, for a running request with either."""
     adapter: int = 0
     """The number of its adapter, as in `StepRow`."""
     edges: list[EdgeStamp] = field(default_factory=list)

@@ -19,6 +19,7 @@ from decode_worker.draft_choice import Candidate, StepBounds, break_even, with_d
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.drafts import VerifiedStep
 from decode_worker.request import DecodeRequest
+from engine.grammar_masks import AllowedDrafts
 from engine.speculation.proposer import DRAFTS_MAX, Draft, Proposer
 from engine.steps.batch import TokenRows
 
@@ -67,11 +68,21 @@ class _Launched(NamedTuple):
 class Speculation:
     """Proposes and judges drafts. Engine thread only; other threads may read the counts."""
 
-    def __init__(self, proposer: Proposer, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> None:
-        """`grow` gives a request one more page, unless it would preempt another one for it."""
+    def __init__(
+        self,
+        proposer: Proposer,
+        batch: DraftingBatch,
+        grow: Callable[[DecodeRequest], bool],
+        allowed_drafts: AllowedDrafts,
+    ) -> None:
+        """`grow` gives a request one more page, unless it would preempt another one for it.
+
+        `allowed_drafts` returns how many of a request's first drafts its grammar allows.
+        """
         self._proposer = proposer
         self._batch = batch
         self._grow = grow
+        self._allowed_drafts = allowed_drafts
         self._acceptance = Acceptance()
         self._told: dict[DecodeRequest, int] = {}
         """Requests that the proposer knows, each with the number of answer tokens that it was told."""
@@ -199,7 +210,7 @@ class Speculation:
 
     def _may_draft(self, request: DecodeRequest, unknown: int) -> bool:
         sampling = request.reservation.sampling
-        if request.leaving or request.history is not None or not sampling.speculate:
+        if request.leaving or sampling.penalized or not sampling.speculate:
             return False
         return self._batch.rows_left(request) > 1 + unknown
 
@@ -208,10 +219,17 @@ class Speculation:
         self._tell(request)
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
+        draft = Draft(self._allowed(request, draft.token_ids), draft.match)
         survival = self._acceptance.survival(draft.match, len(draft.token_ids))
         if unknown:
             draft, survival = Draft(draft.token_ids[unknown:], draft.match), survival[unknown:]
         return Candidate(request, draft, survival, self._context(request))
+
+    def _allowed(self, request: DecodeRequest, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the first tokens of a draft, up to one that the request's grammar forbids."""
+        if request.history is None or not token_ids:
+            return token_ids
+        return token_ids[: self._allowed_drafts(request.history, request.reservation.sampling.grammar, token_ids)]
 
     def _context(self, request: DecodeRequest) -> int | None:
         """Return `Candidate.context` of a request."""

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.device import check_weights, choose_kernels, parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
 from engine.expert_tokens import ExpertTokens
-from engine.grammar_masks import GrammarMasks
+from engine.grammar_masks import AllowedDrafts, GrammarMasks
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels, is_cpu
@@ -75,6 +75,8 @@ class LoadedParts:
     expert_tokens: ExpertTokens
     compile_grammar: Callable[[str], None]
     """Compiles a grammar before a step needs it."""
+    allowed_drafts: AllowedDrafts
+    """See `GrammarMasks.allowed_drafts`."""
     draft_proposer: MakeProposer | None
     """Makes a proposer of drafts with the trained weights of `EngineConfig.draft`; None without."""
     drawn_hidden: Tensor | None
@@ -150,6 +152,7 @@ def load_parts(
         stepper,
         loaded.model.expert_tokens,
         grammars.check,
+        masks.allowed_drafts,
         proposer,
         loaded.drawn_hidden,
     )

@@ -39,7 +39,8 @@ class ModelRunner:
         self.device_name = device_name(cache.device)
         self._revision = loaded.revision
         self.stepper, self.expert_tokens, self.drawn_hidden = loaded.stepper, loaded.expert_tokens, loaded.drawn_hidden
-        self.compile_grammar, self.draft_proposer = loaded.compile_grammar, loaded.draft_proposer
+        self.compile_grammar, self.allowed_drafts = loaded.compile_grammar, loaded.allowed_drafts
+        self.draft_proposer = loaded.draft_proposer
 
     @classmethod
     def load(

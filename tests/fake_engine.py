@@ -23,6 +23,7 @@ from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.speculation.load_draft import MakeProposer
 from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
+from engine.steps.draws import History
 from engine.steps.prompt_scoring import PromptScores
 from kv_transfer.layout import KVLayout
 from tests.small_tokenizer import save_tokenizer
@@ -82,6 +83,9 @@ class FakeEngine:
 
     def compile_grammar(self, grammar: str) -> None:
         small_grammars().check(grammar)
+
+    def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
+        return small_grammars().begin(grammar).follow(history.answer, drafts)
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         return (("model", "fake"),)
@@ -145,10 +149,13 @@ class FakeEngine:
             return None
         history = row.draw.history
         assert (history is not None) == row.draw.sampling.needs_history
-        barred = _barred(row.draw.sampling, row.draw.index, () if history is None else history.answer)
+        answer = [] if history is None else context[len(history.prompt) :]
+        barred = _barred(row.draw.sampling, row.draw.index, answer)
         if history is None:
             return next_token(context, row.draw.index, barred=barred)
-        assert [*history.prompt, *history.answer] == context
+        known = [*history.prompt, *history.answer]
+        assert context[: len(known)] == known, "the history is that of another request"
+        assert len(context) == len(known) or not row.draw.sampling.penalized, "the penalties depend on drafts"
         counted = len(history.prompt) if row.draw.sampling.penalized else 0
         return next_token(context, row.draw.index, counted, barred=barred)
 

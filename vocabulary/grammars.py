@@ -9,6 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,25 +93,49 @@ def of_ebnf(text: str) -> str:
 class AnswerGrammar:
     """The state of one answer in its grammar."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, compile_again: Callable[[], LLMatcher]) -> None:
+        """`matcher` shares the limit of lexer states with copies of it; a matcher of `compile_again` shares nothing."""
         self._matcher = matcher
+        self._compile_again: Callable[[], LLMatcher] | None = compile_again
         self._consumed = 0
+        self._behind: list[NDArray[np.int32]] = []
 
-    def allowed(self, answer: Sequence[int]) -> NDArray[np.int32]:
+    def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
         """Return the tokens that may follow `answer`, which only grows from call to call.
 
+        With `drafts`, those that may follow so many of the drafts that `follow` was last given behind the same answer.
         They are bits in words [vocab / 32], the first token's is the lowest of the first word. Raises InvalidArgument
-        if the grammar exceeds its limits here, or if `answer` does not follow it.
+        if the grammar exceeds its limits here, whatever other answers needed, or if `answer` does not follow it.
         """
+        if drafts:
+            return self._behind[drafts - 1]
         if len(answer) > self._consumed:
             self._matcher.consume_tokens(list(answer[self._consumed :]))
             self._consumed = len(answer)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
-        if self._matcher.is_error():
-            raise InvalidArgument("grammar", _reason(self._matcher.get_error()))
-        if not bits.any():
-            raise InvalidArgument("grammar", "allows none of the model's tokens here")
-        return bits
+        try:
+            return _allowed(self._matcher)
+        except InvalidArgument:
+            if self._compile_again is None:
+                raise
+        self._matcher, self._compile_again = self._compile_again(), None
+        self._matcher.consume_tokens(list(answer))
+        return _allowed(self._matcher)
+
+    def follow(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
+        """Return how many of the first `drafts` may follow `answer`; raises as `allowed` does.
+
+        None may where drafts would count towards the limits of this answer: it fails where it would without them.
+        """
+        self.allowed(answer)
+        ahead, self._behind = self._matcher.deep_copy(), []
+        for token_id in drafts if self._compile_again else ():
+            if not ahead.try_consume_tokens([token_id]):
+                break
+            try:
+                self._behind.append(_allowed(ahead))
+            except InvalidArgument:
+                break
+        return len(self._behind)
 
 
 class Grammars:
@@ -132,16 +157,17 @@ class Grammars:
 
     def check(self, grammar: str) -> None:
         """Compile a grammar, so that answers can begin at once; raises InvalidArgument if that fails."""
-        AnswerGrammar(self._matcher(grammar)).allowed(())
+        self.begin(grammar).allowed(())
 
     def begin(self, grammar: str) -> AnswerGrammar:
         """Return the state before the first token of an answer."""
-        return AnswerGrammar(self._matcher(grammar))
+        return AnswerGrammar(self._matcher(grammar), partial(self._matcher, grammar, shared=False))
 
-    def _matcher(self, grammar: str) -> LLMatcher:
+    def _matcher(self, grammar: str, *, shared: bool = True) -> LLMatcher:
+        """Return a copy of the compiled grammar; unless `shared`, one whose lexer nobody else uses, now or later."""
         with self._lock:
-            known = self._compiled.get(grammar)
-            if known is not None:
+            known = self._compiled.get(grammar) if shared else self._compiled.pop(grammar, None)
+            if shared and known is not None:
                 self._compiled.move_to_end(grammar)
                 return known.deep_copy()
         if len(grammar) > GRAMMAR_CHARS_MAX:
@@ -149,6 +175,8 @@ class Grammars:
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise InvalidArgument("grammar", _reason(matcher.get_error()))
+        if not shared:
+            return matcher
         with self._lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > 1 and sum(map(len, self._compiled)) > _CACHED_CHARS:
@@ -179,6 +207,15 @@ class LazyGrammars:
 def limits() -> LLParserLimits:
     """Return limits of a tenth or less of llguidance's defaults where those allow seconds or hundreds of megabytes."""
     return LLParserLimits(max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False)
+
+
+def _allowed(matcher: LLMatcher) -> NDArray[np.int32]:
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
+    if matcher.is_error():
+        raise InvalidArgument("grammar", _reason(matcher.get_error()))
+    if not bits.any():
+        raise InvalidArgument("grammar", "allows none of the model's tokens here")
+    return bits
 
 
 def _reason(error: str) -> str:

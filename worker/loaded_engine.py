@@ -1,5 +1,6 @@
 """The interface of an engine that is ready to run."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from costs.roofline import Roofline
@@ -8,6 +9,7 @@ from engine.adapters.slots import AdapterSlots
 from engine.cache.page_pool import PagePool
 from engine.speculation.load_draft import MakeProposer
 from engine.steps.batch import PendingStep, StepBatch
+from engine.steps.draws import History
 from kv_transfer.checksums import PageSums
 from kv_transfer.handshake import Facts, layout_facts
 from kv_transfer.layout import KVLayout
@@ -76,6 +78,13 @@ class LoadedEngine(Runner, Protocol):
 
     def compile_grammar(self, grammar: str, /) -> None:
         """Compiles a grammar before a step needs it; InvalidArgument if that fails. Any thread may call it."""
+        ...
+
+    def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int], /) -> int:
+        """Returns how many of the first drafts may follow an answer by its grammar; the next step may verify those.
+
+        Engine thread only.
+        """
         ...
 
     def compatibility_facts(self) -> Facts:

@@ -1,6 +1,7 @@
 """A stand-in engine that packs steps as for a GPU, computes nothing, and takes a fixed time."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from engine.config import GPU_PAGE_TOKENS
 from engine.cuda.cuda_graphs import graph_sizes
 from engine.cuda.sampler_cuda import PARAMS, DeviceSampler
 from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from engine.steps.draws import History
 from engine.steps.step_buffer import StepLimits, StepSizes
 from engine.steps.step_packer import StepPacker
 from kv_transfer.layout import KVLayout
@@ -59,6 +61,11 @@ class NoEngine:
 
     def compile_grammar(self, grammar: str) -> None:
         """See `LoadedEngine`; no request has a grammar."""
+
+    def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:
+        """See `LoadedEngine`; no request has a grammar."""
+        del history, grammar, drafts
+        return 0
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """Returns nothing: this engine is compatible with all others."""

@@ -44,7 +44,7 @@ class PenaltyCounts:
             if draw.history is not None and draw.history in self._lent:
                 self._lent.move_to_end(draw.history)
         return [
-            -1 if draw.history is None else self._ready(draw.history, token)
+            -1 if draw.history is None or not draw.sampling.penalized else self._ready(draw.history, token)
             for draw, token in zip(draws, late, strict=True)
         ]
 

@@ -133,7 +133,7 @@ def _make() -> Callable[..., tuple[Any, FakeBatch, FakeModel]]:
     def make(*requests: FakeRequest, cost: StepCost = SMALL, room: int = 100) -> tuple[Any, FakeBatch, FakeModel]:
         batch, model = FakeBatch(requests), FakeModel(cost, room)
         some: Any = batch
-        return ModelSpeculation(model, some, lambda _: False, clock=lambda: 0.0), batch, model
+        return ModelSpeculation(model, some, lambda _: False, lambda *_: 0, clock=lambda: 0.0), batch, model
 
     return make
 
@@ -233,5 +233,5 @@ def test_the_predicted_seconds_are_those_of_both_models() -> None:
 
 def test_look_ups_have_no_such_control() -> None:
     batch: Any = FakeBatch([])
-    assert not isinstance(speculation_of(NgramProposer(), batch, lambda _: False), ModelSpeculation)
-    assert isinstance(speculation_of(FakeModel(SMALL), batch, lambda _: False), ModelSpeculation)
+    assert not isinstance(speculation_of(NgramProposer(), batch, lambda _: False, lambda *_: 0), ModelSpeculation)
+    assert isinstance(speculation_of(FakeModel(SMALL), batch, lambda _: False, lambda *_: 0), ModelSpeculation)

@@ -52,6 +52,23 @@ def test_only_allowed_tokens_are_drawn(masks: GrammarMasks, temperature: float, 
     assert 2 <= len(history.answer) <= 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_of_drafts_draw_as_if_the_drafts_were_in_the_answer(masks: GrammarMasks, temperature: float) -> None:
+    """Those that the grammar refuses have no rows; a row of another request lies between."""
+    asked = draw(temperature=temperature, seed=4, grammar=DIGITS).sampling
+    digits = [token for token in range(VOCAB) if small_grammars().begin(DIGITS).follow((), [token, token, token]) == 3]
+    history, refused = History([5], digits[:1]), VOCAB - 1
+    assert masks.allowed_drafts(history, DIGITS, [digits[1], refused, digits[2]]) == 1
+    assert masks.allowed_drafts(history, DIGITS, [digits[1], digits[2], digits[3]]) == 2
+    logits = random_logits(4)
+    rows = [Draw(asked, 1, history), draw(seed=1), Draw(asked, 2, history), Draw(asked, 3, history)]
+    tokens = sample(logits, Draws.of(rows), [EOS], masks)
+    for drafts, row in enumerate((0, 2, 3)):
+        alone = History([5], digits[: 1 + drafts])
+        assert tokens[row] == sample(logits[row : row + 1], [Draw(asked, 1 + drafts, alone)], [EOS], masks)
+    assert tokens[3] == EOS
+
+
 def test_masked_logits_are_restored(masks: GrammarMasks) -> None:
     """Also those of a row that may not end, and of a row with both masks."""
     logits = random_logits(4)

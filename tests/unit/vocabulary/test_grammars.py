@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import tokenizers
 from jsonschema import Draft202012Validator
+from llguidance import LLParserLimits
 
 from tests.small_tokenizer import EOS, TOKENS, save_tokenizer
 from vocabulary.grammars import (
     GRAMMAR_CHARS_MAX,
+    AnswerGrammar,
     Grammars,
     LazyGrammars,
     of_choices,
@@ -136,6 +138,49 @@ def test_the_state_follows_from_the_answer(grammars: Grammars) -> None:
     answer, state = walk(grammars, grammar, 1), grammars.begin(grammar)
     for length in range(len(answer)):
         assert state.allowed(answer[:length]).tolist() == grammars.begin(grammar).allowed(answer[:length]).tolist()
+
+
+def test_drafts_are_followed_as_far_as_they_are_allowed(grammars: Grammars) -> None:
+    grammar = of_json_schema(SCHEMAS["flat"])
+    answer, state = walk(grammars, grammar, seed=2), grammars.begin(grammar)
+    masks = [grammars.begin(grammar).allowed(answer[:count]) for count in range(len(answer))]
+    for at in range(0, len(answer) - 5, 3):
+        drafts = answer[at : at + 4]
+        for count in range(5):
+            wrong = next(token for token in range(3, TOKENS) if token not in allowed(masks[at + count]))
+            assert state.follow(answer[:at], [*drafts[:count], wrong, *drafts]) == count
+        for count in range(1, 5):
+            assert np.array_equal(state.allowed(answer[:at], count), masks[at + count])
+        assert np.array_equal(state.allowed(answer[:at]), masks[at])
+
+
+def fails_at(state: AnswerGrammar, answer: Sequence[int], drafts: Callable[[], list[int]] | None = None) -> int:
+    """Returns the number of tokens behind which the grammar exceeds its limits, with drafts before each of them."""
+    for at in range(len(answer)):
+        try:
+            if drafts is not None:
+                state.follow(answer[:at], drafts())
+            state.allowed(answer[:at])
+        except InvalidArgument:
+            return at
+    return len(answer)
+
+
+def test_neither_drafts_nor_other_answers_bring_a_limit_nearer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a compiled grammar share the lexer, and its limit."""
+    monkeypatch.setattr("vocabulary.grammars.limits", lambda: LLParserLimits(max_lexer_states=100))
+    grammars, grammar, dice = Grammars(folder, VOCAB, [EOS]), of_regex("(a|b)*a(a|b){12}"), random.Random(0)
+    letters = [token for token in allowed(grammars.begin(grammar).allowed(())) if token != EOS]
+
+    def tokens(count: int = 5) -> list[int]:
+        return [dice.choice(letters) for _ in range(count)]
+
+    answer, early = tokens(300), grammars.begin(grammar)
+    assert 30 < fails_at(grammars.begin(grammar), tokens(300), tokens) < 300
+    fails = fails_at(early, answer, tokens)
+    assert 30 < fails < 300, "others have left nothing of the lexer, so it has one of its own"
+    assert fails <= fails_at(grammars.begin(grammar), answer, tokens) < 300
+    assert fails <= fails_at(grammars.begin(grammar), answer) < 300
 
 
 def test_an_answer_that_does_not_follow_is_an_error(grammars: Grammars) -> None:

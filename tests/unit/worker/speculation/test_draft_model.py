@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,22 @@ from benchmarks.speculation.local_worker import LocalWorker
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from tests.factories import tiny_engine_config, write_tiny_model
+from tests.small_tokenizer import EOS, TOKENS, save_tokenizer
+from vocabulary.grammars import of_json_schema
 from wire.messages import SamplingParams
 from wire.speculation_method import SpeculationMethod
 
 PROMPTS = [list(range(3, 20 + 7 * n)) for n in range(6)]
 SAMPLINGS = [SamplingParams(40), SamplingParams(40, temperature=0.8, seed=3), SamplingParams(30, top_p=0.9, seed=1)]
+GRAMMAR = of_json_schema({"type": "array", "items": {"enum": ["ab", "cd", "efg"]}, "minItems": 4, "maxItems": 6})
 DRAFTS = 3
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("target"))
+    folder = write_tiny_model(tmp_path_factory.mktemp("target"), vocab_size=TOKENS)
+    save_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +41,22 @@ def engine(target: Path, draft: Path | None = None) -> EngineConfig:
 
 
 async def answers(
-    runner: ModelRunner, config: EngineConfig, drafts: int | None = DRAFTS, prompts: Sequence[list[int]] = PROMPTS
+    runner: ModelRunner,
+    config: EngineConfig,
+    drafts: int | None = DRAFTS,
+    samplings: Sequence[SamplingParams] = SAMPLINGS,
+    without_weights: SpeculationMethod = SpeculationMethod.OFF,
 ) -> tuple[list[list[int]], int, int]:
     """Returns the answers, and the drafts that were verified and accepted; of `drafts` None as many as pay."""
-    method = SpeculationMethod.OFF if config.draft is None else SpeculationMethod.DRAFT
+    method = without_weights if config.draft is None else SpeculationMethod.DRAFT
     async with LocalWorker.open(runner, config, method) as worker:
         speculation = worker.speculation
         if speculation is not None:
             speculation.fixed_drafts = drafts
-        found = [worker.send(prompt, SAMPLINGS[n % len(SAMPLINGS)]) for n, prompt in enumerate(prompts)]
+        found = [worker.send(prompt, samplings[n % len(samplings)]) for n, prompt in enumerate(PROMPTS)]
         await asyncio.gather(*(each.finished.wait() for each in found))
         counts = None if speculation is None else speculation.counts
-        if speculation is not None:
+        if method is SpeculationMethod.DRAFT:
             pool = speculation._model._runner.pool
             pool.check_integrity()
             assert pool.counts().free == pool.total
@@ -69,7 +79,10 @@ def test_the_model_itself_drafts_every_token(target: Path, plain: list[list[int]
 def test_a_model_that_knows_nothing_changes_no_token(
     family: str, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
-    config = engine(target, draft=write_tiny_model(tmp_path, family, seed=5, num_hidden_layers=2, layer_types=None))
+    config = engine(
+        target,
+        draft=write_tiny_model(tmp_path, family, seed=5, num_hidden_layers=2, layer_types=None, vocab_size=TOKENS),
+    )
     runner = ModelRunner.load(config)
     found, drafted, accepted = asyncio.run(answers(runner, config))
     assert found == plain
@@ -77,3 +90,20 @@ def test_a_model_that_knows_nothing_changes_no_token(
     found, fewer, _ = asyncio.run(answers(runner, config, drafts=None))
     assert found == plain
     assert fewer < 0.5 * drafted, "the control ends what is rejected"
+
+
+def test_answers_follow_their_grammars(target: Path) -> None:
+    """Greedy or seeded, with n-grams, which JSON has many of, and with a draft model, which knows no grammar."""
+    samplings = [replace(each, grammar=GRAMMAR, max_tokens=70 - 10 * n) for n, each in enumerate(SAMPLINGS)]
+    config, with_model = engine(target), engine(target, draft=target)
+    runner = ModelRunner.load(config)
+    plain, *_ = asyncio.run(answers(runner, config, samplings=samplings))
+    assert {answer[-1] == EOS for answer in plain} == {True, False}
+    found, drafted, accepted = asyncio.run(
+        answers(runner, config, samplings=samplings, without_weights=SpeculationMethod.NGRAM)
+    )
+    assert found == plain
+    assert 20 < accepted < drafted
+    found, drafted, _ = asyncio.run(answers(ModelRunner.load(with_model), with_model, samplings=samplings))
+    assert found == plain
+    assert drafted

@@ -19,8 +19,9 @@ from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import HEADS_CLASS, BatchProposer, Proposer, WantedDraft
 from engine.speculation.suffix import SuffixProposer
 from engine.steps.batch import StepRow
-from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
+from tests.fake_engine import EOS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
 from tests.worker_pair import Heard, WorkerPair, until
+from vocabulary.grammars import of_regex
 from wire.errors import ResourceExhausted
 from wire.messages import FinishReason, SamplingParams
 from worker.step_publisher import StepPublisher
@@ -34,6 +35,7 @@ SAMPLINGS = [
     SamplingParams(2),
     SamplingParams(50, min_tokens=30, stop_token_ids=tuple(range(3, 60))),
     SamplingParams(40, logit_bias=tuple((token, -100.0) for token in range(3, 500))),
+    SamplingParams(40, grammar=of_regex("[a-f]{20,30}"), temperature=0.7, seed=3),
 ]
 WINDOWS = (None, 5, 3)
 
@@ -133,16 +135,17 @@ async def test_answers_are_the_same(count: int, both: bool, proposer: str) -> No
         await pair.empty()
 
 
-async def test_an_answer_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[-1]], ids=["", "grammar"])
+async def test_an_answer_takes_fewer_steps(sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     propose_by(monkeypatch, "oracle")
-    sampling, steps = SamplingParams(61), []
+    steps = []
     for count in (None, 3):
         async with WorkerPair(pages=64, both=True) as pair:
             draft(pair, count if count else 0)
             heard = pair.send("q", PROMPTS[0], sampling)
             await until(lambda heard=heard: heard.finish)
             steps.append(sum(len(event.token_ids) > 0 for step in pair.steps for event in step.each()))
-    assert steps[0] == sampling.max_tokens
+    assert steps[0] == len(answer_to(PROMPTS[0], sampling))
     assert steps[1] < 0.6 * steps[0]
 
 
@@ -281,7 +284,7 @@ async def placed(pair: WorkerPair, *given: Any) -> Heard:
 def assert_whole(heard: Heard, prompt: Sequence[int], sampling: SamplingParams) -> None:
     wanted = answer_to(list(prompt), sampling)
     assert heard.tokens == wanted
-    stopped = wanted[-1] in sampling.stop_token_ids and len(wanted) > sampling.min_tokens
+    stopped = (wanted[-1] in sampling.stop_token_ids and len(wanted) > sampling.min_tokens) or wanted[-1] == EOS
     assert heard.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
     assert heard.logprobs == ([logprobs_of(token, 2) for token in wanted] if sampling.logprobs else [])
     assert PAGE_TOKENS < 7, "drafts reach beyond a page"
