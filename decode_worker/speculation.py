@@ -44,7 +44,7 @@ class SpeculationCounts:
     drafting_s: float = 0.0
     """Seconds that a draft model, or heads, took to propose."""
     model_bytes: Mapping[str, int] = field(default_factory=dict)
-    """The memory of a draft model's `weights` and `kv`; empty without one."""
+    """The memory of the `weights` and the `kv` pages that propose drafts; empty without such."""
     lost_s: float = 0.0
     """Predicted seconds that steps without drafts would have been shorter, where too few drafts were accepted."""
 

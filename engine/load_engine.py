@@ -27,6 +27,7 @@ from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.decoder import DecoderModel
 from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
+from engine.speculation.draft_folder import draft_bytes
 from engine.speculation.draft_runner import LoadModel
 from engine.speculation.load_draft import MakeProposer, ModelWithDraft, draft_model_of, model_with_draft, split_kv
 from engine.steps.batch import PendingStep, StepBatch
@@ -105,9 +106,10 @@ class _Setting:
         return cls(spec, device, page_tokens, dtype, kv_dtype)
 
     def weight_bytes(self, config: EngineConfig) -> int:
-        """Return the bytes of the weights and of the slots for adapters."""
+        """Return the bytes of the weights, of the slots for adapters, and of the weights that propose drafts."""
         weights = weight_bytes(self.spec, self.dtype, on_cpu=is_cpu(self.device))
-        return weights + slot_bytes(config, self.spec, self.dtype)
+        drafts = draft_bytes(config, self.spec, self.dtype, self.device)
+        return weights + slot_bytes(config, self.spec, self.dtype) + drafts
 
 
 def load_parts(
@@ -129,7 +131,7 @@ def load_parts(
         torch.cuda.set_device(device)
     chosen = kernels or choose_kernels(config, spec, device, setting.dtype, page_tokens, kv_dtype=kv_dtype)
     loaded, adapters = _load_model(config, setting, chosen, progress)
-    kv = split_kv(config, spec, page_tokens, _CPU_CACHE_BYTES if on_cpu else None)
+    kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if on_cpu else None)
     proposer = loaded.proposer or draft_model_of(load_another, config, spec, page_tokens, kv)
     config = replace(config, kv_cache_bytes=kv.target)
     grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))

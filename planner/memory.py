@@ -15,11 +15,16 @@ class Memory:
     """Memory that the worker may use."""
     weight_bytes: float
     kv_bytes_per_token: float
+    draft_weight_bytes: float = 0.0
+    """The weights of a draft model or of heads."""
+    draft_kv_bytes_per_token: float = 0.0
+    """The KV of a token in the draft model, whose pages hold as many tokens; 0 without one."""
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of the KV page pool, 0 if the weights leave none."""
-        return max(self.device_bytes - self.weight_bytes - OVERHEAD_BYTES, 0.0)
+        """Bytes of the model's KV page pool, 0 if the weights leave none."""
+        left = max(self.device_bytes - self.weight_bytes - self.draft_weight_bytes - OVERHEAD_BYTES, 0.0)
+        return left * self.kv_bytes_per_token / (self.kv_bytes_per_token + self.draft_kv_bytes_per_token)
 
     @property
     def kv_tokens(self) -> float:

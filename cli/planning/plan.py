@@ -40,9 +40,9 @@ def plan(
         str,
         typer.Option(
             help="The drafts of speculative decoding: ACCEPTANCE,DRAFTS,COST, where COST is the time to propose a draft"
-            " ÷ a decode step of one request."
+            " ÷ a decode step of one request; by default that of the model of --draft by the roofline, else 0."
         ),
-    ] = "0.7,3,0",
+    ] = "0.7,3",
     check: Annotated[
         Path | None, typer.Option(help="Only compare knees with a measured table of benchmarks.strategies.")
     ] = None,
@@ -51,7 +51,6 @@ def plan(
     from cli.planning.plan_question import Question
     from cli.planning.plan_speculation import Drafting
 
-    drafting = Drafting.parse(speculate)
     promise, demand = promised.promise(), asked.demand()
     if workers is not None:
         check_above_0("--workers", workers)
@@ -65,7 +64,9 @@ def plan(
         workers=workers,
         cost=costs.fitted(),
         kv_element_bytes=shape.kv_element_bytes(model),
+        draft=shape.draft_memory(model),
     )
+    drafting = Drafting.parse(speculate, question.draft_step_ratio)
     if check is None:
         _answer(question, drafting, simulate=simulate)
     else:
@@ -92,7 +93,9 @@ def _answer(question: Question, drafting: Drafting, *, simulate: bool) -> None:
     console.print("effects of changes, by the cost model:")
     for line in what_if_lines(question, split):
         console.print(line, highlight=False)
-    for line in speculation_lines(drafting, StepCost(question.costs), round(question.demand.context_tokens)):
+    fitted = None if question.cost is None else StepCost(question.cost)
+    context = round(question.demand.context_tokens)
+    for line in speculation_lines(drafting, StepCost(question.predicted_costs), context, fitted):
         console.print(line, highlight=False)
     if simulate:
         with console.status("simulating"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from cli.planning.plan_speculation import DraftMemory
     from costs.devices import DeviceKind
     from engine.config.model import ModelSpec
     from planner.demand import Demand, Promise
@@ -30,6 +31,10 @@ class ShapeOptions:
     kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache, as with `tandem up`: auto, int8 or fp8.")] = (
         "auto"
     )
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model or heads of `tandem up --speculate draft`, whose memory counts."),
+    ] = None
 
     @property
     def name(self) -> str:
@@ -62,6 +67,16 @@ class ShapeOptions:
         from simulation.hardware import kv_element_bytes
 
         return kv_element_bytes(model, self.kv_cache_dtype)
+
+    def draft_memory(self, model: ModelSpec) -> DraftMemory:
+        """Returns the memory of --draft beside the model, nothing without; ModelError if it cannot be served."""
+        from cli.planning.plan_speculation import NO_DRAFT_MEMORY, DraftMemory
+        from engine.speculation.draft_folder import check_draft_folder
+
+        if self.draft is None:
+            return NO_DRAFT_MEMORY
+        check_draft_folder(self.draft, model, self.model or self.draft)
+        return DraftMemory.of(self.draft, model)
 
 
 @dataclass(frozen=True, slots=True)

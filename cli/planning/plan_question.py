@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cli.planning.plan_speculation import NO_DRAFT_MEMORY, DraftMemory
 from costs.devices import DeviceKind
 from costs.step_cost import StepCost
 from engine.config.model import ModelSpec
@@ -46,11 +47,28 @@ class Question:
     """Fitted step costs; None = by the device's roofline."""
     kv_element_bytes: float = ITEM_BYTES
     """Bytes of an element of KV, with its part of a scale."""
+    draft: DraftMemory = NO_DRAFT_MEMORY
+    """The memory of the weights that propose drafts."""
 
     @property
     def costs(self) -> CostParameters:
         """The step costs."""
-        return self.cost or roofline(self.model, self.device.ceilings, self.kv_element_bytes)
+        return self.cost or self.predicted_costs
+
+    @property
+    def predicted_costs(self) -> CostParameters:
+        """The step costs by the device's roofline."""
+        return roofline(self.model, self.device.ceilings, self.kv_element_bytes)
+
+    @property
+    def draft_step_ratio(self) -> float:
+        """The time of a step of the draft model ÷ that of the model, for one request, by the roofline; 0 without."""
+        if self.draft.model is None:
+            return 0.0
+        context = round(self.demand.context_tokens)
+        costs = roofline(self.draft.model, self.device.ceilings), self.predicted_costs
+        drafted_s, step_s = (StepCost(each).decode_step_seconds(1, context) for each in costs)
+        return drafted_s / step_s
 
     @property
     def memory(self) -> Memory:
@@ -60,7 +78,8 @@ class Question:
     def _memory(self, model: ModelSpec, kv_element_bytes: float) -> Memory:
         a_token = kv_bytes_per_held_token(model, self.demand.kv_tokens, kv_element_bytes)
         device_bytes = self.device.memory_gib * GIB * MEMORY_FRACTION
-        return Memory(device_bytes, matrix_bytes(model, ITEM_BYTES), a_token)
+        weights, draft = matrix_bytes(model, ITEM_BYTES), self.draft
+        return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(self.demand))
 
     def quantized_forms(self) -> Iterator[Quantized]:
         """Yields weights, KV and both in 8 bits, where they are not: steps as the cost model predicts them."""
@@ -105,7 +124,8 @@ class Question:
         """Checks the question; raises InvalidArgument for a load that no number of workers can serve."""
         demand, memory = self.demand, self.memory
         if memory.kv_tokens < demand.kv_tokens:
-            missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {memory.weight_bytes / GIB:.0f} GiB of weights"
+            weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
+            missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {weights:.0f} GiB of weights"
             raise InvalidArgument("--gpu", f"{missing}, and a request has {demand.kv_tokens:.0f}; take a larger one")
         if demand.kv_tokens > self.model.max_context:
             message = (

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from costs.step_cost import StepCost
 from wire.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from engine.config.model import ModelSpec
+    from planner.demand import Demand
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 OPTION = "--speculate"
@@ -23,13 +29,13 @@ class Drafting:
     """The time to propose one draft ÷ that of a decode step of one request."""
 
     @classmethod
-    def parse(cls, text: str) -> Drafting:
-        """Parses "acceptance,drafts,cost"; InvalidArgument for anything else."""
+    def parse(cls, text: str, cost: float = 0.0) -> Drafting:
+        """Parses "acceptance,drafts,cost", where `cost` is the default; InvalidArgument for anything else."""
         try:
-            acceptance, drafts, cost = text.split(",")
-            found = cls(float(acceptance), int(drafts), float(cost))
+            acceptance, drafts, given = (text if text.count(",") > 1 else f"{text},{cost}").split(",")
+            found = cls(float(acceptance), int(drafts), float(given))
         except ValueError:
-            message = f"{text!r} is not ACCEPTANCE,DRAFTS,COST such as 0.7,3,0.02"
+            message = f"{text!r} is not ACCEPTANCE,DRAFTS or ACCEPTANCE,DRAFTS,COST such as 0.7,3,0.02"
             raise InvalidArgument(OPTION, message) from None
         if not (0 <= found.acceptance <= 1 and found.drafts >= 1 and 0 <= found.cost < float("inf")):
             raise InvalidArgument(OPTION, "takes an acceptance of 0 to 1, at least 1 draft, and a cost of at least 0")
@@ -41,10 +47,13 @@ class Drafting:
         return sum(self.acceptance**position for position in range(self.drafts + 1))
 
     def speedup(self, cost: StepCost, batch: int, context: int) -> float:
-        """Return tokens per second with drafts ÷ those without, in steps of `batch` requests of so much context."""
+        """Return tokens per second with drafts ÷ those without, in steps of `batch` requests of so much context.
+
+        Attention reads the KV of a request once for all its rows.
+        """
         rows = 1 + self.drafts
         plain_s = cost.decode_step_seconds(batch, batch * context)
-        verify_s = cost.decode_step_seconds(batch * rows, batch * rows * context)
+        verify_s = cost.decode_step_seconds(batch * rows, batch * context)
         return self.tokens * plain_s / (verify_s + self.cost * self.drafts * cost.decode_step_seconds(1, context))
 
     def break_even(self, cost: StepCost, context: int, most: int) -> int | None:
@@ -52,17 +61,54 @@ class Drafting:
         return next((batch for batch in range(1, most + 1) if self.speedup(cost, batch, context) < 1), None)
 
 
-def speculation_lines(drafting: Drafting, cost: StepCost, context: int) -> Iterator[str]:
-    """Yields the lines of the answer; `context` is the mean context of a request in tokens."""
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """The memory of a draft model, or of heads, beside the model; nothing without either."""
+
+    weight_bytes: int = 0
+    model: ModelSpec | None = None
+    """The draft model; None for heads."""
+
+    @classmethod
+    def of(cls, folder: Path, model: ModelSpec) -> DraftMemory:
+        """Return that of a folder, in bfloat16 on a GPU."""
+        import torch
+
+        from engine.config import EngineConfig
+        from engine.models.load_spec import load_spec
+        from engine.speculation.draft_folder import DraftKind, draft_bytes, draft_kind
+
+        config = EngineConfig(folder, dtype="bfloat16", draft=folder)
+        weights = draft_bytes(config, model, torch.bfloat16, torch.device("cuda"))
+        return cls(weights, load_spec(folder) if draft_kind(folder) is DraftKind.MODEL else None)
+
+    def kv_bytes_per_token(self, demand: Demand) -> float:
+        """Return the KV of a token in the draft model."""
+        from simulation.hardware import kv_bytes_per_held_token
+
+        return 0.0 if self.model is None else kv_bytes_per_held_token(self.model, demand.kv_tokens)
+
+
+NO_DRAFT_MEMORY = DraftMemory()
+"""Without drafts, or with those of look-ups."""
+
+
+def speculation_lines(
+    drafting: Drafting, cost: StepCost, context: int, fitted: StepCost | None = None
+) -> Iterator[str]:
+    """Yields the lines of the answer; `context` is the mean context of a request in tokens.
+
+    They are by the cost model of the roofline and, if there is one, by that which was fitted to measured steps.
+    """
     yield (
-        f"speculative decoding with {drafting.drafts} drafts, each accepted with probability {drafting.acceptance:g}:"
-        f" {drafting.tokens:.2f} tokens a step; by the cost model,"
+        f"speculative decoding with {drafting.drafts} drafts, each accepted with probability {drafting.acceptance:g}"
+        f" and proposed in {drafting.cost:.3g} of a step: {drafting.tokens:.2f} tokens a step"
     )
-    speedups = ", ".join(f"{drafting.speedup(cost, batch, context):.2f} at {batch}" for batch in BATCHES)
-    yield f"  times as fast, by decoding requests: {speedups}"
-    found = drafting.break_even(cost, context, BATCHES[-1])
-    yield (
-        f"  it always pays up to {BATCHES[-1]} requests"
-        if found is None
-        else f"  it loses from {found} requests on; workers draft only where it pays"
-    )
+    for name, costs in (("by the roofline", cost), ("by the measured steps", fitted)):
+        if costs is None:
+            continue
+        speedups = ", ".join(f"{drafting.speedup(costs, batch, context):.2f} at {batch}" for batch in BATCHES)
+        found = drafting.break_even(costs, context, BATCHES[-1])
+        loses = f"it always pays up to {BATCHES[-1]}" if found is None else f"it loses from {found} on"
+        yield f"  {name}, times as fast by decoding requests: {speedups}; {loses}"
+    yield "  workers draft only where it pays"

@@ -24,9 +24,14 @@ def lines(question: Question, split: Split) -> Iterator[str]:
     alone_s = demand.lone_prompt_seconds(costs, question.facts.chunk_tokens)
     for number, line in enumerate(model_summary(question.model, ITEM_BYTES, question.kv_element_bytes)):
         yield f"{'' if number else 'model':<10}{line}"
+    drafts = ""
+    if memory.draft_weight_bytes:
+        kv = f" and {memory.draft_kv_bytes_per_token / 1024:.0f} KiB" if memory.draft_kv_bytes_per_token else ""
+        drafts = f", for drafts {memory.draft_weight_bytes / GIB:.2f} GiB{kv}"
     yield (
         f"memory    weights {memory.weight_bytes / GIB:.1f} GiB, {memory.kv_bytes_per_token / 1024:.0f} KiB of KV a"
-        f" token: {memory.kv_tokens:,.0f} tokens a worker, {memory.kv_tokens / demand.kv_tokens:.0f} such requests"
+        f" token{drafts}: {memory.kv_tokens:,.0f} tokens a worker, {memory.kv_tokens / demand.kv_tokens:.0f} such"
+        " requests"
     )
     yield (
         f"steps     {costs.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a prompt of"

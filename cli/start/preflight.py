@@ -100,6 +100,7 @@ def check_page(config: ClusterConfig) -> None:
     from engine.cache.paged_cache import cache_bytes
     from engine.device import parse_kv_dtype, parse_page_tokens
     from engine.models.load_spec import bounded, load_spec
+    from engine.speculation.load_draft import split_kv
 
     if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
         return
@@ -107,10 +108,12 @@ def check_page(config: ClusterConfig) -> None:
     device, shape = torch.device(config.device), bounded(load_spec(config.model), config.max_model_len)
     page_tokens = parse_page_tokens(engine, device)
     needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
-    if config.worker_kv_cache_bytes < needed:
+    pages = split_kv(engine, shape, page_tokens, device, config.worker_kv_cache_bytes).target or 0
+    if pages < needed:
+        beside = "" if pages == config.worker_kv_cache_bytes else ", without the draft model's part,"
         raise InvalidArgument(
             "--kv-cache-gib",
-            f"{config.worker_kv_cache_bytes / GIB:.4g} GiB hold no page of {page_tokens} tokens, which takes "
+            f"{pages / GIB:.4g} GiB{beside} hold no page of {page_tokens} tokens, which takes "
             f"{needed / GIB:.3g} GiB; choose more, or smaller --page-tokens",
         )
 
@@ -139,7 +142,7 @@ def check_draft(config: ClusterConfig) -> None:
 
 
 def check_weights(config: ClusterConfig) -> None:
-    """Checks the workers' weights with their KV pages; raises InvalidArgument if they exceed the host's memory.
+    """Checks the workers' weights, drafts' included, and KV pages; InvalidArgument if they exceed the host's memory.
 
     The model's folder is checked already; a GPU's memory, or another host's, is checked by its worker.
     """
@@ -149,19 +152,20 @@ def check_weights(config: ClusterConfig) -> None:
     from engine.device import parse_dtype
     from engine.models.allocation import weight_bytes
     from engine.models.load_spec import bounded, load_spec, quantized_at_load
+    from engine.speculation.draft_folder import draft_bytes
 
     # Also where another host or a GPU has the weights: a checkpoint that is quantized already is refused here.
     stored = bounded(load_spec(config.model), config.max_model_len)
     shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
     if not config.on_cpu or config.ray_address:
         return
-    engine = _engine(config)
-    dtype = parse_dtype(engine, torch.device("cpu"), stored)
+    engine, device = _engine(config), torch.device("cpu")
+    dtype = parse_dtype(engine, device, stored)
     counts = {Role.BOTH: config.workers}
     if config.mode == Mode.DISAGGREGATED:
         counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
-    slots = slot_bytes(engine, stored, dtype)
-    sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + slots for role in counts}
+    others = slot_bytes(engine, stored, dtype) + draft_bytes(engine, stored, dtype, device)
+    sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + others for role in counts}
     each, pages = max(sizes.values()) / GIB, config.worker_kv_cache_bytes or 0
     free = psutil.virtual_memory().available
     if sum(counts[role] * (size + pages) for role, size in sizes.items()) > free:
@@ -181,6 +185,7 @@ def _engine(config: ClusterConfig) -> EngineConfig:
         kv_cache_dtype=config.kv_cache_dtype,
         page_tokens=config.page_tokens,
         random_weights=config.random_weights,
+        draft=config.draft,
         adapters=tuple(AdapterSource(name, path) for name, path in config.loras),
         runtime_loras=config.runtime_loras,
         max_loras=config.max_loras,

@@ -162,9 +162,9 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         folder = path if config.random_weights else prepare_model(path, progress=progress, codes=True)
         check_device(config)
         config = replace(config, model=folder, model_name=config.model_name or name)
+        check_draft(config)
         check_page(config)
         check_loras(config)
-        check_draft(config)
         check_weights(config)
         warn_of_slow_pages(config)
         tokenizer = config.tokenizer or folder

@@ -3,10 +3,14 @@
 from enum import Enum
 from pathlib import Path
 
+import torch
+
+from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.models.load_spec import load_spec, read_json
-from engine.speculation.draft_runner import check_draft_model
+from engine.speculation.draft_runner import check_draft_model, draft_model_bytes
 from engine.speculation.heads.folder import CONFIG, read_heads
+from engine.speculation.heads.hidden_states import hidden_rows
 from wire.errors import ModelError
 
 _HEADS_FIELD = "medusa_num_heads"
@@ -48,3 +52,17 @@ def check_draft_folder(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
         read_heads(folder, spec)
     else:
         check_draft_model(folder, spec, tokenizer)
+
+
+def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes that the weights of `config.draft` take beside a model with `dtype`; 0 without.
+
+    They are those of a draft model, which has a part of the KV memory as well, or those of heads with the hidden states
+    that they compute on.
+    """
+    if config.draft is None:
+        return 0
+    if draft_kind(config.draft) is DraftKind.MODEL:
+        return draft_model_bytes(config, device)
+    hidden = hidden_rows(config) * spec.hidden_size * dtype.itemsize
+    return read_heads(config.draft, spec).memory_bytes(spec, dtype.itemsize) + hidden

@@ -12,7 +12,7 @@ from engine.cache.paged_cache import PagedCache, page_bytes
 from engine.config import EngineConfig
 from engine.config.kv import kv_groups
 from engine.config.model import ModelSpec
-from engine.device import parse_device, parse_dtype
+from engine.device import parse_device, parse_dtype, parse_kv_dtype
 from engine.kernels.base import is_cpu
 from engine.memory import kv_cache_bytes
 from engine.model_sizes import matrix_bytes
@@ -69,10 +69,40 @@ def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
         log.warning("The draft model %s has as many bytes as the model itself: its drafts hardly pay.", folder)
 
 
-def kv_share(spec: ModelSpec, draft: ModelSpec, page_tokens: int) -> float:
-    """Return the part of the KV memory that the draft model gets: both hold as many tokens."""
-    mine, its = (page_bytes(each, page_tokens, torch.float16) * len(kv_groups(each)) for each in (spec, draft))
-    return its / (mine + its)
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """Return the settings of the draft model's engine beside that of the target, but for its KV memory."""
+    assert config.draft is not None
+    return replace(
+        config,
+        model=config.draft,
+        tokenizer=None,
+        draft=None,
+        adapters=(),
+        runtime_loras=False,
+        max_model_len=None,
+        quantization=None,
+        kv_cache_dtype="auto",
+        draft_graphs=False,
+        max_batch_requests=_ROWS_PER_REQUEST * config.max_batch_requests,
+    )
+
+
+def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Return the bytes of the weights of the draft model of `config`."""
+    mine = draft_config(config)
+    draft = load_spec(mine.model)
+    return weight_bytes(draft, parse_dtype(mine, device, draft), on_cpu=is_cpu(device))
+
+
+def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
+    """Return the part of the KV memory that the draft model of `config` gets: both hold as many tokens."""
+    mine = draft_config(config)
+    both = (config, spec), (mine, load_spec(mine.model))
+    target, draft = (
+        page_bytes(each, page_tokens, parse_kv_dtype(settings, device, each)) * len(kv_groups(each))
+        for settings, each in both
+    )
+    return draft / (target + draft)
 
 
 def memory_of(runner: LoadedDraft) -> dict[str, int]:
@@ -91,23 +121,10 @@ def load_draft_runner(
     """
     assert config.draft is not None
     check_draft_model(config.draft, spec, config.tokenizer or config.model)
-    device, draft = parse_device(config.device), load_spec(config.draft)
-    mine = replace(
-        config,
-        model=config.draft,
-        tokenizer=None,
-        draft=None,
-        adapters=(),
-        runtime_loras=False,
-        max_model_len=None,
-        quantization=None,
-        kv_cache_dtype="auto",
-        draft_graphs=False,
-        max_batch_requests=_ROWS_PER_REQUEST * config.max_batch_requests,
-    )
+    device = parse_device(config.device)
     if total is None:
-        weights = weight_bytes(draft, parse_dtype(mine, device, draft), on_cpu=is_cpu(device))
-        total = kv_cache_bytes(device, config.memory_fraction, weights)
-    runner = load(replace(mine, kv_cache_bytes=int(total * kv_share(spec, draft, page_tokens))))
+        total = kv_cache_bytes(device, config.memory_fraction, draft_model_bytes(config, device))
+    share = kv_share(config, spec, page_tokens, device)
+    runner = load(replace(draft_config(config), kv_cache_bytes=int(total * share)))
     log.info("Draft model %s: %d KV pages", config.draft, runner.cache.pages)
     return runner

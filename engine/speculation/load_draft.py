@@ -4,18 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.kernels.base import Kernels
 from engine.models.decoder import DecoderModel
-from engine.models.load_spec import load_spec
 from engine.models.parameters import Parameters
-from engine.speculation.draft_folder import DraftKind, draft_kind
+from engine.speculation.draft_folder import DraftKind, draft_bytes, draft_kind
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.draft_runner import LoadModel, kv_share, load_draft_runner, memory_of
-from engine.speculation.heads.hidden_states import HiddenStateModel
+from engine.speculation.heads.hidden_states import HiddenStateModel, hidden_rows
 from engine.speculation.heads.medusa import load_medusa_heads
 from engine.speculation.heads.proposer import HeadsProposer
 from engine.speculation.proposer import Proposer
@@ -33,12 +33,14 @@ class KvMemory:
     """The bytes of both models' pages."""
 
 
-def split_kv(config: EngineConfig, spec: ModelSpec, page_tokens: int, default: int | None) -> KvMemory:
+def split_kv(
+    config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device, default: int | None
+) -> KvMemory:
     """Divide the KV memory of `config`, by default `default` bytes, between the model and a draft model, if any."""
     both = default if config.kv_cache_bytes is None else config.kv_cache_bytes
     if both is None or config.draft is None or draft_kind(config.draft) is not DraftKind.MODEL:
         return KvMemory(both, both)
-    return KvMemory(both - int(both * kv_share(spec, load_spec(config.draft), page_tokens)), both)
+    return KvMemory(both - int(both * kv_share(config, spec, page_tokens, device)), both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,12 @@ def model_with_draft(config: EngineConfig, spec: ModelSpec, parameters: Paramete
     heads_folder = config.draft if config.draft and draft_kind(config.draft) is DraftKind.HEADS else None
     if heads_folder is None and not config.keep_hidden:
         return ModelWithDraft(DecoderModel(spec, parameters, kernels, spec.max_context))
-    # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
-    rows = max(config.max_batch_requests, config.max_step_tokens)
     heads = None if heads_folder is None else load_medusa_heads(heads_folder, spec, parameters, kernels)
-    model = HiddenStateModel(spec, parameters, kernels, spec.max_context, rows)
-    proposer = None if heads is None else partial(HeadsProposer, heads, model.drawn_hidden)
-    return ModelWithDraft(model, proposer, model.drawn_hidden)
+    model = HiddenStateModel(spec, parameters, kernels, spec.max_context, hidden_rows(config))
+    if heads is None:
+        return ModelWithDraft(model, drawn_hidden=model.drawn_hidden)
+    memory_bytes = draft_bytes(config, spec, parameters.dtype, parameters.embedding.device)
+    return ModelWithDraft(model, partial(HeadsProposer, heads, model.drawn_hidden, memory_bytes), model.drawn_hidden)
 
 
 def draft_model_of(

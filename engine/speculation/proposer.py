@@ -86,7 +86,7 @@ class BatchProposer(Proposer):
     max_step_tokens: int
     """The most tokens of a step that stores KV, and of the first one that proposes."""
     memory: Mapping[str, int] = MappingProxyType({})
-    """The bytes of the `weights` and of the `kv` pages, of a complete model."""
+    """The bytes of the `weights` and, of a complete model, of the `kv` pages."""
 
     @property
     @abstractmethod

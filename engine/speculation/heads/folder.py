@@ -6,6 +6,7 @@ use the model's own projection instead, and the tensor `token_map` [`truncated_v
 heads can guess, in the order of their rows; without it V is the model's vocabulary.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
 """The names of the file with the tensors; the first one is that of published heads."""
 PICKLED = "medusa_lm_head.pt"
 TOKEN_MAP = "token_map"
+_TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,14 @@ class HeadsFolder:
     """The number of tokens that heads can guess; None = all of the model's."""
     own_projection: bool
     """True if each head has a projection of its own."""
+
+    def memory_bytes(self, spec: ModelSpec, item_bytes: int) -> int:
+        """Return the bytes that the heads take beside the model, in weights of `item_bytes`."""
+        sizes = {name: math.prod(entry.shape) for name, entry in self.entries.items()}
+        token_map = sizes.pop(TOKEN_MAP, 0)
+        # The rows of the model's own projection are copied for a smaller vocabulary, once for all heads.
+        copied = 0 if self.own_projection else (self.vocabulary or 0) * spec.hidden_size
+        return (sum(sizes.values()) + copied) * item_bytes + token_map * _TOKEN_BYTES
 
 
 def layer_name(head: int, layer: int, part: str) -> str:

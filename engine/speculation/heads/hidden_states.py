@@ -3,10 +3,16 @@
 import torch
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.kernels.base import Kernels
 from engine.models.decoder import DecoderModel
 from engine.models.parameters import Parameters
+
+
+def hidden_rows(config: EngineConfig) -> int:
+    """Return the most rows that a step draws from: with prompts, as many as it has tokens."""
+    return max(config.max_batch_requests, config.max_step_tokens)
 
 
 class HiddenStateModel(DecoderModel):

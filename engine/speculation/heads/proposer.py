@@ -22,13 +22,14 @@ class HeadsProposer(BatchProposer):
 
     draft_class = HEADS_CLASS
 
-    def __init__(self, heads: MedusaHeads, drawn_hidden: Tensor) -> None:
-        """`drawn_hidden`: see `HiddenStateModel`."""
+    def __init__(self, heads: MedusaHeads, drawn_hidden: Tensor, memory_bytes: int = 0) -> None:
+        """`drawn_hidden`: see `HiddenStateModel`; `memory_bytes` is the memory of both."""
         self._heads = heads
         self._drawn_hidden = drawn_hidden
         self._token_s = 0.0
         self.longest = min(DRAFTS_MAX, len(heads))
         self.max_step_tokens = len(drawn_hidden)
+        self.memory = {"weights": memory_bytes}
 
     @property
     def cost(self) -> StepCost:

@@ -21,6 +21,7 @@ from cli.main import app
 from cli.plain_errors import plain_errors
 from cli.start.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
 from cluster.config import CPU_KV_CACHE_BYTES, ClusterConfig
+from engine.cache.paged_cache import cache_bytes
 from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
 from router.config import RouterConfig
@@ -418,6 +419,24 @@ def test_all_workers_weights_count_where_they_lie_in_this_host(tmp_path: Path, m
     check_weights(replace(config, kv_cache_bytes=CPU_KV_CACHE_BYTES // 2))
     check_weights(replace(config, device="cuda"))
     check_weights(replace(config, ray_address="auto"))
+
+
+def test_the_memory_of_drafts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draft = write_tiny_model(tmp_path / "tiny"), write_tiny_model(tmp_path / "draft", num_hidden_layers=1)
+    config = ClusterConfig(model=model, prefill=1, decode=1, kv_cache_bytes=1 << 20, speculate="draft", draft=draft)
+    each = sum(weight_bytes(load_spec(folder), torch.float32) for folder in (model, draft))
+    available = [2 * (each + (1 << 20))]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
+    check_weights(config)
+    available[0] -= 1
+    with pytest.raises(InvalidArgument, match=r"2 workers with .* do not fit"):
+        check_weights(config)
+    check_weights(replace(config, speculate="ngram", draft=None))
+    page = cache_bytes(load_spec(model), 1, 1024, torch.float32)
+    config = replace(config, kv_cache_bytes=page, page_tokens=1024)
+    check_page(replace(config, speculate="ngram", draft=None))
+    with pytest.raises(InvalidArgument, match="without the draft model's part, hold no page of 1024 tokens"):
+        check_page(config)
 
 
 def broken_models(tmp_path: Path) -> dict[str, Path]:

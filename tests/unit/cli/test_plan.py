@@ -13,6 +13,8 @@ from cli.planning.plan_check import Compared, bracket
 from cli.planning.plan_speculation import Drafting
 from costs.step_cost import StepCost
 from simulation.hardware import hardware
+from tests.factories import write_tiny_model
+from tests.medusa_heads import write_heads
 from wire.cost_parameters import CostParameters
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -252,10 +254,49 @@ def test_what_speculation_would_bring() -> None:
     assert drafting.speedup(cost, found - 1, 1000) >= 1 > drafting.speedup(cost, found, 1000)
     said = run(*LOAD, "--no-simulate", "--speculate", "0.8,4,0.05").output
     assert "3.36 tokens a step" in said
-    assert "times as fast, by decoding requests: " in said
+    assert "by the roofline, times as fast by decoding requests: " in said
+    assert "by the measured steps" not in said
 
 
-@pytest.mark.parametrize("wrong", ["", "0.7", "0.7,3", "1.2,3,0", "0.7,0,0", "0.7,3,-1", "a,b,c", "0.7,3,nan"])
+def test_what_it_would_bring_by_measured_steps_stands_beside(tmp_path: Path) -> None:
+    """Rows that cost ten times as much lose from fewer requests on."""
+    roofline = asdict(hardware("llama-3-8b", None, 10.0, 1.0).truth)
+    (tmp_path / "costs.json").write_text(json.dumps(roofline | {"row_s": 10 * roofline["row_s"]}))
+    said = run(*LOAD, "--no-simulate", "--slo-itl", "100", "--from", str(tmp_path / "costs.json"))
+    assert said.exit_code == 0, said.stderr
+    predicted, measured = (line for line in said.stdout.splitlines() if "times as fast" in line)
+    assert predicted.strip().startswith("by the roofline")
+    assert predicted.endswith("it always pays up to 256")
+    assert measured.strip().startswith("by the measured steps")
+    assert 1 < int(measured.rpartition("it loses from ")[2].removesuffix(" on")) < 256
+
+
+def test_memory_and_time_of_a_draft_model_count(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", hidden_size=256, num_attention_heads=16, num_hidden_layers=4)
+    draft = write_tiny_model(tmp_path / "draft", hidden_size=256, num_attention_heads=16, num_hidden_layers=1)
+    options = ["--model", str(model), "--no-simulate", "--prompt-tokens", "200", "--answer-tokens", "50"]
+    plain, drafting = run(*options), run(*options, "--draft", str(draft), "--speculate", "0.7,3")
+    assert drafting.exit_code == 0, drafting.stderr
+
+    def tokens(said: str) -> float:
+        line = next(line for line in said.splitlines() if line.startswith("memory"))
+        return float(line.partition(" tokens a worker")[0].rpartition(" ")[2].replace(",", ""))
+
+    assert tokens(plain.stdout) / tokens(drafting.stdout) == pytest.approx(5 / 4, rel=0.01), "one layer beside four"
+    assert ", for drafts " in drafting.stdout
+    assert "proposed in 0 of a step" in plain.stdout
+    ratio = float(drafting.stdout.partition("proposed in ")[2].partition(" ")[0])
+    assert 0.1 < ratio < 1.0
+    given = run(*options, "--draft", str(draft), "--speculate", "0.7,3,0.02")
+    assert "proposed in 0.02 of a step" in given.stdout
+    heads = write_heads(tmp_path / "heads", 256, 160)
+    assert ", for drafts " in run(*options, "--draft", str(heads)).stdout
+    refused = run(*options, "--draft", str(write_tiny_model(tmp_path / "other", vocab_size=96)))
+    assert refused.exit_code
+    assert "a vocabulary of 96 tokens" in refused.stderr
+
+
+@pytest.mark.parametrize("wrong", ["", "0.7", "1.2,3,0", "0.7,0,0", "0.7,3,-1", "a,b,c", "0.7,3,nan"])
 def test_a_wrong_speculation_is_refused(wrong: str) -> None:
     refused = run("--no-simulate", "--speculate", wrong)
     assert refused.exit_code

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.model_runner import ModelRunner
+from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
 from engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind
 from engine.speculation.draft_model import DraftModel
@@ -150,10 +152,13 @@ def test_another_tokenizer_is_refused(folders: Path, tmp_path: Path) -> None:
         check_draft_folder(draft, spec, same)
 
 
-def test_both_models_hold_as_many_tokens(folders: Path) -> None:
-    config = tiny_engine_config(folders / "target", kv_cache_bytes=1 << 22, draft=folders / "draft")
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_both_models_hold_as_many_tokens(folders: Path, dtype: str) -> None:
+    config = tiny_engine_config(
+        folders / "target", kv_cache_bytes=1 << 22, draft=folders / "draft", kv_cache_dtype=dtype
+    )
     spec = load_spec(config.model)
-    kv = split_kv(config, spec, 16, None)
+    kv = split_kv(config, spec, 16, torch.device("cpu"), None)
     assert kv.both == 1 << 22
     runner = ModelRunner.load(config)
     assert runner.cache.storage.nbytes <= (kv.target or 0)
@@ -163,3 +168,14 @@ def test_both_models_hold_as_many_tokens(folders: Path) -> None:
     assert model.memory == memory_of(model._runner)
     with pytest.raises(InvalidArgument, match="hold no page"):
         ModelRunner.load(tiny_engine_config(folders / "target", kv_cache_bytes=1 << 14, draft=folders / "draft"))
+
+
+def test_memory_counts_before_it_is_taken(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = folders / "target", folders / "draft"
+    free = [sum(weight_bytes(load_spec(each), torch.float32) for each in (target, draft)) - 1]
+    monkeypatch.setattr("engine.memory.free_bytes", lambda _: free[0])
+    with pytest.raises(InvalidArgument, match="device: the weights take"):
+        ModelRunner.load(tiny_engine_config(target, draft=draft))
+    ModelRunner.load(tiny_engine_config(target))
+    free[0] += 1
+    ModelRunner.load(tiny_engine_config(target, draft=draft))

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from engine.kernels.reference import rms_norm
 from engine.model_runner import ModelRunner
+from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
-from engine.speculation.draft_folder import check_draft_folder
+from engine.speculation.draft_folder import check_draft_folder, draft_bytes
 from engine.speculation.heads.proposer import HeadsProposer
 from engine.speculation.proposer import HEADS_CLASS, WantedDraft
 from engine.steps.batch import StepBatch
 from engine.steps.draws import Draw
 from tests.factories import row, tiny_engine_config, write_tiny_model
 from tests.medusa_heads import write_heads
-from wire.errors import ModelError
+from wire.errors import InvalidArgument, ModelError
 from wire.messages import SamplingParams
 
 HIDDEN, VOCAB = 64, 96
@@ -116,6 +117,27 @@ def test_drafts_are_the_guesses_of_the_heads(model: Path, tmp_path: Path, form: 
     assert proposer.compute([later]) == [()]
     assert (proposer.longest, proposer.draft_class) == (all_heads, HEADS_CLASS)
     assert proposer.cost.rows_seconds(1, 0) > 0
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_memory_counts_before_it_is_taken(
+    model: Path, tmp_path: Path, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_engine_config(model, draft=write_heads(tmp_path, HIDDEN, VOCAB, **form))
+    spec, cpu = load_spec(model), torch.device("cpu")
+    assert config.draft is not None
+    read = load_file(config.draft / "medusa_lm_head.safetensors").values()
+    copied = len(MAP) * HIDDEN * 4 if form == FORMS["few of the model's rows"] else 0
+    found = draft_bytes(config, spec, torch.float32, cpu)
+    assert found == sum(each.nbytes for each in read) + copied + config.max_step_tokens * HIDDEN * 4
+    free = [weight_bytes(spec, torch.float32) + found]
+    monkeypatch.setattr("engine.memory.free_bytes", lambda _: free[0])
+    proposer = ModelRunner.load(config).draft_proposer
+    assert proposer is not None
+    assert proposer().memory == {"weights": found}
+    free[0] -= 1
+    with pytest.raises(InvalidArgument, match="device: the weights take"):
+        ModelRunner.load(config)
 
 
 def test_tokens_are_the_same_with_heads(model: Path, tmp_path: Path) -> None:
