@@ -28,7 +28,7 @@ def cached_entry(function: Any, *, nogil: bool = True) -> Any:
         config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
 
 
-class _OneFolder(UserProvidedCacheLocator):
+class _OneFolder(UserProvidedCacheLocator):  # type: ignore[misc]  # numba has no types
     """Keeps compiled code in the configured folder itself, without a sub-folder for the path of its source file."""
 
     @classmethod

@@ -126,13 +126,12 @@ def test_as_exact_as_torch(
     check(Rows(with_sinks(step) if sinks else step, group, spare_groups=2, padding=3), dtype, choose=choose)
 
 
-@pytest.mark.parametrize("group", [2, 4, 8])
-@pytest.mark.parametrize("shape", [SHAPES["gqa"], SHAPES["mqa"], SHAPES["window"]], ids=["gqa", "mqa", "window"])
-def test_the_bits_of_single_rows_in_float32(shape: AttentionShape, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "group"), [("gqa", 2), ("gqa", 8), ("mqa", 4), ("window", 8)])
+def test_the_bits_of_single_rows_in_float32(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 512 tokens, and behind, a row gets one more split than the rows of the same request before it."""
     if not ON_GPU:
         monkeypatch.setattr(type(interpreter_builder), "create_dot", dot_in_order)
-    step = make_step([*REQUESTS, (8, 515), (4, 1030)], shape, 16)
+    step = make_step([*REQUESTS, (8, 515), (4, 1030)], SHAPES[name], 16)
     rows = Rows(step, group)
     single = rows.attend(torch.float32, grouped=False)
     assert torch.equal(rows.attend(torch.float32, choose=make_group_plan), single)

@@ -1,7 +1,8 @@
 """The distribution of answers with drafts is that of the model, by a chi-square test over many seeds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -73,18 +74,34 @@ def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return found / found.sum(-1, keepdim=True)
 
 
+@dataclass(frozen=True)
+class Draws:
+    """Of each seed: a draft, the first token, and the second one behind the draft and behind the first token."""
+
+    drafts: Sequence[int]
+    first: Sequence[int]
+    second: Sequence[int]
+    plain: Sequence[int]
+
+
+GENERATOR = torch.Generator().manual_seed(3)
+HEAD, TAIL = torch.randn(VOCAB, generator=GENERATOR), 2 * torch.randn(VOCAB, VOCAB, generator=GENERATOR)
+
+
+@lru_cache
+def draws_of(sampling: SamplingParams) -> Draws:
+    drafts = [seed % VOCAB if seed % 3 else int(HEAD.argmax()) for seed in range(SEEDS)]
+    first = draw(HEAD.expand(SEEDS, -1), sampling, 0)
+    return Draws(drafts, first, draw(TAIL[drafts], sampling, 1), draw(TAIL[first], sampling, 1))
+
+
 def statistic(rule: Rule, sampling: SamplingParams) -> tuple[float, int, int]:
     """Chi-square of the joint of two tokens against the model's, its degrees of freedom, and dropped pairs."""
-    generator = torch.Generator().manual_seed(3)
-    head = torch.randn(VOCAB, generator=generator)
-    tail = 2 * torch.randn(VOCAB, VOCAB, generator=generator)
-    drafts = [seed % VOCAB if seed % 3 else int(head.argmax()) for seed in range(SEEDS)]
-    first = draw(head.expand(SEEDS, -1), sampling, 0)
-    runs = rule(first, drafts, draw(tail[drafts], sampling, 1))
-    plain = draw(tail[first], sampling, 1)
+    draws = draws_of(sampling)
+    runs, plain = rule(draws.first, draws.drafts, draws.second), draws.plain
     pairs = torch.tensor([(*run, token)[:2] for run, token in zip(runs, plain, strict=True)])
     counts = torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2).view(VOCAB, VOCAB).double()
-    expected = SEEDS * kept(head[None], sampling)[0][:, None] * kept(tail, sampling)
+    expected = SEEDS * kept(HEAD[None], sampling)[0][:, None] * kept(TAIL, sampling)
     common = expected >= 5
     rare_counts, rare = counts[~common].sum(), expected[~common].sum()
     found = ((counts - expected)[common].square() / expected[common]).sum()

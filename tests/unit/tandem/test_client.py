@@ -39,7 +39,7 @@ TOOLS = [Tool("f", "d", {"type": "object"}), Tool("g")]
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    return {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "default_max_tokens": 500}
+    return {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "default_max_tokens": 500, "rpc_timeout_s": 2.0}
 
 
 class Talker:

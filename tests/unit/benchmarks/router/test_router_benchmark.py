@@ -41,9 +41,9 @@ def test_every_token_is_read_by_both_protocols(model: Path) -> None:
 
 def test_more_calls_at_once_than_grpc_keeps_pending_are_all_answered(model: Path) -> None:
     """GRPC cancelled some of them, without a reason, above a thousand calls that no handler had taken yet."""
-    figures = many_streams(model, 1500, 3, 2)
+    figures = many_streams(model, 1100, 3, 2)
     assert figures["complete_share"] == 1.0
-    assert figures["stream_tokens_read"] == 2 * 1500 * 3
+    assert figures["stream_tokens_read"] == 2 * 1100 * 3
 
 
 def test_all_figures_are_measured_also_beside_clients_that_do_not_read(model: Path) -> None:

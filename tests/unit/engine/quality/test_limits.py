@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from cli.quantization.sample_text import sample_text, token_samples
 from engine.config import EngineConfig
 from engine.kernels.base import Kernels
+from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
 from engine.quality.loading import load_for_comparison
@@ -59,6 +61,12 @@ def full(model_folder: Path) -> Iterator[Yardstick]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "logits", _remembered(runner))
         yield Yardstick(model_folder, runner, Tokenizer(model_folder))
+
+
+@pytest.fixture(autouse=True)
+def _dequantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain kernels dequantize a weight in each product, which takes half of the time of a comparison."""
+    monkeypatch.setattr(PackedWeight, "dequantized", lru_cache(maxsize=None)(PackedWeight.dequantized))
 
 
 def _remembered(runner: ModelRunner) -> Callable[..., Tensor]:

@@ -4,7 +4,8 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def smollm2() -> Path:
 @pytest.fixture(scope="module")
 def converted(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_model(smollm2, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _read_once() -> Iterator[None]:
+    """Lets transformers read a file's header once: each of its loaders does it again, for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", lru_cache(gguf.GGUFReader))
+        yield
 
 
 @pytest.fixture(scope="module")
