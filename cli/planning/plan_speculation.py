@@ -67,7 +67,7 @@ class DraftMemory:
 
     weight_bytes: int = 0
     model: ModelSpec | None = None
-    """The draft model; None for heads."""
+    """The draft model, or an EAGLE head as a model of one layer; None for Medusa heads."""
 
     @classmethod
     def of(cls, folder: Path, model: ModelSpec) -> DraftMemory:
@@ -75,12 +75,11 @@ class DraftMemory:
         import torch
 
         from engine.config import EngineConfig
-        from engine.models.load_spec import load_spec
-        from engine.speculation.draft_folder import DraftKind, draft_bytes, draft_kind
+        from engine.speculation.draft_folder import draft_bytes, drafting_model
 
         config = EngineConfig(folder, dtype="bfloat16", draft=folder)
         weights = draft_bytes(config, model, torch.bfloat16, torch.device("cuda"))
-        return cls(weights, load_spec(folder) if draft_kind(folder) is DraftKind.MODEL else None)
+        return cls(weights, drafting_model(folder, model))
 
     def kv_bytes_per_token(self, demand: Demand) -> float:
         """Return the KV of a token in the draft model."""

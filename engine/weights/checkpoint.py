@@ -45,7 +45,7 @@ def check_model(folder: Path) -> ModelSpec:
     spec = load_spec(folder)
     places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
     names = TensorNames.of(spec, read_json(folder / "config.json"))
-    entries = names.text_model(_read_entries(folder))
+    entries = names.text_model(read_entries(folder))
     if spec.quantization is not None:
         spec = replace(spec, quantization=_as_stored(spec.quantization, places, quantized_weights(spec), entries))
     _match(folder, places, spec, names, entries)
@@ -61,7 +61,7 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
     places = places_of(spec, parameters)
     config = read_json(folder / "config.json")
     names = TensorNames.of(spec, config)
-    entries = _match(folder, places, spec, names, names.text_model(_read_entries(folder)))
+    entries = _match(folder, places, spec, names, names.text_model(read_entries(folder)))
     quantized = quantized_weights(spec)
     if quantized.dequantized:
         log.info(
@@ -101,7 +101,7 @@ def revision_hash(folder: Path) -> str:
     fine-tuned model of equal shapes has another name, at little cost.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name, entry in sorted(_read_entries(folder).items()):
+    for name, entry in sorted(read_entries(folder).items()):
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         with entry.file.open("rb") as stream:
             stream.seek(entry.start)
@@ -111,7 +111,7 @@ def revision_hash(folder: Path) -> str:
 
 def stored_dtype(folder: Path) -> str:
     """Returns the dtype of the folder's largest tensor that is not one of codes, in torch's spelling."""
-    entries = _read_entries(folder).values()
+    entries = read_entries(folder).values()
     floats = [entry for entry in entries if entry.dtype in FLOATS]
     largest = max(floats or entries, key=lambda entry: _elements(entry.shape))
     return str(DTYPES.get(largest.dtype, largest.dtype)).removeprefix("torch.")
@@ -134,7 +134,8 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_entries(folder: Path) -> dict[str, TensorEntry]:
+def read_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Returns all tensors of a folder's weight files by their names; ModelError for files that cannot be read."""
     found: dict[str, TensorEntry] = {}
     for file in weight_files(folder):
         for name, entry in read_header(file).items():
