@@ -128,7 +128,7 @@ def learn(
         token_map = token_map.to(base.projection.device)
     if recipe.kind == EAGLE:
         layer = EagleLayer(base, EagleSizes.of(spec), token_map, ANSWER_TOKENS + recipe.heads)
-        losses = train_eagle(layer, answers, steps=1, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
+        losses = train_eagle(layer, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
         return Learned(losses, lambda each: eagle_guesses(layer, each, recipe.heads), partial(write_eagle, layer, spec))
     heads = TrainedHeads(base, HeadSizes(recipe.heads, recipe.layers, recipe.vocabulary), token_map)
     losses = train_heads(heads, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)

@@ -1,8 +1,7 @@
 """Training of an EAGLE head (arXiv 2401.15077) on answers of the model, which stays as it is.
 
 Each position learns the model's own state one token further, and what the model's projection says of it: smooth L1 of
-the states plus a tenth of the cross-entropy with the model's distribution, as in the published recipe. As the head
-goes on from its own states where it guesses several tokens, it learns those steps as well (arXiv 2408.15766).
+the states plus a tenth of the cross-entropy with the model's distribution, as in the published recipe.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,12 +41,11 @@ def train_eagle(
     layer: EagleLayer,
     answers: Sequence[Answer],
     *,
-    steps: int,
     epochs: int,
     seed: int,
     progress: Progress | None = None,
 ) -> list[float]:
-    """Train `steps` guesses in a row; returns the mean loss of each epoch, the sum of the steps' losses."""
+    """Train on answers; returns the mean loss of each epoch."""
     dice = torch.Generator().manual_seed(seed)
     learned = [each for each in answers if len(each.token_ids) > 1]
     optimizer = torch.optim.AdamW(layer.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
@@ -57,7 +55,7 @@ def train_eagle(
     for epoch in range(epochs):
         total = 0.0
         for done, batch in enumerate(_batches(layer, learned, dice), 1):
-            loss = _loss(layer, batch, steps)
+            loss = _loss(layer, batch)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_value_(layer.parameters(), _CLIPPED_AT)
@@ -152,18 +150,11 @@ def _batch(layer: EagleLayer, answers: Sequence[Answer]) -> _Batch:
     return _Batch(normed, tokens.to(device), known.to(device))
 
 
-def _loss(layer: EagleLayer, batch: _Batch, steps: int) -> Tensor:
-    """Return the sum of the steps' losses, each the mean over the positions whose state is known that far ahead."""
-    wanted = linear(batch.states, layer.projection).softmax(-1)
-    padded = torch.nn.functional.pad(batch.tokens, (0, steps))
-    length = batch.tokens.shape[1]
-    found = layer.chain(batch.states, lambda step, _: padded[:, step : step + length], steps)
-    total = batch.states.new_zeros(())
-    for ahead, states in enumerate(found, 1):
-        taught = batch.known[:, ahead:]
-        guessed, target = states[:, : length - ahead][taught], batch.states[:, ahead:][taught]
-        if len(target):
-            logits = linear(guessed, layer.projection).log_softmax(-1)
-            entropy = -(wanted[:, ahead:][taught] * logits).sum(-1).mean()
-            total = total + smooth_l1_loss(guessed, target) + _CROSS_ENTROPY * entropy
-    return total
+def _loss(layer: EagleLayer, batch: _Batch) -> Tensor:
+    """Return the mean loss of the positions whose next state is known."""
+    found = layer.chain(batch.states, lambda *_: batch.tokens, 1)[0]
+    taught = batch.known[:, 1:]
+    guessed, wanted = found[:, :-1][taught], batch.states[:, 1:][taught]
+    logits = linear(guessed, layer.projection).log_softmax(-1)
+    entropy = -(linear(wanted, layer.projection).softmax(-1) * logits).sum(-1).mean()
+    return smooth_l1_loss(guessed, wanted) + _CROSS_ENTROPY * entropy
