@@ -44,6 +44,9 @@ def train_draft(
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of the answers.")] = 0.7,
     seed: Annotated[int, typer.Option(min=0, help="Seed of answers and training.")] = 0,
     device: Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Of the model: auto, float32, bfloat16 or float16; heads learn in float32.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
 ) -> None:
     """Train heads that guess a model's next tokens from its own answers, for --speculate draft."""
@@ -61,7 +64,7 @@ def train_draft(
     with progress_bars(console) as report:
         hub = hub_model(model)
         folder = prepare_model(model if hub is None else hub.download(report), progress=report)
-        config = EngineConfig(folder, device=device, threads=threads)
+        config = EngineConfig(folder, device=device, dtype=dtype, threads=threads)
         trained = train(config, out, _prompts(folder, text), recipe, report)
     size = sum(file.stat().st_size for file in out.iterdir()) / 2**20
     console.print(

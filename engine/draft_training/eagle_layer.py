@@ -59,7 +59,7 @@ class EagleLayer(nn.Module):
         self.gate_up = nn.Linear(hidden, 2 * sizes.width, bias=False)
         self.down = nn.Linear(sizes.width, hidden, bias=False)
         device = base.embedding.device
-        self.projection = base.projection if token_map is None else base.projection[token_map]
+        self.projection = (base.projection if token_map is None else base.projection[token_map]).float()
         """[V', H]: the rows of the model's projection whose tokens are guessed."""
         self._rope = rope_table(sizes.rope, shape.head_dim, longest, device)
         # At first nothing is added to the state that the newest token was drawn from.
@@ -84,7 +84,7 @@ class EagleLayer(nn.Module):
         own: list[tuple[Tensor, Tensor]] = []
         keys = values = states
         for step in range(steps):
-            x = self.fc(torch.cat((embedding(tokens(step, states), self.base.embedding), states), dim=-1))
+            x = self.fc(torch.cat((embedding(tokens(step, states), self.base.embedding).float(), states), dim=-1))
             q, k, v = self._heads(x, step)
             scores: Tensor
             if step == 0:

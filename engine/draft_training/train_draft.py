@@ -15,7 +15,7 @@ from engine.cache.paged_cache import cache_bytes
 from engine.config import EngineConfig
 from engine.config.kv import kv_groups
 from engine.config.model import ModelSpec
-from engine.device import parse_device, parse_kv_dtype, parse_page_tokens
+from engine.device import parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
 from engine.draft_training.answers import BATCH, Answer, Answering, tokens_a_step
 from engine.draft_training.eagle_layer import EagleLayer, EagleSizes
 from engine.draft_training.train_eagle import eagle_guesses, train_eagle, write_eagle
@@ -29,7 +29,7 @@ from engine.draft_training.train_heads import (
 )
 from engine.kernels.packed_weight import PackedWeight, Weight
 from engine.model_runner import ModelRunner
-from engine.models.allocation import allocate_parameters
+from engine.models.allocation import allocate_ends
 from engine.models.load_spec import load_spec
 from engine.weights.checkpoint import Progress, load_weights
 from wire.errors import InvalidArgument
@@ -97,7 +97,7 @@ def train_draft(
     taught, held_out = make_answers(config, spec, prompts, recipe, progress)
     if not any(len(each.token_ids) > 1 for each in taught):
         raise InvalidArgument("tokens", "the answers are too short to learn from; ask for more tokens.")
-    learned = learn(base_weights(config, spec, progress), spec, taught, recipe, progress)
+    learned = learn(base_weights(config, spec), spec, taught, recipe, progress)
     result = Trained(_count(taught), _count(held_out), learned.losses, learned.gains(held_out, recipe.heads))
     learned.write(output, {**asdict(recipe), **asdict(result)})
     return result
@@ -177,17 +177,17 @@ def _answer(
     return found
 
 
-def base_weights(config: EngineConfig, spec: ModelSpec, progress: Progress) -> BaseWeights:
-    """Read the model's weights that what is trained begins with, in float32."""
+def base_weights(config: EngineConfig, spec: ModelSpec) -> BaseWeights:
+    """Read the model's weights that what is trained begins with, in the dtype of `config`, and no others."""
     device = parse_device(config.device)
-    parameters = allocate_parameters(spec, torch.float32, device)
-    load_weights(config.model, spec, parameters, progress)
-    projection, embedding = _plain(parameters.lm_head), _plain(parameters.embedding)
-    return BaseWeights(parameters.final_norm, projection, spec.norm_eps, embedding)
+    dtype = parse_dtype(config, device, spec)
+    parameters = allocate_ends(spec, dtype, device)
+    load_weights(config.model, spec, parameters)
 
+    def plain(weight: Weight) -> Tensor:
+        return weight.dequantized(dtype) if isinstance(weight, PackedWeight) else weight
 
-def _plain(weight: Weight) -> Tensor:
-    return weight.dequantized(torch.float32) if isinstance(weight, PackedWeight) else weight
+    return BaseWeights(parameters.final_norm, plain(parameters.lm_head), spec.norm_eps, plain(parameters.embedding))
 
 
 def _count(answers: Sequence[Answer]) -> int:

@@ -55,6 +55,7 @@ def check_model(folder: Path) -> ModelSpec:
 def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress: Progress | None = None) -> None:
     """Copies every tensor of the folder to its place in `parameters`, cast to the place's dtype during the copy.
 
+    Places on the `meta` device are left out.
     Raises ModelError as `check_model` does. The host holds no second copy, see `tensor_reader`, but of one tensor at a
     time among those whose values are transformed.
     """
@@ -62,7 +63,9 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
     config = read_json(folder / "config.json")
     names = TensorNames.of(spec, config)
     entries = _match(folder, places, spec, names, names.text_model(read_entries(folder)))
+    places = {name: place for name, place in places.items() if place.tensor.device.type != "meta"}
     quantized = quantized_weights(spec)
+    schemes = {name: scheme for name, scheme in quantized.schemes.items() if name in places}
     if quantized.dequantized:
         log.info(
             "%s: %s of %s quantized tensors are dequantized, as their columns or layers are in no order of the kernels",
@@ -83,7 +86,7 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
 
     plain: dict[str, Tensor] = {}
     for name, place in places.items():
-        if name in quantized.schemes:
+        if name in schemes:
             continue
         assert isinstance(place.tensor, Tensor)
         if place.transform is None and place.tensor.is_contiguous():
@@ -91,7 +94,7 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
         else:
             _read_transformed(name, entries[name], place, count)
     read_tensors({name: entries[name] for name in plain}, plain, count)
-    load_quantized(places, quantized.schemes, entries, count)
+    load_quantized(places, schemes, entries, count)
 
 
 def revision_hash(folder: Path) -> str:
