@@ -81,8 +81,8 @@ def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     def empty(weight: Weight) -> Weight:
         if isinstance(weight, Tensor):
             return torch.empty_like(weight, device=device)
-        tensors = dict(zip(("codes", "scales", "offsets"), weight.parts(), strict=False))
-        return replace(weight, **{name: torch.empty_like(each, device=device) for name, each in tensors.items()})
+        codes, scales, *offsets = (torch.empty_like(each, device=device) for each in weight.parts())
+        return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
 
     embedding = empty(shapes.embedding)
     head = embedding if shapes.lm_head is shapes.embedding else empty(shapes.lm_head)
