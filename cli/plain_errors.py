@@ -43,6 +43,7 @@ SETTINGS = {
     "group_size": "--group-size",
     "method": "--method",
     "samples": "--samples",
+    "kind": "--kind",
     "text": "--text",
     "tokens": "--tokens",
 }

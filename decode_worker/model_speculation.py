@@ -113,10 +113,10 @@ class ModelSpeculation(Speculation):
         ]
 
     def _wanted(self, drafts: Mapping[DecodeRequest, int]) -> list[WantedDraft]:
-        drew: dict[DecodeRequest, int] = {}
+        drew: dict[DecodeRequest, Sequence[int]] = {}
         if (step := self._newest) is not None:
-            drew = {slot.request: step.rows_of(row)[-1] for row, slot in enumerate(step.snapshot.slots)}
-        return [WantedDraft(each, self._draws(each, count), drew.get(each)) for each, count in drafts.items()]
+            drew = {slot.request: step.rows_of(row) for row, slot in enumerate(step.snapshot.slots)}
+        return [WantedDraft(each, self._draws(each, count), drew.get(each, ())) for each, count in drafts.items()]
 
     def _survival(self, drafts: int) -> list[float]:
         return self._acceptance.survival(self._model.draft_class, min(drafts, self._model.longest))

@@ -29,7 +29,15 @@ from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
 from engine.speculation.draft_folder import draft_bytes
 from engine.speculation.draft_runner import LoadModel
-from engine.speculation.load_draft import MakeProposer, ModelWithDraft, draft_model_of, model_with_draft, split_kv
+from engine.speculation.load_draft import (
+    MakeKernels,
+    MakeProposer,
+    ModelWithDraft,
+    draft_model_of,
+    eagle_proposer,
+    model_with_draft,
+    split_kv,
+)
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
@@ -129,21 +137,28 @@ def load_parts(
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     else:
         torch.cuda.set_device(device)
-    chosen = kernels or choose_kernels(config, spec, device, setting.dtype, page_tokens, kv_dtype=kv_dtype)
-    loaded, adapters = _load_model(config, setting, chosen, progress)
+
+    def kernels_of(config: EngineConfig, spec: ModelSpec) -> Kernels:
+        return kernels or choose_kernels(config, spec, device, setting.dtype, page_tokens, kv_dtype=kv_dtype)
+
+    loaded, adapters = _load_model(config, setting, kernels_of, progress)
     kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if on_cpu else None)
-    proposer = loaded.proposer or draft_model_of(load_another, config, spec, page_tokens, kv)
-    config = replace(config, kv_cache_bytes=kv.target)
     grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))
     masks = GrammarMasks(grammars, spec.eos_token_ids)
-    if on_cpu or kernels is not None:
-        cache, stepper = _start_on_host(config, setting, loaded.model, masks)
-    else:
+
+    def start(config: EngineConfig, model: DecoderModel) -> tuple[PagedCache, Stepper]:
+        if on_cpu or kernels is not None:
+            return _start_on_host(config, setting, model, masks)
         from engine.cuda.cuda_start import start_on_gpu
 
-        cache, stepper = start_on_gpu(
-            config, loaded.model, page_tokens, kv_dtype, device, masks=masks, progress=progress
-        )
+        return start_on_gpu(config, model, page_tokens, kv_dtype, device, masks=masks, progress=progress)
+
+    proposer = (
+        loaded.proposer
+        or eagle_proposer(loaded, start, config, page_tokens, kv)
+        or draft_model_of(load_another, config, spec, page_tokens, kv)
+    )
+    cache, stepper = start(replace(config, kv_cache_bytes=kv.target), loaded.model)
     return LoadedParts(
         spec,
         cache,
@@ -161,9 +176,10 @@ def load_parts(
 
 
 def _load_model(
-    config: EngineConfig, setting: _Setting, kernels: Kernels, progress: Progress | None
+    config: EngineConfig, setting: _Setting, kernels_of: MakeKernels, progress: Progress | None
 ) -> tuple[ModelWithDraft, LoadedAdapters]:
     spec = setting.spec
+    kernels = kernels_of(config, spec)
     try:
         with torch.inference_mode():
             parameters = allocate_parameters(spec, setting.dtype, setting.device)
@@ -175,7 +191,7 @@ def _load_model(
             if adapters.tables:
                 assert isinstance(kernels, LoraProducts)
                 kernels.tables = adapters.tables
-            return model_with_draft(config, spec, parameters, kernels), adapters
+            return model_with_draft(config, spec, parameters, kernels, kernels_of), adapters
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
@@ -191,7 +207,7 @@ def _start_on_host(
     config: EngineConfig, setting: _Setting, model: DecoderModel, masks: GrammarMasks
 ) -> tuple[PagedCache, Stepper]:
     """Allocate the cache, and make the stepper of a CPU, or of given kernels, which run step by step."""
-    spec = setting.spec
+    spec = model.spec
     # Outside of inference mode: the transfer and tests write into the cache as well.
     capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes  # of a GPU, in tests
     cache = PagedCache(

@@ -57,6 +57,11 @@ class WorkerFacts:
     """Maximum tokens of a prompt: workers that do both keep pages free for one (`wire.ending.decode_pages`)."""
     kv: KvPages | None = None
     """The pages of requests, if layers have windows: `kv_tokens` counts each group's by itself."""
+    decode_speedup: float = 1.0
+    """The tokens per second of recent decode steps ÷ those of steps without drafts (`WorkerLoad`).
+
+    Load ratios are without: with the rows that fit, drafts may not pay.
+    """
 
     def occupied(self, tokens: float, role: Role) -> float:
         """Returns the part of `kv_tokens` that a request of so many tokens occupies."""

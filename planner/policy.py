@@ -112,7 +112,8 @@ def _answer_tokens(seen: Observation, state: State) -> float:
     full = full or rows >= FULL * rows_that_fit(known, seen.promise, seen.answers).count
     there = seen.running_requests + (seen.waiting_requests if full else 0.0)
     admitted_per_s = max(known.per_s - seen.offered.refused_per_s, _TRICKLE * known.per_s)
-    alive = there / admitted_per_s / (p.base_s + rows * (p.row_s + p.context_s * known.context_tokens))
+    step_s = p.base_s + rows * (p.row_s + p.context_s * known.context_tokens)
+    alive = there / admitted_per_s / step_s * seen.answers.decode_speedup
     if full or seen.running_requests > state.running:
         return max(ended, alive)
     return min(ended, alive) if seen.running_requests < state.running * (1 - SWING) else ended

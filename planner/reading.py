@@ -73,6 +73,7 @@ def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts |
         min(info.max_step_tokens for info in infos),
         max(info.model.max_context for info in infos),
         infos[0].kv_pages if infos[0].kv_pages.windowed else None,
+        fmean(scrape.total(f.SPECULATION_SPEEDUP, worker=each.peer.worker_id) or 1.0 for each in infos),
     )
 
 

@@ -40,9 +40,9 @@ class Flights:
         """True if the device is idle."""
         return self.first is None and self.second is None
 
-    def launch(self, work: StepWork, drawn: Sequence[int | None], now: float) -> Flight:
-        """Launches a step behind all earlier ones."""
-        seconds = self._truth.seconds(work)
+    def launch(self, work: StepWork, drawn: Sequence[int | None], now: float, drafting_s: float = 0.0) -> Flight:
+        """Launches a step behind all earlier ones; `drafting_s` is what proposing its drafts took."""
+        seconds = self._truth.seconds(work) + drafting_s
         self._free_s = max(now, self._free_s) + seconds
         self.busy_s += seconds
         return Flight(work, drawn, self._free_s)

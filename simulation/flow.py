@@ -28,16 +28,17 @@ class Flow:
         """The request's id with its attempt."""
         return RequestRef(self.queued.wire_id, self.attempt)
 
-    def close_piece(self, log: StepLog, number: int, event: RequestEvent) -> None:
-        """Records what the attempt has decoded up to this event, one token per step.
+    def close_piece(self, log: StepLog, number: int, event: RequestEvent, tokens: StepLog | None) -> None:
+        """Records what the attempt has decoded up to this event, one token per step unless `tokens` has their times.
 
         The event is of step `number` of the worker with that `log`; a preempted request decoded before that step.
         """
-        self.tokens = event.first_index + (not event.preempted)
+        self.tokens = event.first_index + len(event.token_ids)
         decoded = self.tokens - self.queued.answered - 1
         pieces, attempts = self.outcome.pieces, len(self.outcome.firsts_s)
         del pieces[attempts - 1 :]
-        pieces.append(Piece(log, number + (not event.preempted) - decoded, decoded))
+        first = number + (not event.preempted) - decoded
+        pieces.append(Piece(log, first, decoded) if tokens is None else Piece(tokens, 0, decoded))
 
     def placement_record(self, later_s: float) -> PlacementRecord | None:
         """Returns its prediction with the observed values; None unless the first attempt completed it.

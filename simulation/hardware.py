@@ -16,6 +16,7 @@ from engine.kernels.kv_cache import SCALE_BYTES
 from engine.model_sizes import kv_bytes_per_token, model_sizes
 from engine.models.load_spec import quantized_at_load
 from engine.models.shapes import shape_config
+from simulation.drafts import Drafts
 from simulation.spec import Device
 from wire.errors import InvalidArgument
 from wire.kv_pages import KvPages
@@ -35,6 +36,8 @@ class Hardware:
     pages: int
     page_tokens: int = GPU_PAGE_TOKENS
     kv_element_bytes: float = _ITEM_BYTES
+    drafts: Drafts | None = None
+    """The drafts of workers that decode; None = they have none."""
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -6,7 +6,7 @@ worker's state of that time: skipped steps are applied first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -17,8 +17,7 @@ from prefill_worker.half import PrefillHalf
 from simulation.clock import VirtualClock
 from simulation.flights import Flight, Flights
 from simulation.steady import SteadyDecodeHalf, SteadyRun, later
-from wire.messages import RoutedEvent
-from worker.scheduler import StepScheduler
+from worker.scheduler import StepOutput, StepScheduler
 
 
 class VirtualStepLoop:
@@ -33,7 +32,7 @@ class VirtualStepLoop:
         decode: SteadyDecodeHalf,
         prefill: PrefillHalf,
         spare_pages: Callable[[], int],
-        publish: Callable[[int, StepWork, Sequence[RoutedEvent]], None],
+        publish: Callable[[int, StepWork, StepOutput], None],
         on_progress: Callable[[], None],
         jumps: bool,
     ) -> None:
@@ -113,13 +112,15 @@ class VirtualStepLoop:
         if planned is None:
             return None
         chunks = [None if row.draw is None else 0 for row in planned.batch.chunks]
-        return self._flights.launch(planned.work, [*[0] * len(planned.batch.tokens), *chunks], self._clock.now)
+        return self._flights.launch(
+            planned.work, [*[0] * len(planned.batch.tokens), *chunks], self._clock.now, planned.drafting_s
+        )
 
     def _finish(self, number: int, flight: Flight) -> None:
         """Applies a completed step, given its number in the log."""
         output = self._scheduler.apply(flight.work, StepResult(flight.drawn))
         self._prefill.deliver_updates()
-        self._publish(number, flight.work, output.events)
+        self._publish(number, flight.work, output)
 
     def _on_time(self, plan_number: int) -> None:
         """Handles the awaited end of a step or of a steady run; ignored if planned anew since."""
@@ -132,6 +133,7 @@ class VirtualStepLoop:
         if landed is not None:
             self._finish(*landed)
         self._step()
+        self._decode.learn()
         self._on_progress()
         self._inside = False
         self._wait()

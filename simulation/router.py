@@ -252,7 +252,7 @@ class VirtualRouter:
         if event.finish_reason is FinishReason.ERROR:
             self._fail_attempt(flow, event)
         elif event.preempted:
-            flow.close_piece(source.worker.log, source.number, event)
+            self._close_piece(flow, event, source)
             self._again(flow)
         elif event.token_ids and event.first_index == flow.queued.answered:
             self._links[pair.prefill].state.prompt_computed(flow.queued.wire_id)
@@ -262,10 +262,14 @@ class VirtualRouter:
                 flow.outcome.cached_tokens = event.cached_tokens
                 flow.outcome.held_s = self._hold_s(flow, pair)
         elif event.token_ids:
-            flow.close_piece(source.worker.log, source.number, event)
+            self._close_piece(flow, event, source)
         if event.finish_reason is FinishReason.LENGTH:
             self._release(flow, pair)
             self._end(flow, "")
+
+    @staticmethod
+    def _close_piece(flow: Flow, event: RequestEvent, source: _StepOutputSource) -> None:
+        flow.close_piece(source.worker.log, source.number, event, source.worker.token_log(event.ref))
 
     def _hold_s(self, flow: Flow, pair: Placement) -> float:
         """Returns for how many seconds at most the first token is held until the second."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from costs.step_cost import CostParameters
+from simulation.drafts import Drafts
 from wire.kv_pages import KvPages
 from wire.messages import ModelFacts, PeerRef, WorkerInfo
 from worker.assignment import decode_batch, prompt_step_tokens
@@ -27,6 +28,8 @@ class WorkerSpec:
     config: WorkerConfig
     device: Device
     model: ModelFacts
+    drafts: Drafts | None = None
+    """The drafts of its steps; None = steps have none."""
 
     @property
     def peer(self) -> PeerRef:

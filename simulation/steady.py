@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from costs.step_cost import StepCost
 from costs.step_work import StepWork
 from decode_worker.batch_snapshot import BatchSnapshot
+from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.half import DecodeHalf
-from decode_worker.running_batch import RunningBatch
+from simulation.drafts import Drafts
 from wire.kv_pages import KvPages
 
 _LAUNCHED = 2
@@ -51,12 +52,13 @@ class SteadyRun:
         return float(self.ends_s[steps + 1] - self.ends_s[1])
 
 
-class SteadyBatch(RunningBatch):
-    """A running batch that can skip steps."""
+class SteadyBatch(DraftingBatch):
+    """A running batch that can skip steps, where none has drafts."""
 
     def __init__(self, slots: int, kv: KvPages) -> None:
-        """See `RunningBatch`."""
+        """See `RunningBatch`; a step reads the KV of a request once, as on GPUs."""
         super().__init__(slots, kv)
+        self.kv_read_once = True
         self._first_end: tuple[BatchSnapshot | None, int] = None, 0
         """A snapshot, and the first step that is the last one of any of its requests."""
 
@@ -98,10 +100,12 @@ class SteadyDecodeHalf(DecodeHalf):
 
     _batch: SteadyBatch
 
-    def __init__(self, *, kv: KvPages, max_batch_requests: int, **others: Any) -> None:
-        """See `DecodeHalf`."""
+    def __init__(self, *, kv: KvPages, max_batch_requests: int, drafts: Drafts | None = None, **others: Any) -> None:
+        """See `DecodeHalf`; with `drafts` every step needs a decision."""
         super().__init__(kv=kv, max_batch_requests=max_batch_requests, **others)
         self._batch = SteadyBatch(max_batch_requests, kv)
+        if drafts is not None:
+            self.speculation = drafts.speculation(self._batch, self._grow_ahead)
 
     @property
     def ready_requests(self) -> int:
@@ -111,8 +115,10 @@ class SteadyDecodeHalf(DecodeHalf):
     def look_ahead(self, spare_pages: int) -> Ahead | None:
         """Returns the steps that need no decision if `spare_pages` are free; None = every step needs one."""
         batch = self._batch
-        if len(batch.in_flight_steps) != _LAUNCHED or any(
-            len(snapshot) != len(batch) for _, snapshot in batch.in_flight_steps
+        if (
+            self.speculation is not None
+            or len(batch.in_flight_steps) != _LAUNCHED
+            or any(len(snapshot) != len(batch) for _, snapshot in batch.in_flight_steps)
         ):
             return None
         steps = batch.identical_steps()

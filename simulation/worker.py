@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from costs.step_cost import StepCost
 from costs.step_work import StepWork
 from decode_worker.admission import DecodeAdmission
+from decode_worker.batch_snapshot import CompletedStep
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.half import PrefillHalf
@@ -20,6 +23,7 @@ from simulation.network import Network, Wire
 from simulation.prompt import PageNames
 from simulation.spec import WorkerSpec
 from simulation.steady import SteadyDecodeHalf
+from simulation.step_log import StepLog
 from simulation.transfer.handover import DecodeEnd
 from simulation.transfer.handovers import VirtualHandovers
 from wire.messages import (
@@ -38,7 +42,7 @@ from wire.messages import (
 from wire.prefixes import PrefixChanges
 from worker.halves import Halves
 from worker.reporting.report import load_of
-from worker.scheduler import StepScheduler
+from worker.scheduler import StepOutput, StepScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,9 @@ class VirtualWorker:
             model=spec.model,
             kv=spec.kv,
             max_batch_requests=spec.info.max_batch_requests,
+            drafts=spec.drafts,
         )
+        self._token_logs: dict[RequestRef, StepLog] = {}
         handovers = VirtualHandovers(self, clock, network)
         self._prefill = PrefillHalf(
             config=spec.config.prefill,
@@ -158,6 +164,10 @@ class VirtualWorker:
         """Publishes an event of a hand-over."""
         self._tell(len(self.log), (event,))
 
+    def token_log(self, ref: RequestRef) -> StepLog | None:
+        """Returns the times of the tokens that an attempt decoded here; None where each step has one token of it."""
+        return None if self._decode.speculation is None else self._token_logs.get(ref, StepLog())
+
     def load(self) -> WorkerLoad:
         """Returns the load report of a real worker in this state."""
         return load_of(self._halves, self.cache, self._loop.decoding, self._reported.parameters)
@@ -187,9 +197,19 @@ class VirtualWorker:
     def _wake(self) -> None:
         self._loop.wake()
 
-    def _step_ended(self, number: int, work: StepWork, events: Sequence[RoutedEvent]) -> None:
-        if events or work.prefill_tokens:
-            self._tell(number, [routed.event for routed in events])
+    def _step_ended(self, number: int, work: StepWork, output: StepOutput) -> None:
+        if self._decode.speculation is not None and output.completed is not None:
+            self._log_tokens(output.completed)
+        if output.events or work.prefill_tokens:
+            self._tell(number, [routed.event for routed in output.events])
+
+    def _log_tokens(self, step: CompletedStep) -> None:
+        over = step.excluded_rows.difference(step.event_rows)
+        for row in range(len(step.snapshot)):
+            if row not in over:
+                request, _, token_ids = step.tokens(row)
+                log = self._token_logs.setdefault(request.reservation.ref, StepLog())
+                log.extend(np.full(len(token_ids), self._clock.now))
 
     def _emit(self, routed: RoutedEvent) -> None:
         self._tell(len(self.log), (routed.event,))

@@ -243,7 +243,9 @@ SPECULATION_DRAFTING = counter(
     "speculation_drafting_seconds_total", "Seconds that a draft model, or heads, took to propose drafts."
 )
 SPECULATION_MODEL_BYTES = gauge(
-    "speculation_model_bytes", "Memory of what proposes drafts: weights, and KV pages of a draft model.", "kind"
+    "speculation_model_bytes",
+    "Memory of what proposes drafts: weights, and KV pages of a draft model or EAGLE head.",
+    "kind",
 )
 SPECULATION_SPEEDUP = gauge(
     "speculation_speedup_ratio",

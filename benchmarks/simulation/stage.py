@@ -55,6 +55,7 @@ def make_cluster(
             ),
             machine.device,
             machine.facts,
+            machine.drafts,
         )
         for slot in plan(asked, asked.worker_count)
     ]

@@ -23,7 +23,7 @@ def heads_tokens_a_step(
     guesses: list[list[Sequence[int]]] = []
 
     def drew(numbers: Sequence[int]) -> None:
-        wanted = [WantedDraft(number, draws, row) for row, number in enumerate(numbers)]
+        wanted = [WantedDraft(number, draws, (row,)) for row, number in enumerate(numbers)]
         for number, guessed in zip(numbers, proposer.compute(wanted), strict=True):
             of_batch[number].append(guessed)
 

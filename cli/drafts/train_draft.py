@@ -1,4 +1,4 @@
-"""`tandem train-draft`: trains Medusa heads, whose drafts `--speculate draft --draft PATH` verifies."""
+"""`tandem train-draft`: trains Medusa or EAGLE heads, whose drafts `--speculate draft --draft PATH` verifies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from cli.progress import progress_bars
 
 _PROMPT_TOKENS = 256
 """The most tokens of a paragraph that is a prompt; longer ones are cut."""
+_EPOCHS = {"medusa": 3, "eagle": 12}
+"""The passes over the answers, by kind (decision 49)."""
 _PROMPT_CHARACTERS = 40
 """Shorter paragraphs, such as headings, are no prompts."""
 
@@ -21,13 +23,20 @@ def train_draft(
     model: Annotated[Path, typer.Argument(help="Folder in Hugging Face layout, GGUF file, or Hub id.")],
     *,
     out: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")],
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="medusa = heads that each guess one token further ahead; eagle = one decoder layer that guesses token"
+            " by token, with KV of its own."
+        ),
+    ] = "medusa",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that the model answers and heads learn from.")] = 200_000,
-    heads: Annotated[int, typer.Option(min=1, max=7, help="Heads: the most drafts of a step.")] = 3,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of each head.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, max=7, help="Heads; of eagle the guesses in a row that are judged.")] = 3,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of each Medusa head.")] = 1,
     vocabulary: Annotated[
         int, typer.Option(min=1, help="Tokens that heads can guess: those that the answers have most often.")
     ] = 8192,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the answers.")] = 3,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the answers; default: 3, of eagle 12.")] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="File of text whose paragraphs are the prompts; default: a built-in one, in English."),
@@ -35,6 +44,9 @@ def train_draft(
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of the answers.")] = 0.7,
     seed: Annotated[int, typer.Option(min=0, help="Seed of answers and training.")] = 0,
     device: Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Of the model: auto, float32, bfloat16 or float16; heads learn in float32.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores.")] = None,
 ) -> None:
     """Train heads that guess a model's next tokens from its own answers, for --speculate draft."""
@@ -47,11 +59,12 @@ def train_draft(
     from engine.weights.gguf import prepare_model
 
     console = Console()
-    recipe = Recipe(tokens, heads, layers, vocabulary, epochs, temperature, seed)
+    passes = _EPOCHS.get(kind, 1) if epochs is None else epochs
+    recipe = Recipe(kind, tokens, heads, layers, vocabulary, passes, temperature, seed)
     with progress_bars(console) as report:
         hub = hub_model(model)
         folder = prepare_model(model if hub is None else hub.download(report), progress=report)
-        config = EngineConfig(folder, device=device, threads=threads)
+        config = EngineConfig(folder, device=device, dtype=dtype, threads=threads)
         trained = train(config, out, _prompts(folder, text), recipe, report)
     size = sum(file.stat().st_size for file in out.iterdir()) / 2**20
     console.print(

@@ -37,17 +37,20 @@ def plan(
         bool, typer.Option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
     ] = True,
     speculate: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="The drafts of speculative decoding: ACCEPTANCE,DRAFTS,COST, where COST is the time to propose a draft"
             " ÷ a decode step of one request; by default that of the model of --draft by the roofline, else 0."
+            " With this option simulated workers draft, too, where it pays; without, 0.7,3 is assessed alone."
         ),
-    ] = "0.7,3",
+    ] = None,
     check: Annotated[
         Path | None, typer.Option(help="Only compare knees with a measured table of benchmarks.strategies.")
     ] = None,
 ) -> None:
     """Size a cluster: prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
+    from dataclasses import replace
+
     from cli.planning.plan_question import Question
     from cli.planning.plan_speculation import Drafting
 
@@ -66,7 +69,9 @@ def plan(
         kv_element_bytes=shape.kv_element_bytes(model),
         draft=shape.draft_memory(model),
     )
-    drafting = Drafting.parse(speculate, question.draft_step_ratio)
+    drafting = Drafting.parse("0.7,3" if speculate is None else speculate, question.draft_step_ratio)
+    if speculate is not None:
+        question = replace(question, drafting=drafting)
     if check is None:
         _answer(question, drafting, simulate=simulate)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cli.planning.plan_speculation import NO_DRAFT_MEMORY, DraftMemory
+from cli.planning.plan_speculation import NO_DRAFT_MEMORY, Drafting, DraftMemory
 from costs.devices import DeviceKind
 from costs.step_cost import StepCost
 from engine.config.model import ModelSpec
@@ -49,6 +49,8 @@ class Question:
     """Bytes of an element of KV, with its part of a scale."""
     draft: DraftMemory = NO_DRAFT_MEMORY
     """The memory of the weights that propose drafts."""
+    drafting: Drafting | None = None
+    """The drafts that simulated workers have; None = none."""
 
     @property
     def costs(self) -> CostParameters:
@@ -117,8 +119,12 @@ class Question:
     def hardware(self) -> Hardware:
         """The worker for the simulation."""
         pages = int(self.memory.kv_bytes / kv_page_bytes(self.model, self.kv_element_bytes))
-        fitted = replace(self.costs, observed=1000)
-        return Hardware(self.model, self.name, fitted, fitted, pages, kv_element_bytes=self.kv_element_bytes)
+        fitted, drafts = replace(self.costs, observed=1000), None
+        if self.drafting is not None:
+            drafts = self.drafting.simulated(StepCost(fitted), round(self.demand.context_tokens))
+        return Hardware(
+            self.model, self.name, fitted, fitted, pages, kv_element_bytes=self.kv_element_bytes, drafts=drafts
+        )
 
     def check(self) -> None:
         """Checks the question; raises InvalidArgument for a load that no number of workers can serve."""

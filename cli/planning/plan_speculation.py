@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costs.step_cost import StepCost
+from engine.speculation.proposer import DRAFTS_MAX
 from wire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from engine.config.model import ModelSpec
     from planner.demand import Demand
+    from simulation.drafts import Drafts
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 OPTION = "--speculate"
@@ -37,14 +39,21 @@ class Drafting:
         except ValueError:
             message = f"{text!r} is not ACCEPTANCE,DRAFTS or ACCEPTANCE,DRAFTS,COST such as 0.7,3,0.02"
             raise InvalidArgument(OPTION, message) from None
-        if not (0 <= found.acceptance <= 1 and found.drafts >= 1 and 0 <= found.cost < float("inf")):
-            raise InvalidArgument(OPTION, "takes an acceptance of 0 to 1, at least 1 draft, and a cost of at least 0")
+        if not (0 <= found.acceptance <= 1 and 1 <= found.drafts <= DRAFTS_MAX and 0 <= found.cost < float("inf")):
+            message = f"takes an acceptance of 0 to 1, 1 to {DRAFTS_MAX} drafts, and a cost of at least 0"
+            raise InvalidArgument(OPTION, message)
         return found
 
     @property
     def tokens(self) -> float:
         """The expected tokens of a request in a step: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α)."""
         return sum(self.acceptance**position for position in range(self.drafts + 1))
+
+    def simulated(self, cost: StepCost, context: int) -> Drafts:
+        """Return such drafts of simulated workers, whose steps of one request cost what `cost` says."""
+        from simulation.drafts import Drafts
+
+        return Drafts(self.acceptance, self.drafts, self.cost * cost.decode_step_seconds(1, context))
 
     def speedup(self, cost: StepCost, batch: int, context: int) -> float:
         """Return tokens per second with drafts ÷ those without, in steps of `batch` requests of so much context.
@@ -67,7 +76,7 @@ class DraftMemory:
 
     weight_bytes: int = 0
     model: ModelSpec | None = None
-    """The draft model; None for heads."""
+    """The draft model, or an EAGLE head as a model of one layer; None for Medusa heads."""
 
     @classmethod
     def of(cls, folder: Path, model: ModelSpec) -> DraftMemory:
@@ -75,12 +84,11 @@ class DraftMemory:
         import torch
 
         from engine.config import EngineConfig
-        from engine.models.load_spec import load_spec
-        from engine.speculation.draft_folder import DraftKind, draft_bytes, draft_kind
+        from engine.speculation.draft_folder import draft_bytes, drafting_model
 
         config = EngineConfig(folder, dtype="bfloat16", draft=folder)
         weights = draft_bytes(config, model, torch.bfloat16, torch.device("cuda"))
-        return cls(weights, load_spec(folder) if draft_kind(folder) is DraftKind.MODEL else None)
+        return cls(weights, drafting_model(folder, model))
 
     def kv_bytes_per_token(self, demand: Demand) -> float:
         """Return the KV of a token in the draft model."""

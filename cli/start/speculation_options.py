@@ -28,7 +28,7 @@ class SpeculationOptions:
         Path | None,
         typer.Option(
             help="Folder of --speculate draft: a small model with the same tokens, which gets a part of the KV cache's"
-            " memory, or Medusa heads; its config.json says which."
+            " memory, an EAGLE head, likewise, or Medusa heads; its config.json says which."
         ),
     ] = None
 

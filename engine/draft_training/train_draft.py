@@ -1,17 +1,24 @@
-"""The whole training: the model answers prompts, heads learn from most answers and are judged on the others."""
+"""The whole training: the model answers prompts, and what proposes drafts learns from most answers.
 
-from collections.abc import Sequence
+It is judged on the others.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.cache.paged_cache import cache_bytes
 from engine.config import EngineConfig
 from engine.config.kv import kv_groups
 from engine.config.model import ModelSpec
-from engine.device import parse_device, parse_kv_dtype, parse_page_tokens
+from engine.device import parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
 from engine.draft_training.answers import BATCH, Answer, Answering, tokens_a_step
+from engine.draft_training.eagle_layer import EagleLayer, EagleSizes
+from engine.draft_training.train_eagle import eagle_guesses, train_eagle, write_eagle
 from engine.draft_training.train_heads import (
     BaseWeights,
     HeadSizes,
@@ -20,13 +27,16 @@ from engine.draft_training.train_heads import (
     train_heads,
     write_heads,
 )
-from engine.kernels.packed_weight import PackedWeight
+from engine.kernels.packed_weight import PackedWeight, Weight
 from engine.model_runner import ModelRunner
-from engine.models.allocation import allocate_parameters
+from engine.models.allocation import allocate_ends
 from engine.models.load_spec import load_spec
 from engine.weights.checkpoint import Progress, load_weights
 from wire.errors import InvalidArgument
 
+MEDUSA, EAGLE = "medusa", "eagle"
+KINDS = (MEDUSA, EAGLE)
+"""What can be trained."""
 ANSWER_TOKENS = 128
 """The most tokens of an answer."""
 _HELD_OUT = 10
@@ -40,10 +50,14 @@ _SPARE_PAGES = 4
 class Recipe:
     """The settings of a training."""
 
+    kind: str
+    """One of `KINDS`."""
     tokens: int
     """The tokens that the model answers, those held out included."""
     heads: int
+    """Medusa heads, or the guesses in a row on which an EAGLE head is judged."""
     layers: int
+    """The layers of each Medusa head; an EAGLE head has one."""
     vocabulary: int
     epochs: int
     temperature: float
@@ -59,7 +73,7 @@ class Trained:
     """The tokens that were learned from."""
     held_out_tokens: int
     losses: Sequence[float]
-    """The loss of each epoch, see `train_heads`."""
+    """The loss of each epoch, see `train_heads` and `train_eagle`."""
     tokens_a_step: Sequence[float]
     """The tokens a step on the answers held out, with at most 1, 2, … drafts."""
 
@@ -67,7 +81,7 @@ class Trained:
 def train_draft(
     config: EngineConfig, output: Path, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
 ) -> Trained:
-    """Train heads for the model of `config` and write them to `output`.
+    """Train heads, of either kind, for the model of `config` and write them to `output`.
 
     `prompts` are token ids. InvalidArgument if `output` exists, there is no prompt, or a setting cannot be met;
     ModelError for a model that cannot be served.
@@ -75,26 +89,61 @@ def train_draft(
     if output.exists():
         raise InvalidArgument("out", f"{output} exists; name a folder that does not.")
     spec = load_spec(config.model)
+    if recipe.kind not in KINDS:
+        raise InvalidArgument("kind", f"{recipe.kind!r} is not known; use {' or '.join(KINDS)}.")
+    if recipe.kind == EAGLE:
+        EagleSizes.of(spec)
     torch.manual_seed(recipe.seed)
+    taught, held_out = make_answers(config, spec, prompts, recipe, progress)
+    if not any(len(each.token_ids) > 1 for each in taught):
+        raise InvalidArgument("tokens", "the answers are too short to learn from; ask for more tokens.")
+    learned = learn(base_weights(config, spec), spec, taught, recipe, progress)
+    result = Trained(_count(taught), _count(held_out), learned.losses, learned.gains(held_out, recipe.heads))
+    learned.write(output, {**asdict(recipe), **asdict(result)})
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a training leaves."""
+
+    losses: Sequence[float]
+    guess: Callable[[Answer], list[list[int]]]
+    """Returns the guesses [tokens][drafts] behind each token of an answer."""
+    write: Callable[[Path, dict[str, object]], None]
+    """Writes the folder for `--draft`, with facts about the training."""
+
+    def gains(self, answers: Sequence[Answer], drafts: int) -> list[float]:
+        """Return the tokens a step on these answers, with at most 1, 2, … drafts."""
+        guesses, known = [self.guess(each) for each in answers], [each.token_ids for each in answers]
+        return [tokens_a_step(guesses, known, most) for most in range(1, drafts + 1)]
+
+
+def learn(
+    base: BaseWeights, spec: ModelSpec, answers: Sequence[Answer], recipe: Recipe, progress: Progress | None = None
+) -> Learned:
+    """Train on answers of the model."""
+    token_map = frequent_tokens(answers, recipe.vocabulary, spec.vocab_size)
+    if token_map is not None:
+        token_map = token_map.to(base.projection.device)
+    if recipe.kind == EAGLE:
+        layer = EagleLayer(base, EagleSizes.of(spec), token_map, ANSWER_TOKENS + recipe.heads)
+        losses = train_eagle(layer, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
+        return Learned(losses, lambda each: eagle_guesses(layer, each, recipe.heads), partial(write_eagle, layer, spec))
+    heads = TrainedHeads(base, HeadSizes(recipe.heads, recipe.layers, recipe.vocabulary), token_map)
+    losses = train_heads(heads, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
+    return Learned(losses, lambda each: heads.guess(each.hidden), partial(write_heads, heads, spec))
+
+
+def make_answers(
+    config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
+) -> tuple[list[Answer], list[Answer]]:
+    """Return the model's answers: those to learn from, and those to judge on."""
     answers = _answer(config, spec, prompts, recipe, progress)
     # All answers to a prompt are alike: the prompt is held out, unless it is the only one.
     different = len(prompts) if len(prompts) > 1 else len(answers)
     taught = [each for number, each in enumerate(answers) if number % different % _HELD_OUT]
-    held_out = [each for number, each in enumerate(answers) if number % different % _HELD_OUT == 0]
-    if not any(len(each.token_ids) > 1 for each in taught):
-        raise InvalidArgument("tokens", "the answers are too short to learn from; ask for more tokens.")
-    base = _base_weights(config, spec, progress)
-    token_map = frequent_tokens(taught, recipe.vocabulary, spec.vocab_size)
-    if token_map is not None:
-        token_map = token_map.to(base.projection.device)
-    heads = TrainedHeads(base, HeadSizes(recipe.heads, recipe.layers, recipe.vocabulary), token_map)
-    losses = train_heads(heads, taught, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
-    guesses = [heads.guess(each.hidden) for each in held_out]
-    known = [each.token_ids for each in held_out]
-    gains = [tokens_a_step(guesses, known, drafts) for drafts in range(1, recipe.heads + 1)]
-    result = Trained(_count(taught), _count(held_out), losses, gains)
-    write_heads(output, heads, spec, {**asdict(recipe), **asdict(result)})
-    return result
+    return taught, [each for number, each in enumerate(answers) if number % different % _HELD_OUT == 0]
 
 
 def _answer(
@@ -128,14 +177,17 @@ def _answer(
     return found
 
 
-def _base_weights(config: EngineConfig, spec: ModelSpec, progress: Progress) -> BaseWeights:
+def base_weights(config: EngineConfig, spec: ModelSpec) -> BaseWeights:
+    """Read the model's weights that what is trained begins with, in the dtype of `config`, and no others."""
     device = parse_device(config.device)
-    parameters = allocate_parameters(spec, torch.float32, device)
-    load_weights(config.model, spec, parameters, progress)
-    projection = parameters.lm_head
-    if isinstance(projection, PackedWeight):
-        projection = projection.dequantized(torch.float32)
-    return BaseWeights(parameters.final_norm.clone(), projection.clone(), spec.norm_eps)
+    dtype = parse_dtype(config, device, spec)
+    parameters = allocate_ends(spec, dtype, device)
+    load_weights(config.model, spec, parameters)
+
+    def plain(weight: Weight) -> Tensor:
+        return weight.dequantized(dtype) if isinstance(weight, PackedWeight) else weight
+
+    return BaseWeights(parameters.final_norm, plain(parameters.lm_head), spec.norm_eps, plain(parameters.embedding))
 
 
 def _count(answers: Sequence[Answer]) -> int:

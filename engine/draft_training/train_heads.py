@@ -46,6 +46,8 @@ class BaseWeights:
     projection: Tensor
     """[V, H]."""
     eps: float
+    embedding: Tensor
+    """[V, H]."""
 
 
 class TrainedHeads(nn.Module):
@@ -134,7 +136,7 @@ def train_heads(
     return losses
 
 
-def write_heads(folder: Path, heads: TrainedHeads, spec: ModelSpec, facts: dict[str, object]) -> None:
+def write_heads(heads: TrainedHeads, spec: ModelSpec, folder: Path, facts: dict[str, object]) -> None:
     """Write a folder for `--draft`, in bfloat16; `facts` say how it was made. InvalidArgument if it exists."""
     sizes, tensors = heads.sizes, dict[str, Tensor]()
     for head, (layers, projection) in enumerate(zip(heads.layers, heads.projections, strict=True)):

@@ -74,6 +74,22 @@ def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.devic
     return _mapped(_plain_parameters(spec, dtype, _META), make)
 
 
+def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
+    """Allocates the embedding, the final norm and the output layer alone; of the other weights there are the shapes."""
+    shapes = allocate_parameters(spec, dtype, _META)
+
+    def empty(weight: Weight) -> Weight:
+        if isinstance(weight, Tensor):
+            return torch.empty_like(weight, device=device)
+        codes, scales, *offsets = (torch.empty_like(each, device=device) for each in weight.parts())
+        return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
+
+    embedding = empty(shapes.embedding)
+    head = embedding if shapes.lm_head is shapes.embedding else empty(shapes.lm_head)
+    norm = torch.empty_like(shapes.final_norm, device=device)
+    return replace(shapes, embedding=embedding, lm_head=head, final_norm=norm)
+
+
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
     """Returns the bytes of all weights, packed ones as the kernels of CPUs or GPUs keep them."""
     weights = named_weights(allocate_parameters(spec, dtype, _META))

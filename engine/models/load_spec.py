@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,21 @@ def load_spec(folder: Path) -> ModelSpec:
     config = read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    try:
+    with naming_the_file(folder / "config.json"):
         if not _quantization(text_part(config)):
             config |= _separate_quantization(folder)
         return parse_spec(config, generation)
+
+
+@contextmanager
+def naming_the_file(file: Path) -> Iterator[None]:
+    """Raises ModelError, which names the file, for what `parse_spec` raises."""
+    try:
+        yield
     except ModelError as error:
-        raise ModelError(f"{folder / 'config.json'}: {error.message}") from error
+        raise ModelError(f"{file}: {error.message}") from error
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        raise ModelError(
-            f"{folder / 'config.json'}: {_reason(error)}; the file is not a complete model configuration."
-        ) from error
+        raise ModelError(f"{file}: {_reason(error)}; the file is not a complete model configuration.") from error
 
 
 def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:

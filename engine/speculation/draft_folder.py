@@ -8,7 +8,8 @@ import torch
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.models.load_spec import load_spec, read_json
-from engine.speculation.draft_runner import check_draft_model, draft_model_bytes
+from engine.speculation.draft_runner import check_draft_model, draft_config, draft_model_bytes
+from engine.speculation.eagle.folder import STATES_A_ROW, is_eagle, read_eagle
 from engine.speculation.heads.folder import CONFIG, read_heads
 from engine.speculation.heads.hidden_states import hidden_rows
 from wire.errors import ModelError
@@ -21,6 +22,8 @@ class DraftKind(Enum):
 
     HEADS = "heads"
     """Medusa heads over the model's own hidden states."""
+    EAGLE = "eagle"
+    """A layer that goes on from the model's own hidden states."""
     MODEL = "model"
     """A complete model with the same vocabulary."""
 
@@ -32,13 +35,15 @@ def draft_kind(folder: Path) -> DraftKind:
     config = read_json(folder / CONFIG)
     if _HEADS_FIELD in config or config.get("model_type") == "medusa":
         return DraftKind.HEADS
+    if is_eagle(folder, config):
+        return DraftKind.EAGLE
     try:
         load_spec(folder)
     except ModelError as error:
         described = config.get("architectures") or config.get("model_type") or "no known weights"
         raise ModelError(
-            f"{folder / CONFIG} describes {described}; served as drafts are complete models, and Medusa heads"
-            f" ({_HEADS_FIELD})."
+            f"{folder / CONFIG} describes {described}; served as drafts are complete models, Medusa heads"
+            f" ({_HEADS_FIELD}), and EAGLE heads (fc.weight)."
         ) from error
     return DraftKind.MODEL
 
@@ -48,21 +53,39 @@ def check_draft_folder(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
 
     `tokenizer` is the folder with the tokenizer of the model.
     """
-    if draft_kind(folder) is DraftKind.HEADS:
+    kind = draft_kind(folder)
+    if kind is DraftKind.HEADS:
         read_heads(folder, spec)
+    elif kind is DraftKind.EAGLE:
+        read_eagle(folder, spec)
     else:
         check_draft_model(folder, spec, tokenizer)
+
+
+def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
+    """Return the model, for an EAGLE head one of its layer, that has KV of its own for drafts; None for other heads.
+
+    `spec` is the model that verifies them.
+    """
+    kind = draft_kind(folder)
+    if kind is DraftKind.HEADS:
+        return None
+    return read_eagle(folder, spec).spec if kind is DraftKind.EAGLE else load_spec(folder)
 
 
 def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes that the weights of `config.draft` take beside a model with `dtype`; 0 without.
 
     They are those of a draft model, which has a part of the KV memory as well, or those of heads with the hidden states
-    that they compute on.
+    that they compute on; an EAGLE head has both.
     """
     if config.draft is None:
         return 0
-    if draft_kind(config.draft) is DraftKind.MODEL:
+    kind = draft_kind(config.draft)
+    if kind is DraftKind.MODEL:
         return draft_model_bytes(config, device)
     hidden = hidden_rows(config) * spec.hidden_size * dtype.itemsize
+    if kind is DraftKind.EAGLE:
+        its = STATES_A_ROW * hidden_rows(draft_config(config)) * spec.hidden_size * dtype.itemsize
+        return read_eagle(config.draft, spec).memory_bytes(dtype.itemsize) + hidden + its
     return read_heads(config.draft, spec).memory_bytes(spec, dtype.itemsize) + hidden

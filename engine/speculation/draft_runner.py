@@ -97,12 +97,14 @@ def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
 def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
     """Return the part of the KV memory that the draft model of `config` gets: both hold as many tokens."""
     mine = draft_config(config)
-    both = (config, spec), (mine, load_spec(mine.model))
-    target, draft = (
-        page_bytes(each, page_tokens, parse_kv_dtype(settings, device, each)) * len(kv_groups(each))
-        for settings, each in both
-    )
-    return draft / (target + draft)
+    dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(mine, device, draft := load_spec(mine.model))
+    return share_of((spec, dtypes[0]), (draft, dtypes[1]), page_tokens)
+
+
+def share_of(target: tuple[ModelSpec, torch.dtype], draft: tuple[ModelSpec, torch.dtype], page_tokens: int) -> float:
+    """Return the part of the KV memory with which the second of two models, with these dtypes, holds as many tokens."""
+    mine, its = (page_bytes(each, page_tokens, dtype) * len(kv_groups(each)) for each, dtype in (target, draft))
+    return its / (mine + its)
 
 
 def memory_of(runner: LoadedDraft) -> dict[str, int]:

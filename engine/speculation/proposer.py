@@ -16,7 +16,9 @@ HEADS_CLASS = 12
 """The class of the drafts of Medusa heads."""
 MODEL_CLASS = 13
 """The class of the drafts of a draft model."""
-LAST_CLASS = MODEL_CLASS
+EAGLE_CLASS = 14
+"""The class of the drafts of an EAGLE head."""
+LAST_CLASS = EAGLE_CLASS
 """The largest class of a draft."""
 
 
@@ -64,10 +66,10 @@ class WantedDraft:
     key: Hashable
     draws: Sequence[Draw]
     """The target's draws of the tokens to guess, at least one."""
-    row: int | None
-    """The row of the engine's newest step that drew the request's newest token.
+    rows: Sequence[int] = ()
+    """The rows of the engine's newest step that drew the request's newest tokens, the newest last.
 
-    None = an earlier step or another worker drew it, as behind a prompt, a hand-over or a preemption.
+    Empty = an earlier step or another worker drew them, as behind a prompt, a hand-over or a preemption.
     """
 
 
@@ -86,7 +88,7 @@ class BatchProposer(Proposer):
     max_step_tokens: int
     """The most tokens of a step that stores KV, and of the first one that proposes."""
     memory: Mapping[str, int] = MappingProxyType({})
-    """The bytes of the `weights` and, of a complete model, of the `kv` pages."""
+    """The bytes of the `weights` and, of a proposer with KV of its own, of the `kv` pages."""
 
     @property
     @abstractmethod
@@ -119,4 +121,4 @@ class BatchProposer(Proposer):
     def propose(self, key: Hashable, most: int) -> Draft:
         """See `Proposer`; drawn greedily, behind tokens that no step of the engine drew."""
         draws = [Draw(SamplingParams(max_tokens=1), 0)] * most
-        return Draft(self.compute([WantedDraft(key, draws, None)])[0], self.draft_class)
+        return Draft(self.compute([WantedDraft(key, draws)])[0], self.draft_class)

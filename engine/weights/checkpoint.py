@@ -45,7 +45,7 @@ def check_model(folder: Path) -> ModelSpec:
     spec = load_spec(folder)
     places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
     names = TensorNames.of(spec, read_json(folder / "config.json"))
-    entries = names.text_model(_read_entries(folder))
+    entries = names.text_model(read_entries(folder))
     if spec.quantization is not None:
         spec = replace(spec, quantization=_as_stored(spec.quantization, places, quantized_weights(spec), entries))
     _match(folder, places, spec, names, entries)
@@ -55,14 +55,17 @@ def check_model(folder: Path) -> ModelSpec:
 def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress: Progress | None = None) -> None:
     """Copies every tensor of the folder to its place in `parameters`, cast to the place's dtype during the copy.
 
+    Places on the `meta` device are left out.
     Raises ModelError as `check_model` does. The host holds no second copy, see `tensor_reader`, but of one tensor at a
     time among those whose values are transformed.
     """
     places = places_of(spec, parameters)
     config = read_json(folder / "config.json")
     names = TensorNames.of(spec, config)
-    entries = _match(folder, places, spec, names, names.text_model(_read_entries(folder)))
+    entries = _match(folder, places, spec, names, names.text_model(read_entries(folder)))
+    places = {name: place for name, place in places.items() if place.tensor.device.type != "meta"}
     quantized = quantized_weights(spec)
+    schemes = {name: scheme for name, scheme in quantized.schemes.items() if name in places}
     if quantized.dequantized:
         log.info(
             "%s: %s of %s quantized tensors are dequantized, as their columns or layers are in no order of the kernels",
@@ -83,7 +86,7 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
 
     plain: dict[str, Tensor] = {}
     for name, place in places.items():
-        if name in quantized.schemes:
+        if name in schemes:
             continue
         assert isinstance(place.tensor, Tensor)
         if place.transform is None and place.tensor.is_contiguous():
@@ -91,7 +94,7 @@ def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress
         else:
             _read_transformed(name, entries[name], place, count)
     read_tensors({name: entries[name] for name in plain}, plain, count)
-    load_quantized(places, quantized.schemes, entries, count)
+    load_quantized(places, schemes, entries, count)
 
 
 def revision_hash(folder: Path) -> str:
@@ -101,7 +104,7 @@ def revision_hash(folder: Path) -> str:
     fine-tuned model of equal shapes has another name, at little cost.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for name, entry in sorted(_read_entries(folder).items()):
+    for name, entry in sorted(read_entries(folder).items()):
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         with entry.file.open("rb") as stream:
             stream.seek(entry.start)
@@ -111,7 +114,7 @@ def revision_hash(folder: Path) -> str:
 
 def stored_dtype(folder: Path) -> str:
     """Returns the dtype of the folder's largest tensor that is not one of codes, in torch's spelling."""
-    entries = _read_entries(folder).values()
+    entries = read_entries(folder).values()
     floats = [entry for entry in entries if entry.dtype in FLOATS]
     largest = max(floats or entries, key=lambda entry: _elements(entry.shape))
     return str(DTYPES.get(largest.dtype, largest.dtype)).removeprefix("torch.")
@@ -134,7 +137,8 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_entries(folder: Path) -> dict[str, TensorEntry]:
+def read_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Returns all tensors of a folder's weight files by their names; ModelError for files that cannot be read."""
     found: dict[str, TensorEntry] = {}
     for file in weight_files(folder):
         for name, entry in read_header(file).items():

@@ -51,6 +51,7 @@ class Strategy:
                 ),
                 machine.device,
                 machine.facts,
+                machine.drafts,
             )
             for number, role in enumerate(roles)
         ]

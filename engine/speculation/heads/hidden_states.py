@@ -29,6 +29,9 @@ class HiddenStateModel(DecoderModel):
         """
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        self._keep(hidden)
+        return super()._logits(hidden)
+
+    def _keep(self, hidden: Tensor) -> None:
         kept = hidden[: len(self.drawn_hidden)]
         self.drawn_hidden[: len(kept)] = kept
-        return super()._logits(hidden)

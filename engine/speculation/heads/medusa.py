@@ -66,7 +66,7 @@ def load_medusa_heads(folder: Path, spec: ModelSpec, parameters: Parameters, ker
     token_map = tensors.get(TOKEN_MAP)
     if token_map is not None and not 0 <= int(token_map.min()) <= int(token_map.max()) < spec.vocab_size:
         raise ModelError(f"{folder}: {TOKEN_MAP} names tokens outside of the vocabulary of {spec.vocab_size}.")
-    shared = None if found.own_projection else kernels.prepare(Linear(_rows(folder, parameters, token_map)))
+    shared = None if found.own_projection else kernels.prepare(Linear(_projection(folder, parameters, token_map)))
     heads = []
     for head in range(found.heads):
         names = [[layer_name(head, layer, part) for part in ("weight", "bias")] for layer in range(found.layers)]
@@ -86,11 +86,17 @@ def _read(found: HeadsFolder, parameters: Parameters) -> dict[str, Tensor]:
     return tensors
 
 
-def _rows(folder: Path, parameters: Parameters, token_map: Tensor | None) -> Tensor:
-    """Return the rows of the model's own projection for the tokens that heads can guess."""
+def projection_rows(parameters: Parameters, token_map: Tensor) -> Tensor:
+    """Return the rows of the model's own projection for the tokens [n] that heads can guess."""
     weight = parameters.lm_head
-    if isinstance(weight, PackedWeight):
-        if token_map is None:
-            raise ModelError(f"{folder}: its heads use the model's projection, which is quantized; train others.")
-        return weight.rows(token_map).dequantized(parameters.dtype)
-    return weight if token_map is None else weight[token_map]
+    return (
+        weight.rows(token_map).dequantized(parameters.dtype) if isinstance(weight, PackedWeight) else weight[token_map]
+    )
+
+
+def _projection(folder: Path, parameters: Parameters, token_map: Tensor | None) -> Tensor:
+    if token_map is not None:
+        return projection_rows(parameters, token_map)
+    if isinstance(parameters.lm_head, PackedWeight):
+        raise ModelError(f"{folder}: its heads use the model's projection, which is quantized; train others.")
+    return parameters.lm_head

@@ -47,7 +47,7 @@ class HeadsProposer(BatchProposer):
 
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
         """See `BatchProposer`."""
-        rows = [each.row for each in wanted if self._has_hidden(each.row)]
+        rows = [each.rows[-1] for each in wanted if self._has_hidden(each)]
         if not rows:
             return [()] * len(wanted)
         began, longest = time.perf_counter(), max(len(each.draws) for each in wanted)
@@ -56,7 +56,7 @@ class HeadsProposer(BatchProposer):
             guesses = iter(self._heads.guess(hidden, longest).tolist())
         token_s = (time.perf_counter() - began) / longest
         self._token_s += (_NEWEST_WEIGHT if self._token_s else 1.0) * (token_s - self._token_s)
-        return [next(guesses)[: len(each.draws)] if self._has_hidden(each.row) else () for each in wanted]
+        return [next(guesses)[: len(each.draws)] if self._has_hidden(each) else () for each in wanted]
 
-    def _has_hidden(self, row: int | None) -> bool:
-        return row is not None and row < len(self._drawn_hidden)
+    def _has_hidden(self, wanted: WantedDraft) -> bool:
+        return bool(wanted.rows) and wanted.rows[-1] < len(self._drawn_hidden)

@@ -153,6 +153,18 @@ def test_knees_of_every_strategy_are_simulated() -> None:
 
 
 @pytest.mark.usefixtures("short_loads")
+def test_simulated_workers_draft_if_asked() -> None:
+    def gap_ms(*options: str) -> float:
+        result = run("--prompt-tokens", "100", "--answer-tokens", "200", "--rate", "1", "--workers", "1", *options)
+        assert result.exit_code == 0, result.stderr
+        (row,) = [line for line in result.stdout.splitlines() if line.startswith("colocated, unchunked")]
+        return float(row.split()[-2])
+
+    assert gap_ms("--speculate", "0.9,5") == 0.0, "most tokens come together with another one"
+    assert gap_ms() > 3.0
+
+
+@pytest.mark.usefixtures("short_loads")
 def test_one_worker_does_both() -> None:
     result = run("--prompt-tokens", "500", "--answer-tokens", "20", "--rate", "3", "--workers", "1")
     assert result.exit_code == 0, result.stderr
@@ -296,7 +308,7 @@ def test_memory_and_time_of_a_draft_model_count(tmp_path: Path) -> None:
     assert "a vocabulary of 96 tokens" in refused.stderr
 
 
-@pytest.mark.parametrize("wrong", ["", "0.7", "1.2,3,0", "0.7,0,0", "0.7,3,-1", "a,b,c", "0.7,3,nan"])
+@pytest.mark.parametrize("wrong", ["", "0.7", "1.2,3,0", "0.7,0,0", "0.7,8", "0.7,3,-1", "a,b,c", "0.7,3,nan"])
 def test_a_wrong_speculation_is_refused(wrong: str) -> None:
     refused = run("--no-simulate", "--speculate", wrong)
     assert refused.exit_code

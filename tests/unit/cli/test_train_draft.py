@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from benchmarks.speculation.local_worker import LocalWorker
 from cli.main import app
 from engine.model_runner import ModelRunner
-from engine.speculation.proposer import HEADS_CLASS
+from engine.speculation.proposer import EAGLE_CLASS, HEADS_CLASS
 from router.text.tokenizer import Tokenizer
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.small_tokenizer import save_tokenizer
@@ -42,10 +42,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def trained(model: Path, text: Path) -> tuple[Path, str]:
-    out = model.parent / "heads"
+@pytest.fixture(scope="module", params=["medusa", "eagle"])
+def trained(request: pytest.FixtureRequest, model: Path, text: Path) -> tuple[Path, str]:
+    out = model.parent / str(request.param)
     command = ["train-draft", str(model), "--out", str(out), "--text", str(text), "--threads", "1", *TRAINING]
+    command += ["--kind", str(request.param)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     return out, result.output
@@ -75,7 +76,8 @@ async def test_answers_are_the_same_and_drafts_are_accepted(model: Path, trained
             answers.append([each.token_ids for each in sent])
             if draft is not None:
                 counts = worker.speculation.counts
-                assert {match for match, _ in counts.drafted} == {HEADS_CLASS}
+                wanted = EAGLE_CLASS if trained[0].name == "eagle" else HEADS_CLASS
+                assert {match for match, _ in counts.drafted} == {wanted}
                 assert {position for _, position in counts.drafted} == {0, 1}
                 assert sum(counts.accepted.values()) > 10
     assert answers[0] == answers[1]
@@ -86,6 +88,7 @@ async def test_answers_are_the_same_and_drafts_are_accepted(model: Path, trained
     [
         (["--text", "/nowhere/text"], "error: --text: /nowhere/text cannot be read"),
         (["--text", "/dev/null"], "error: --text: has no paragraph to answer"),
+        (["--kind", "oracle"], "error: --kind: 'oracle' is not known; use medusa or eagle"),
     ],
 )
 def test_what_cannot_be_trained_is_a_sentence(model: Path, tmp_path: Path, options: list[str], sentence: str) -> None:

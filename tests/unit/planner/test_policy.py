@@ -211,6 +211,11 @@ def test_who_turns_answers_away_has_long_ones_before_any_has_ended() -> None:
     assert after.state.demand is not None
     step_s = 10e-3 + 200 / 4 * 1e-4
     assert after.state.demand.answer_tokens == pytest.approx(200.0 / 15.0 / step_s, rel=0.05)
+    drafting = replace(FACTS, decode_speedup=1.5)
+    faster = seen(45.0, 90.0, 20.0, running_requests=200.0, offered=load, answers=drafting)
+    found = plan(faster, FLIPS, before.state).state.demand
+    assert found is not None
+    assert found.answer_tokens == pytest.approx(1.5 * 200.0 / 15.0 / step_s, rel=0.05), "steps gain more than a token"
     late = replace(load, crowded_per_s=0.0)
     after = plan(seen(45.0, 90.0, 20.0, running_requests=200.0, offered=late), FLIPS, before.state)
     assert after.state.demand is not None

@@ -81,10 +81,20 @@ def test_a_window_is_what_was_counted_in_it() -> None:
     assert seen.promise == PROMISES["strict"]
     assert seen.answers is not None
     assert (seen.answers.kv_tokens, seen.answers.longest_tokens) == (1600, 4096)
+    assert seen.answers.decode_speedup == 1.0
     got = seen.answers.cost
     assert (got.base_s, got.prompt_base_s, got.token_s, got.pair_s, got.row_s, got.context_s, got.free_tokens) == (
         pytest.approx((1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150))
     )
+
+
+def test_tokens_of_steps_with_drafts_count() -> None:
+    cluster = Cluster()
+    cluster.boards[1].read(lambda: {f.SPECULATION_SPEEDUP: 1.7})
+    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(10.0)), WORKERS, lambda _: PROMISES)
+    assert seen.answers is not None
+    assert seen.prompts is not None
+    assert (seen.answers.decode_speedup, seen.prompts.decode_speedup) == (1.7, 1.0)
 
 
 def test_who_was_turned_away() -> None:

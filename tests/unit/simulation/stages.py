@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from router.config import RouterConfig
 from router.slo import BEST_EFFORT, SloClass
 from simulation.cluster import VirtualCluster
+from simulation.drafts import Drafts
 from simulation.network import Network
 from simulation.prompt import VirtualPrompt, page_names
 from simulation.request import LoadRequest
@@ -26,12 +27,20 @@ NETWORK = Network(1e-3, 5e-4, 1e-3, 3e-4, 1e18, None)
 MODEL = ModelFacts("model", 1000, 8192, (), "float32")
 
 
-def cluster(mode: Mode, roles: list[Role], *, pages: int = 4096, jumps: bool = True, **settings: Any) -> VirtualCluster:
+def cluster(
+    mode: Mode,
+    roles: list[Role],
+    *,
+    pages: int = 4096,
+    jumps: bool = True,
+    drafts: Drafts | None = None,
+    **settings: Any,
+) -> VirtualCluster:
     """A cluster with one worker for each role."""
     device = Device(COSTS, COSTS, pages, PAGE_TOKENS, 1024)
     engine = EngineConfig(Path(), max_step_tokens=2048, max_batch_requests=64)
     specs = [
-        WorkerSpec(WorkerConfig(f"{role.value}-{number}", role, engine, **settings), device, MODEL)
+        WorkerSpec(WorkerConfig(f"{role.value}-{number}", role, engine, **settings), device, MODEL, drafts)
         for number, role in enumerate(roles)
     ]
     return VirtualCluster(specs, RouterConfig("router", Path(), "model", "", mode=mode), NETWORK, jumps)

@@ -30,7 +30,7 @@ def draws(first: int, count: int) -> list[Draw]:
 
 
 def computed(model: DraftModel, wanted: Mapping[str, Sequence[Draw]]) -> Sequence[Sequence[int]]:
-    return model.compute([WantedDraft(name, some, None) for name, some in wanted.items()])
+    return model.compute([WantedDraft(name, some) for name, some in wanted.items()])
 
 
 def expected(tokens: Sequence[int], first: int, count: int) -> list[int]:
@@ -137,7 +137,7 @@ def test_folders_that_do_not_fit_are_refused(folders: Path) -> None:
         check_draft_folder(other, spec, target)
     (folders / "strange").mkdir()
     (folders / "strange" / "config.json").write_text('{"architectures": ["Oracle"], "model_type": "oracle"}')
-    with pytest.raises(ModelError, match=r"describes .*Oracle.* complete models, and Medusa heads"):
+    with pytest.raises(ModelError, match=r"describes .*Oracle.* complete models, Medusa heads"):
         check_draft_folder(folders / "strange", spec, target)
 
 

@@ -7,8 +7,14 @@ import torch
 
 from benchmarks.speculation.heads_acceptance import heads_tokens_a_step
 from engine.draft_training.answers import Answer, Answering, tokens_a_step
+from engine.draft_training.train_draft import base_weights
 from engine.draft_training.train_heads import frequent_tokens
 from engine.model_runner import ModelRunner
+from engine.models.allocation import allocate_parameters
+from engine.models.load_spec import load_spec
+from engine.weights import checkpoint
+from engine.weights.checkpoint import load_weights
+from engine.weights.tensor_reader import read_tensors
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.medusa_heads import write_heads
 
@@ -62,3 +68,23 @@ def test_heads_are_measured_while_the_model_answers(tmp_path: Path) -> None:
     runner = ModelRunner.load(tiny_engine_config(model, draft=heads))
     found = heads_tokens_a_step(runner, PROMPTS, 12, (1, 2))
     assert 1.0 <= found[1] <= found[2] <= 3.0
+
+
+@pytest.mark.parametrize("family", ["llama3", "smollm2", "gemma3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_reads_only_the_ends_of_the_model(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_engine_config(write_tiny_model(tmp_path / "model", family), dtype=dtype)
+    spec = load_spec(config.model)
+    whole = allocate_parameters(spec, getattr(torch, dtype), torch.device("cpu"))
+    load_weights(config.model, spec, whole)
+    read: list[str] = []
+    monkeypatch.setattr(checkpoint, "read_tensors", lambda *given: read.extend(given[0]) or read_tensors(*given))
+    base = base_weights(config, spec)
+    assert len(read) == (2 if spec.tied_embeddings else 3)
+    assert base.norm.dtype == whole.final_norm.dtype
+    assert base.projection.dtype == getattr(torch, dtype)
+    assert torch.equal(base.norm, whole.final_norm)
+    assert torch.equal(base.projection, whole.lm_head)  # type: ignore[arg-type]
+    assert torch.equal(base.embedding, whole.embedding)  # type: ignore[arg-type]

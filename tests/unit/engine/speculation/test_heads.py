@@ -110,8 +110,8 @@ def test_drafts_are_the_guesses_of_the_heads(model: Path, tmp_path: Path, form: 
     torch.testing.assert_close(hidden @ lm_head.T, logits, msg="these are the states that the tokens were drawn from")
     all_heads = form.get("heads", 2)
     draws = [Draw(SamplingParams(1), 0)] * all_heads
-    later = WantedDraft("c", draws[:1], None)
-    found = proposer.compute([WantedDraft("a", draws, 2), WantedDraft("b", draws[:1], 0), later])
+    later = WantedDraft("c", draws[:1])
+    found = proposer.compute([WantedDraft("a", draws, (1, 2)), WantedDraft("b", draws[:1], (0,)), later])
     guesses = [[read.guess(head, hidden[row], lm_head) for head in range(all_heads)] for row in (2, 0)]
     assert [list(each) for each in found] == [guesses[0], guesses[1][:1], []]
     assert proposer.compute([later]) == [()]

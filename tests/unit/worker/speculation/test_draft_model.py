@@ -10,6 +10,8 @@ import pytest
 from benchmarks.speculation.local_worker import LocalWorker
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
+from engine.models.load_spec import load_spec
+from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.small_tokenizer import EOS, TOKENS, save_tokenizer
 from vocabulary.grammars import of_json_schema
@@ -75,14 +77,16 @@ def test_the_model_itself_drafts_every_token(target: Path, plain: list[list[int]
     assert tokens / (tokens - accepted) > 0.8 * (DRAFTS + 1)
 
 
-@pytest.mark.parametrize("family", ["smollm2", "ministral"], ids=["random", "windows"])
+@pytest.mark.parametrize("family", ["smollm2", "ministral", "eagle"], ids=["random", "windows", "EAGLE head"])
 def test_a_model_that_knows_nothing_changes_no_token(
     family: str, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
-    config = engine(
-        target,
-        draft=write_tiny_model(tmp_path, family, seed=5, num_hidden_layers=2, layer_types=None, vocab_size=TOKENS),
-    )
+    if family == "eagle":
+        spec = load_spec(target)
+        write_eagle(tmp_path, spec.hidden_size, spec.vocab_size)
+    else:
+        write_tiny_model(tmp_path, family, seed=5, num_hidden_layers=2, layer_types=None, vocab_size=TOKENS)
+    config = engine(target, draft=tmp_path)
     runner = ModelRunner.load(config)
     found, drafted, accepted = asyncio.run(answers(runner, config))
     assert found == plain

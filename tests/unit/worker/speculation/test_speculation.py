@@ -1,10 +1,11 @@
 """Answers of workers with speculative decoding: token for token as without, whatever is drafted."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, cast
 
 import pytest
+import torch
 
 import worker.worker
 from benchmarks.speculation.oracle import OracleProposer
@@ -14,11 +15,12 @@ from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.request import DecodeRequest
 from decode_worker.speculation import Speculation
 from engine.speculation.draft_model import DraftModel
+from engine.speculation.eagle.proposer import EagleProposer
 from engine.speculation.load_draft import MakeProposer
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import HEADS_CLASS, BatchProposer, Proposer, WantedDraft
 from engine.speculation.suffix import SuffixProposer
-from engine.steps.batch import StepRow
+from engine.steps.batch import StepBatch, StepResult, StepRow
 from tests.fake_engine import EOS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
 from tests.worker_pair import Heard, WorkerPair, until
 from vocabulary.grammars import of_regex
@@ -45,7 +47,7 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
 
 
-@pytest.fixture(params=["n-grams", "suffix", "oracle", "wrong", "computed", "draft model"])
+@pytest.fixture(params=["n-grams", "suffix", "oracle", "wrong", "computed", "draft model", "eagle"])
 def proposer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All workers propose like this."""
     propose_by(monkeypatch, request.param)
@@ -64,6 +66,8 @@ def propose_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     if name == "draft model":
         monkeypatch.setattr(FakeEngine, "draft_proposer", draft_model)
+    if name == "eagle":
+        monkeypatch.setattr(FakeEngine, "draft_proposer", eagle)
     if name == "computed":
         monkeypatch.setattr(FakeEngine, "draft_proposer", computing_oracle)
     monkeypatch.setattr(worker.worker, "make_proposer", make)
@@ -97,10 +101,67 @@ class ComputingOracle(OracleProposer, BatchProposer):
         found: list[Sequence[int]] = []
         for each in wanted:
             assert isinstance(each.key, DecodeRequest)
-            if each.row is not None:
-                assert self._engine.drawn[each.row] == each.key.token_ids[-1], "the row drew another token"
-            found.append(() if each.row is None else self.propose(each.key, len(each.draws)).token_ids)
+            drawn = [self._engine.drawn[row] for row in each.rows]
+            assert drawn == each.key.token_ids[len(each.key.token_ids) - len(drawn) :], "rows drew other tokens"
+            found.append(self.propose(each.key, len(each.draws)).token_ids if drawn else ())
         return found
+
+
+class FakeHead(FakeEngine):
+    """An EAGLE head that mostly knows the answers, of tokens whose states say which tokens they drew."""
+
+    def __init__(self) -> None:
+        super().__init__(pages=100 * len(FakeEngine.windows))
+        self.following: dict[tuple[int, int], int] = {}
+        self._given: list[int] = []
+
+    @property
+    def drawn_hidden(self) -> torch.Tensor:
+        return states_of(self.drawn)
+
+    def give(self, states: torch.Tensor) -> None:
+        self._given = (states[:, 0] / states[:, 1]).round().int().tolist()
+
+    def run(self, batch: StepBatch) -> StepResult:
+        assert [row.token_ids[0] for row in batch.rows] == self._given, "a token has the state of another one"
+        return super().run(batch)
+
+    def _row(self, row: StepRow) -> int | None:
+        super()._row(row)
+        assert row.draw is not None
+        return self.following.get((row.token_ids[0], row.draw.index), 3) - (row.draw.index % 7 == 0)
+
+
+class FakeStates(NamedTuple):
+    """The `TargetStates` of a fake engine."""
+
+    engine: FakeEngine
+    norm: torch.Tensor = torch.ones(2)
+    eps: float = 0.0
+
+    @property
+    def drawn(self) -> torch.Tensor:
+        return states_of(self.engine.drawn)
+
+
+def states_of(token_ids: Sequence[int | None]) -> torch.Tensor:
+    """Returns states [n, 2] that say which tokens they drew, also behind a norm."""
+    return torch.tensor([[token or 0, 1.0] for token in token_ids])
+
+
+class KnowingEagle(EagleProposer):
+    """Tells its head the answers of the requests that begin."""
+
+    def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
+        assert isinstance(key, DecodeRequest)
+        super().begin(key, token_ids, cache_salt)
+        head, text, first = self._head, whole_text(key), len(key.reservation.question)
+        assert isinstance(head, FakeHead)
+        head.following |= {(text[first + n - 1], n): text[first + n] for n in range(len(text) - first)}
+
+
+def eagle(engine: FakeEngine) -> EagleProposer:
+    return KnowingEagle(cast("Any", FakeHead()), cast("Any", FakeStates(engine)))
 
 
 def computing_oracle(engine: FakeEngine) -> ComputingOracle:
@@ -130,7 +191,7 @@ async def test_answers_are_the_same(count: int, both: bool, proposer: str) -> No
         await until(lambda: all(each.finish for each in heard.values()))
         for name, (prompt, sampling) in asked.items():
             assert_whole(heard[name], prompt, sampling)
-        assert accepted(pair.decode.worker) > 20 or proposer not in {"oracle", "computed"}
+        assert accepted(pair.decode.worker) > 20 or proposer not in {"oracle", "computed", "eagle"}
         assert not accepted(pair.decode.worker) or proposer != "wrong"
         await pair.empty()
 

@@ -1,0 +1,121 @@
+"""The EAGLE head that learns: one decoder layer in float32, and how it guesses several tokens in a row."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from engine.config.attention import AttentionShape
+from engine.config.model import GroupedQueryAttention, ModelSpec
+from engine.config.rope import RopeConfig
+from engine.draft_training.train_heads import BaseWeights
+from engine.models.rope import rope_table
+from wire.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSizes:
+    """The sizes of the layer, which are those of the model's last one as far as it has them."""
+
+    shape: AttentionShape
+    rope: RopeConfig
+    width: int
+    """The inner elements of the feed-forward network."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "EagleSizes":
+        """Return the sizes for a model; InvalidArgument for one without grouped-query attention, or rotation."""
+        attention = spec.layers[-1].attention
+        if not isinstance(attention, GroupedQueryAttention) or attention.rope is None or not spec.dense_widths:
+            raise InvalidArgument(
+                "kind",
+                "eagle trains a layer like the model's last one, which must have grouped-query attention with rotary"
+                " embedding, and a dense feed-forward network; train medusa heads.",
+            )
+        found = attention.shape
+        # Answers are short, so that the scaling of long contexts means nothing.
+        shape = AttentionShape(found.heads, found.kv_heads, found.head_dim, found.head_dim**-0.5)
+        return cls(shape, RopeConfig(theta=attention.rope.theta), max(spec.dense_widths))
+
+
+Tokens = Callable[[int, Tensor], Tensor]
+"""Returns the tokens [B, T] int64 behind each position that step `step` takes, from what the step before left."""
+
+
+class EagleLayer(nn.Module):
+    """The layer without its first norm, and the product before it; see `engine/speculation/eagle/`."""
+
+    def __init__(self, base: BaseWeights, sizes: EagleSizes, token_map: Tensor | None, longest: int) -> None:
+        """`longest`: the most tokens of an answer and of the guesses behind it; `token_map` as in `MedusaHeads`."""
+        super().__init__()
+        self.base, self.sizes, self.token_map = base, sizes, token_map
+        hidden, shape = base.embedding.shape[1], sizes.shape
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.qkv = nn.Linear(hidden, shape.qkv_size, bias=False)
+        self.output = nn.Linear(shape.heads * shape.head_dim, hidden, bias=False)
+        self.norm = nn.Parameter(torch.ones(hidden))
+        self.gate_up = nn.Linear(hidden, 2 * sizes.width, bias=False)
+        self.down = nn.Linear(sizes.width, hidden, bias=False)
+        device = base.embedding.device
+        self.projection = (base.projection if token_map is None else base.projection[token_map]).float()
+        """[V', H]: the rows of the model's projection whose tokens are guessed."""
+        self._rope = rope_table(sizes.rope, shape.head_dim, longest, device)
+        # At first nothing is added to the state that the newest token was drawn from.
+        with torch.no_grad():
+            self.fc.weight[:, hidden:].copy_(torch.eye(hidden))
+            for last in (self.output, self.down):
+                last.weight.zero_()
+        self.to(device)
+
+    def guesses(self, states: Tensor) -> Tensor:
+        """Return the tokens that states [..., H] say are the likeliest."""
+        rows = linear(states, self.projection).argmax(-1)
+        return rows if self.token_map is None else self.token_map[rows]
+
+    def chain(self, states: Tensor, tokens: Tokens, steps: int) -> list[Tensor]:
+        """Return, for each of so many steps in a row, the states [B, T, H] that are expected behind each position.
+
+        The first step takes the model's own `states` [B, T, H] (normed) and the tokens drawn from them; each later one
+        takes what the step before left. A position attends to the model's states up to it, and to the steps before.
+        """
+        found: list[Tensor] = []
+        own: list[tuple[Tensor, Tensor]] = []
+        keys = values = states
+        for step in range(steps):
+            x = self.fc(torch.cat((embedding(tokens(step, states), self.base.embedding).float(), states), dim=-1))
+            q, k, v = self._heads(x, step)
+            scores: Tensor
+            if step == 0:
+                keys, values = k, v
+            else:
+                own.append((k, v))
+            scores = q @ keys.transpose(-1, -2)
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(future, -torch.inf)
+            alone = [(q * each).sum(-1, keepdim=True) for each, _ in own]
+            weights = (torch.cat((scores, *alone), dim=-1) * self.sizes.shape.scale).softmax(-1)
+            length = keys.shape[-2]
+            mixed = weights[..., :length] @ values
+            for number, (_, value) in enumerate(own):
+                mixed = mixed + weights[..., length + number : length + number + 1] * value
+            x = x + self.output(mixed.transpose(1, 2).flatten(2))
+            gate, up = self.gate_up(rms_norm(x, x.shape[-1:], self.norm, self.base.eps)).chunk(2, dim=-1)
+            states = x + self.down(silu(gate) * up)
+            found.append(states)
+        return found
+
+    def _heads(self, x: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [B, heads, T, dim] of positions that begin at `step`."""
+        shape = self.sizes.shape
+        parts = [shape.heads, shape.kv_heads, shape.kv_heads]
+        q, k, v = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2).split(parts, dim=1)
+        cos, sin = self._rope[step : step + x.shape[1]].chunk(2, dim=-1)
+        each = shape.heads // shape.kv_heads
+        return _rotated(q, cos, sin), _rotated(k, cos, sin).repeat_interleave(each, 1), v.repeat_interleave(each, 1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
