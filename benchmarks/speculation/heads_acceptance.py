@@ -14,7 +14,7 @@ def heads_tokens_a_step(
 ) -> dict[int, float]:
     """Return the tokens of a step by the most drafts, over greedy answers of at most `most` tokens.
 
-    ValueError for a runner without trained weights.
+    ValueError for a runner without heads.
     """
     proposer = None if runner.draft_proposer is None else runner.draft_proposer()
     if not isinstance(proposer, BatchProposer):
@@ -22,8 +22,14 @@ def heads_tokens_a_step(
     draws = [Draw(SamplingParams(max_tokens=1), 0)] * max(drafts)
     guesses: list[list[Sequence[int]]] = []
 
-    def drew(numbers: Sequence[int]) -> None:
-        wanted = [WantedDraft(number, draws, (row,)) for row, number in enumerate(numbers)]
+    def drew(numbers: Sequence[int], tokens: Sequence[int]) -> None:
+        wanted = []
+        for row, (number, token) in enumerate(zip(numbers, tokens, strict=True)):
+            if of_batch[number]:
+                proposer.extend(number, [token])
+            else:
+                proposer.begin(number, [*some[number], token], "")
+            wanted.append(WantedDraft(number, draws[: proposer.room(number, len(draws))], (row,)))
         for number, guessed in zip(numbers, proposer.compute(wanted), strict=True):
             of_batch[number].append(guessed)
 
@@ -35,4 +41,6 @@ def heads_tokens_a_step(
         of_batch = [[] for _ in some]
         answers += [each.token_ids for found in answering.answers(some, most) for each in found]
         guesses += of_batch
+        for number in range(len(some)):
+            proposer.leave(number)
     return {count: tokens_a_step(guesses, answers, count) for count in drafts}

@@ -65,7 +65,7 @@ def train_draft(
         hub = hub_model(model)
         folder = prepare_model(model if hub is None else hub.download(report), progress=report)
         config = EngineConfig(folder, device=device, dtype=dtype, threads=threads)
-        trained = train(config, out, _prompts(folder, text), recipe, report)
+        trained = train(config, out, prompts_of(folder, text), recipe, report)
     size = sum(file.stat().st_size for file in out.iterdir()) / 2**20
     console.print(
         f"wrote {out}: {size:,.1f} MiB, {trained.tokens:,} tokens learned, loss {trained.losses[0]:.3f} in the first"
@@ -82,7 +82,7 @@ def train_draft(
     )
 
 
-def _prompts(folder: Path, text: Path | None) -> list[list[int]]:
+def prompts_of(folder: Path, text: Path | None) -> list[list[int]]:
     """Return paragraphs as token ids, as users' turns where the model has a chat template.
 
     InvalidArgument for a text that cannot be read.

@@ -15,8 +15,8 @@ from wire.messages import SamplingParams
 BATCH = 32
 """Prompts that are answered at once."""
 
-Drew = Callable[[Sequence[int]], None]
-"""Called after each step with the numbers of the prompts whose rows it had, in the order of the rows."""
+Drew = Callable[[Sequence[int], Sequence[int]], None]
+"""Called after each step with the numbers of the prompts whose rows it had, in their order, and what they drew."""
 
 
 @dataclass(slots=True)
@@ -59,14 +59,13 @@ class Answering:
                 piece._replace(draw=Draw(samplings[number], len(tokens[number])))
                 for number, piece in zip(numbers, pieces, strict=True)
             ]
-            found = self._runner.run(StepBatch(drawn)).token_ids
+            found = [token for token in self._runner.run(StepBatch(drawn)).token_ids if token is not None]
             states = self._hidden[: len(numbers)].cpu().clone()
             for number, token, state in zip(numbers, found, states, strict=True):
-                assert token is not None
                 tokens[number].append(token)
                 hidden[number].append(state)
             if self._drew is not None:
-                self._drew(numbers)
+                self._drew(numbers, found)
 
         for number, prompt in enumerate(prompts):
             run([number], [rows.row(number, prompt, 0)])
