@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--eagle-epochs", type=at_least(1), nargs="+", default=[12], help="passes (12)")
     parser.add_argument("--vocabulary", type=at_least(1), default=8192, help="tokens that can be guessed (8,192)")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (all)")
+    parser.add_argument("--text", type=Path, help="file whose paragraphs are the prompts (a built-in one)")
     parser.add_argument("--out", type=Path, help="folder for what was trained, one folder for each")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     chosen = parser.parse_args(arguments)
@@ -61,7 +62,7 @@ def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
         torch.set_num_threads(chosen.threads)
     answering = Recipe(MEDUSA, chosen.tokens, DRAFTS, 1, chosen.vocabulary, 1, 0.7, 0)
     with progress_bars(console) as report:
-        taught, held_out = make_answers(config, spec, prompts_of(folder, None), answering, report)
+        taught, held_out = make_answers(config, spec, prompts_of(folder, chosen.text), answering, report)
         base = base_weights(config, spec, report)
         rows = []
         for kind, passes in ((MEDUSA, chosen.medusa_epochs), (EAGLE, chosen.eagle_epochs)):

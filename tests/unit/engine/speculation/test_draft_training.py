@@ -1,5 +1,7 @@
 """Training of heads: what their guesses gain, what they can guess, and that answers keep the states that drew them."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from engine.models.load_spec import load_spec
 from engine.weights import checkpoint
 from engine.weights.checkpoint import load_weights
 from engine.weights.tensor_reader import read_tensors
+from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.medusa_heads import write_heads
 
@@ -61,10 +64,11 @@ def test_each_token_of_an_answer_has_the_state_that_drew_it(tmp_path: Path) -> N
         Answering(ModelRunner.load(tiny_engine_config(model)), 0.0, 0)
 
 
-def test_heads_are_measured_while_the_model_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [partial(write_heads, own=False), write_eagle], ids=["Medusa", "EAGLE"])
+def test_heads_are_measured_while_the_model_answers(write: Callable[..., Path], tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
-    spec = ModelRunner.load(tiny_engine_config(model)).spec
-    heads = write_heads(tmp_path / "heads", spec.hidden_size, spec.vocab_size, own=False)
+    spec = load_spec(model)
+    heads = write(tmp_path / "heads", spec.hidden_size, spec.vocab_size)
     runner = ModelRunner.load(tiny_engine_config(model, draft=heads))
     found = heads_tokens_a_step(runner, PROMPTS, 12, (1, 2))
     assert 1.0 <= found[1] <= found[2] <= 3.0

@@ -17,8 +17,9 @@ from engine.draft_training.eagle_layer import EagleLayer, EagleSizes
 from engine.draft_training.train_heads import BaseWeights
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
-from engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind
+from engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind, drafting_model
 from engine.speculation.eagle.proposer import EagleProposer
+from engine.speculation.load_draft import split_kv
 from engine.speculation.proposer import EAGLE_CLASS, WantedDraft
 from engine.steps.batch import StepBatch, StepRow
 from engine.steps.draws import Draw
@@ -76,6 +77,39 @@ def test_a_token_outside_of_the_vocabulary_is_refused(model: Path, tmp_path: Pat
     folder = write_eagle(tmp_path, HIDDEN, VOCAB, tokens=[1, VOCAB])
     with pytest.raises(ModelError, match="outside of the vocabulary"):
         ModelRunner.load(tiny_engine_config(model, draft=folder))
+
+
+def test_a_head_holds_kv_of_as_many_tokens_as_the_model(model: Path, tmp_path: Path) -> None:
+    folder = write_eagle(tmp_path, HIDDEN, VOCAB, tokens=FEW)
+    config = tiny_engine_config(model, draft=folder, kv_cache_dtype="int8")
+    runner = ModelRunner.load(config)
+    proposer = runner.draft_proposer and runner.draft_proposer()
+    assert isinstance(proposer, EagleProposer)
+    kv = split_kv(config, runner.spec, 16, torch.device("cpu"), None)
+    assert runner.cache.storage.nbytes <= (kv.target or 0)
+    assert proposer.memory["kv"] + runner.cache.storage.nbytes <= 1 << 20
+    assert abs(proposer._head.pool.total - runner.pool.total) <= 1
+    weights = HIDDEN * (2 * HIDDEN + 2 * HEADS * DIM + 2 * KV_HEADS * DIM + 3 * WIDTH) + 2 * HIDDEN
+    rows = len(FEW) * (4 * HIDDEN + 8)
+    states = 3 * config.max_step_tokens * HIDDEN * 4
+    assert proposer.memory["weights"] == 4 * weights + rows + states
+    drafting = drafting_model(folder, runner.spec)
+    assert drafting is not None
+    assert len(drafting.layers) == 1
+
+
+def test_a_context_as_long_as_the_head_allows_begins_anew(model: Path, tmp_path: Path) -> None:
+    folder = write_eagle(tmp_path, HIDDEN, VOCAB, max_position_embeddings=8)
+    runner = ModelRunner.load(tiny_engine_config(model, draft=folder))
+    proposer = runner.draft_proposer and runner.draft_proposer()
+    assert isinstance(proposer, EagleProposer)
+    proposer.begin("a", [3, 4, 5])
+    for token in range(6, 26):
+        proposer.extend("a", [token])
+        assert proposer.room("a", 3) == 3
+        (found,) = proposer.compute([WantedDraft("a", [Draw(GREEDY, 0)] * 3, [0])])
+        assert len(found) == 3
+        assert len(proposer._requests["a"].tokens) + 2 <= 8
 
 
 class Answer:
@@ -141,7 +175,6 @@ def test_drafts_are_the_guesses_of_the_head(model: Path, tmp_path: Path, form: d
         proposer.leave(name)
     proposer._head.pool.check_integrity()
     assert proposer._head.pool.counts().free == proposer._head.pool.total
-    assert proposer.memory["weights"] > 4 * 2 * HIDDEN * HIDDEN
 
 
 def run(runner: ModelRunner, answer: Answer, drafts: Sequence[int]) -> list[int]:

@@ -8,7 +8,9 @@ import pytest
 
 from engine.config import AdapterSource
 from engine.model_runner import ModelRunner
+from engine.models.load_spec import load_spec
 from tests.adapters import TinyAdapter
+from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.errors import NotFound
@@ -26,13 +28,15 @@ Factory = Callable[[int], Any]
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Factory:
-    """A factory of engines with both adapters."""
+    """A factory of engines with both adapters, and an EAGLE head."""
     folder = tmp_path_factory.mktemp("adapters")
     model = write_tiny_model(folder / "model")
+    spec = load_spec(model)
+    head = write_eagle(folder / "head", spec.hidden_size, spec.vocab_size)
     sources = tuple(
         AdapterSource(str(number), adapter.write(folder / str(number))) for number, adapter in enumerate(ADAPTERS)
     )
-    return lambda _pages: made(ModelRunner.load(tiny_engine_config(model, adapters=sources)))
+    return lambda _pages: made(ModelRunner.load(tiny_engine_config(model, adapters=sources, draft=head)))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +87,7 @@ async def wanted(merged: list[Factory]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["colocated", "handed over"])
-@pytest.mark.parametrize("speculate", [SpeculationMethod.OFF, SpeculationMethod.NGRAM])
+@pytest.mark.parametrize("speculate", [SpeculationMethod.OFF, SpeculationMethod.NGRAM, SpeculationMethod.DRAFT])
 async def test_answers_are_those_of_the_merged_models(
     engines: Factory, wanted: list[list[int]], both: bool, speculate: SpeculationMethod
 ) -> None:
@@ -95,6 +99,8 @@ async def test_answers_are_those_of_the_merged_models(
             again = send(pair, f"again {number}", name)
             await until(lambda again=again: again.finish)
             assert (again.tokens, again.cached_tokens) == (tokens, 64)
+        if speculate is SpeculationMethod.DRAFT:
+            assert pair.decode.worker._halves.decode.speculation.counts.drafted, "the head proposed nothing"
 
 
 async def test_an_unknown_adapter_is_refused(engines: Factory) -> None:
