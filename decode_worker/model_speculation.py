@@ -226,7 +226,9 @@ class ModelSpeculation(Speculation):
 
     def _missing(self, request: DecodeRequest) -> int:
         """Return the tokens of a request, which the proposer may not know yet, whose KV is not stored."""
-        return self._model.missing(request) if request in self._told else self._batch.next_position(request) + 1
+        if request in self._told:
+            return self._model.missing(request)
+        return self._model.missing_at_first(self._batch.next_position(request) + 1)
 
     def _room(self, request: DecodeRequest, drafts: int) -> int:
         return self._model.room(request, min(drafts, self._batch.rows_left(request) - 1))

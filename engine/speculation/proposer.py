@@ -100,6 +100,10 @@ class BatchProposer(Proposer):
         del key
         return 1
 
+    def missing_at_first(self, tokens: int) -> int:
+        """Return what `missing` will be once a request of so many tokens begins."""
+        return tokens
+
     def room(self, key: Hashable, drafts: int) -> int:
         """Return how many drafts, at most `drafts`, the request has memory for, which is taken. 0 if there is none."""
         del key

@@ -60,6 +60,10 @@ class EagleProposer(DraftModel):
         request = self._requests[key]
         del request.tokens[request.stored : -DRAFTS_MAX - 1]
 
+    def missing_at_first(self, tokens: int) -> int:
+        """See `BatchProposer`: what came before is not computed."""
+        return min(tokens, DRAFTS_MAX + 1)
+
     def room(self, key: Hashable, drafts: int) -> int:
         """See `BatchProposer`; a context that is as long as the head's begins anew."""
         request = self._requests[key]

@@ -45,6 +45,10 @@ class HeadsProposer(BatchProposer):
     def leave(self, key: Hashable) -> None:
         """See `Proposer`."""
 
+    def missing_at_first(self, tokens: int) -> int:
+        """See `BatchProposer`: no context is stored."""
+        return min(tokens, 1)
+
     def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
         """See `BatchProposer`."""
         rows = [each.rows[-1] for each in wanted if self._has_hidden(each)]

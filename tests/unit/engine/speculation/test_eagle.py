@@ -20,7 +20,7 @@ from engine.models.load_spec import load_spec
 from engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind, drafting_model
 from engine.speculation.eagle.proposer import EagleProposer
 from engine.speculation.load_draft import split_kv
-from engine.speculation.proposer import EAGLE_CLASS, WantedDraft
+from engine.speculation.proposer import DRAFTS_MAX, EAGLE_CLASS, WantedDraft
 from engine.steps.batch import StepBatch, StepRow
 from engine.steps.draws import Draw
 from tests.eagle_heads import DIM, HEADS, KV_HEADS, WIDTH, write_eagle
@@ -103,6 +103,9 @@ def test_a_context_as_long_as_the_head_allows_begins_anew(model: Path, tmp_path:
     runner = ModelRunner.load(tiny_engine_config(model, draft=folder))
     proposer = runner.draft_proposer and runner.draft_proposer()
     assert isinstance(proposer, EagleProposer)
+    assert proposer.missing_at_first(40) == DRAFTS_MAX + 1
+    proposer.begin("b", list(range(3, 43)))
+    assert proposer.missing("b") == DRAFTS_MAX + 1
     proposer.begin("a", [3, 4, 5])
     for token in range(6, 26):
         proposer.extend("a", [token])
