@@ -63,7 +63,7 @@ def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
     answering = Recipe(MEDUSA, chosen.tokens, DRAFTS, 1, chosen.vocabulary, 1, 0.7, 0)
     with progress_bars(console) as report:
         taught, held_out = make_answers(config, spec, prompts_of(folder, chosen.text), answering, report)
-        base = base_weights(config, spec, report)
+        base = base_weights(config, spec)
         rows = []
         for kind, passes in ((MEDUSA, chosen.medusa_epochs), (EAGLE, chosen.eagle_epochs)):
             for epochs in passes:
