@@ -1,6 +1,6 @@
 """The EAGLE head that learns: one decoder layer in float32, and how it guesses several tokens in a row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,7 @@ class EagleLayer(nn.Module):
         self.projection = (base.projection if token_map is None else base.projection[token_map]).float()
         """[V', H]: the rows of the model's projection whose tokens are guessed."""
         self._rope = rope_table(sizes.rope, shape.head_dim, longest, device)
-        # At first nothing is added to the state that the newest token was drawn from.
+        # At first the layer adds nothing, and the product passes on the state that it is given.
         with torch.no_grad():
             self.fc.weight[:, hidden:].copy_(torch.eye(hidden))
             for last in (self.output, self.down):
@@ -81,30 +81,31 @@ class EagleLayer(nn.Module):
         takes what the step before left. A position attends to the model's states up to it, and to the steps before.
         """
         found: list[Tensor] = []
-        own: list[tuple[Tensor, Tensor]] = []
-        keys = values = states
+        pairs: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
             x = self.fc(torch.cat((embedding(tokens(step, states), self.base.embedding).float(), states), dim=-1))
-            q, k, v = self._heads(x, step)
-            scores: Tensor
-            if step == 0:
-                keys, values = k, v
-            else:
-                own.append((k, v))
-            scores = q @ keys.transpose(-1, -2)
-            future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-            scores = scores.masked_fill(future, -torch.inf)
-            alone = [(q * each).sum(-1, keepdim=True) for each, _ in own]
-            weights = (torch.cat((scores, *alone), dim=-1) * self.sizes.shape.scale).softmax(-1)
-            length = keys.shape[-2]
-            mixed = weights[..., :length] @ values
-            for number, (_, value) in enumerate(own):
-                mixed = mixed + weights[..., length + number : length + number + 1] * value
-            x = x + self.output(mixed.transpose(1, 2).flatten(2))
+            q, key, value = self._heads(x, step)
+            pairs.append((key, value))
+            x = x + self.output(self._attend(q, pairs))
             gate, up = self.gate_up(rms_norm(x, x.shape[-1:], self.norm, self.base.eps)).chunk(2, dim=-1)
             states = x + self.down(silu(gate) * up)
             found.append(states)
         return found
+
+    def _attend(self, q: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return attention's heads [B, T, heads·dim] over the keys and values of each step.
+
+        A position sees all of the first step's up to it, and its own alone of the later steps.
+        """
+        (keys, values), *own = pairs
+        scores, length = q @ keys.transpose(-1, -2), keys.shape[-2]
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        every = [scores.masked_fill(future, -torch.inf), *((q * key).sum(-1, keepdim=True) for key, _ in own)]
+        weights = (torch.cat(every, dim=-1) * self.sizes.shape.scale).softmax(-1)
+        mixed = weights[..., :length] @ values
+        for weight, (_, value) in zip(weights[..., length:].unbind(-1), own, strict=True):
+            mixed = mixed + weight.unsqueeze(-1) * value
+        return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [B, heads, T, dim] of positions that begin at `step`."""
