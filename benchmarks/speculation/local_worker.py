@@ -20,6 +20,7 @@ from wire.messages import (
     Reservation,
     Role,
     SamplingParams,
+    TokenLogprobs,
 )
 from wire.speculation_method import SpeculationMethod
 from worker.config import WorkerConfig
@@ -35,6 +36,7 @@ class Answer:
     """What came of one request."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     first_s: float = 0.0
     """The time of the first token, by `time.perf_counter`."""
     last_s: float = 0.0
@@ -48,6 +50,7 @@ class Answer:
     def take(self, event: RequestEvent) -> None:
         """Add what an event brings. RuntimeError for a failed request."""
         self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
         if event.token_ids:
             self.last_s = time.perf_counter()
             self.first_s = self.first_s or self.last_s

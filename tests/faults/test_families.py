@@ -16,8 +16,16 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
+from engine.draft_training.answers import Answering
+from engine.draft_training.train_draft import base_weights
+from engine.draft_training.train_heads import HeadSizes, TrainedHeads, frequent_tokens, train_heads, write_heads
 from engine.model_runner import ModelRunner
+from engine.speculation.proposer import HEADS_CLASS
+from telemetry import families as f
+from telemetry.metrics_server import fetch
+from telemetry.scrape import Scrape
 from tests.adapter_client import AdapterClient
 from tests.e2e.reference import TIE, Reference
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
@@ -28,6 +36,8 @@ from .streams import Client, Question, Stream, undisturbed
 
 ADAPTED = "qwen3_moe"
 """The family whose cluster loads adapters."""
+DRAFTED = "deepseek_v3"
+"""The family whose cluster has Medusa heads; n-grams, which the others draft with, find next to nothing here."""
 FAMILIES = ["qwen3_moe", "deepseek_v3", "gpt_oss"]
 PROMPTS = (20, 33, 64, 90)
 ANSWER = 150
@@ -77,7 +87,8 @@ def test_the_tokens_of_transformers_though_a_worker_dies(
 ) -> None:
     folder = copy_of_tiny_model(family, model_folder, tmp_path)
     adapted = family == ADAPTED
-    cluster = running_cluster(model=folder, runtime_loras=adapted, max_loras=2, **SETTINGS)
+    drafting = drafts_of(folder, tmp_path / "heads") if family == DRAFTED else {}
+    cluster = running_cluster(model=folder, runtime_loras=adapted, max_loras=2, **SETTINGS, **drafting)
     operator = AdapterClient(cluster, family, VOCAB, tmp_path) if adapted else None
     first = None if operator is None else load_first(operator)
     streams, dead = asyncio.run(with_a_death(cluster, questions()))
@@ -88,10 +99,32 @@ def test_the_tokens_of_transformers_though_a_worker_dies(
         choices = reference(stream.question.prompt, tuple(stream.tokens))
         for token, best, second, gap in zip(stream.tokens, choices.best, choices.seconds, choices.gaps, strict=True):
             assert token == best or (gap < TIE and token == second), stream.name
+    if drafting:
+        assert accepted_drafts(cluster), "steps verified drafts, some while the worker died"
     restarted(cluster, dead)
     if operator is not None and first is not None:
         adapters_come_and_go(operator, first)
     cluster.assert_idle_and_sound()
+
+
+def drafts_of(model: Path, folder: Path) -> dict[str, Any]:
+    """Writes heads that know the answers by heart; returns the settings with them."""
+    config = tiny_engine_config(model, kv_cache_bytes=1 << 24, keep_hidden=True)
+    runner = ModelRunner.load(config)
+    answers = next(Answering(runner, 0.0, 0).answers([question.prompt for question in questions()], ANSWER))
+    torch.manual_seed(0)
+    vocabulary = len(PROMPTS) * ANSWER
+    token_map = frequent_tokens(answers, vocabulary, VOCAB)
+    heads = TrainedHeads(base_weights(config, runner.spec), HeadSizes(2, 1, vocabulary), token_map)
+    train_heads(heads, answers, epochs=300, seed=0)
+    write_heads(heads, runner.spec, folder, {})
+    return {"speculate": "draft", "draft": folder}
+
+
+def accepted_drafts(cluster: Any) -> float:
+    """Returns the accepted drafts of heads, at all workers that are alive."""
+    exported = Scrape(asyncio.run(fetch(cluster.metrics_address, "/metrics", timeout_s=60.0)), 0.0)
+    return exported.total(f.ACCEPTED_BY_MATCH, match=str(HEADS_CLASS))
 
 
 def load_first(operator: AdapterClient) -> list[int]:

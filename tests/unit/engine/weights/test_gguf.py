@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from engine.draft_training.train_draft import base_weights
 from engine.kernels.packed_weight import PackedWeight
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
@@ -87,6 +88,8 @@ def test_smollm2_has_the_logits_of_its_dequantized_weights(smollm2: Path, conver
         for each in (folder, converted)
     )
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    ends = [base_weights(tiny_engine_config(each), check_model(each)) for each in (folder, converted)]
+    assert torch.equal(ends[0].projection, ends[1].projection), "also of the ends alone"
     spec = check_model(folder)
     stored = sum(each.stat().st_size for each in folder.glob("*.safetensors"))
     assert weight_bytes(spec, torch.bfloat16, on_cpu=True) < 1.01 * stored < 100e6
