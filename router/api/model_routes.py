@@ -1,12 +1,13 @@
-"""The HTTP routes about the server itself: `/v1/models` as in OpenAI and vLLM, and `/version`."""
+"""The HTTP routes about the server itself: `/version`, and `/v1/models` as in OpenAI and vLLM or in Anthropic's form."""
 
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
 from router.api.messages.api_key import MODELS_PATH
@@ -15,6 +16,8 @@ from router.requests.dispatch import Dispatcher
 from router.requests.validation import find_adapter
 
 _METHODS = ["GET", "HEAD"]
+_ANTHROPIC = "anthropic-version"
+"""The header that all of Anthropic's clients send, and no other."""
 
 
 def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> None:
@@ -27,13 +30,17 @@ def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> No
         root, parent = (str(config.model), None) if adapter is None else (adapter.path, config.model_name)
         return model_card(name, root, started, served.facts.max_context if served else None, parent)
 
-    async def models() -> JSONResponse:
+    async def models(request: Request) -> JSONResponse:
         served = dispatcher.pool.model
         adapters = () if served is None else (adapter.name for adapter in served.facts.adapters)
-        return JSONResponse({"object": "list", "data": [card(name) for name in (*config.model_names, *adapters)]})
+        cards = [card(name) for name in (*config.model_names, *adapters)]
+        if _ANTHROPIC in request.headers:
+            return JSONResponse(_anthropic_list([_anthropic_model(each) for each in cards]))
+        return JSONResponse({"object": "list", "data": cards})
 
-    async def model(name: str) -> JSONResponse:
-        return JSONResponse(card(name))
+    async def model(request: Request, name: str) -> JSONResponse:
+        found = card(name)
+        return JSONResponse(_anthropic_model(found) if _ANTHROPIC in request.headers else found)
 
     async def tandem_version() -> JSONResponse:
         return JSONResponse({"version": installed_version()})
@@ -62,6 +69,17 @@ def model_card(
         "max_model_len": max_context,
         "permission": [_permission(name, created)],
     }
+
+
+def _anthropic_model(card: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of /v1/models in the form of Anthropic's API."""
+    created = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": card["id"], "display_name": card["id"], "created_at": created}
+
+
+def _anthropic_list(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return all entries as the one page of a list."""
+    return {"data": entries, "has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
 
 
 def installed_version() -> str:

@@ -55,6 +55,15 @@ def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
     return found
 
 
+async def test_models_in_the_form_of_the_client(client: Any, http: httpx.AsyncClient) -> None:
+    page = await client.models.list()
+    assert [(each.type, each.id, each.display_name) for each in page.data] == [("model", "fake", "fake")]
+    assert (page.has_more, page.first_id, page.last_id) == (False, "fake", "fake")
+    assert [each.id async for each in client.models.list(limit=1)] == ["fake"]
+    assert (await client.models.retrieve("fake")).created_at == page.data[0].created_at
+    assert (await http.get("/v1/models")).json()["object"] == "list"
+
+
 async def test_a_text(cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     system = [
         {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
