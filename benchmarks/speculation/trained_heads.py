@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, help="folder or GGUF file (SmolLM2-135M)")
     parser.add_argument("--tokens", type=at_least(100), default=10_000, help="tokens that the model answers (10,000)")
     parser.add_argument("--medusa-epochs", type=at_least(1), nargs="+", default=[3, 12], help="passes (3 and 12)")
-    parser.add_argument("--eagle-epochs", type=at_least(1), nargs="+", default=[12], help="passes (12)")
+    parser.add_argument("--eagle-epochs", type=at_least(1), nargs="+", default=[12, 24], help="passes (12 and 24)")
     parser.add_argument("--vocabulary", type=at_least(1), default=8192, help="tokens that can be guessed (8,192)")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (all)")
     parser.add_argument("--text", type=Path, help="file whose paragraphs are the prompts (a built-in one)")

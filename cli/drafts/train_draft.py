@@ -12,7 +12,7 @@ from cli.progress import progress_bars
 
 _PROMPT_TOKENS = 256
 """The most tokens of a paragraph that is a prompt; longer ones are cut."""
-_EPOCHS = {"medusa": 3, "eagle": 12}
+_EPOCHS = {"medusa": 3, "eagle": 24}
 """The passes over the answers, by kind (decision 49)."""
 _PROMPT_CHARACTERS = 40
 """Shorter paragraphs, such as headings, are no prompts."""
@@ -36,7 +36,7 @@ def train_draft(
     vocabulary: Annotated[
         int, typer.Option(min=1, help="Tokens that heads can guess: those that the answers have most often.")
     ] = 8192,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the answers; default: 3, of eagle 12.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the answers; default: 3, of eagle 24.")] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="File of text whose paragraphs are the prompts; default: a built-in one, in English."),
