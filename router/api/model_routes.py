@@ -1,4 +1,4 @@
-"""The HTTP routes about the server itself: `/version`, and `/v1/models` as in OpenAI and vLLM or in Anthropic's form."""
+"""The HTTP routes about the server itself: `/version`, and `/v1/models` as in OpenAI and vLLM or as in Anthropic."""
 
 from __future__ import annotations
 
