@@ -29,14 +29,16 @@ def write_eagle(
     `config` changes config.json.
     """
     rng = np.random.default_rng(seed)
+    shape = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM}
+    heads, kv_heads, dim = ((shape | config)[name] for name in shape)
     layer = "layers.0."
     of_tensors: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (vocabulary, hidden),
         "fc.weight": (hidden, 2 * hidden),
-        f"{layer}self_attn.q_proj.weight": (HEADS * DIM, hidden),
-        f"{layer}self_attn.k_proj.weight": (KV_HEADS * DIM, hidden),
-        f"{layer}self_attn.v_proj.weight": (KV_HEADS * DIM, hidden),
-        f"{layer}self_attn.o_proj.weight": (hidden, HEADS * DIM),
+        f"{layer}self_attn.q_proj.weight": (heads * dim, hidden),
+        f"{layer}self_attn.k_proj.weight": (kv_heads * dim, hidden),
+        f"{layer}self_attn.v_proj.weight": (kv_heads * dim, hidden),
+        f"{layer}self_attn.o_proj.weight": (hidden, heads * dim),
         f"{layer}post_attention_layernorm.weight": (hidden,),
         f"{layer}mlp.gate_proj.weight": (WIDTH, hidden),
         f"{layer}mlp.up_proj.weight": (WIDTH, hidden),
@@ -49,15 +51,13 @@ def write_eagle(
     tensors: dict[str, Any] = {
         name: (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32) for name, shape in of_tensors.items()
     }
-    described = {
+    described: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "hidden_size": hidden,
         "intermediate_size": WIDTH,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": DIM,
+        **shape,
         "hidden_act": "silu",
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,

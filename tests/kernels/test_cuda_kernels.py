@@ -14,8 +14,12 @@ from engine.kernels.linear.gated_product import GatedProduct, PlainGated
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
+from engine.speculation.eagle.proposer import EagleProposer
+from engine.speculation.proposer import WantedDraft
 from engine.steps.batch import StepBatch, StepRow
 from engine.steps.draws import Draw
+from tests.eagle_heads import write_eagle
+from tests.factories import write_tiny_model
 from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -66,6 +70,39 @@ def test_logits_of_the_plain_kernels(folder: Path, kv_dtype: torch.dtype | None)
     for rows in steps:
         step = StepBatch(rows)
         torch.testing.assert_close(ours.logits(step), plain.logits(step), rtol=tolerance, atol=tolerance)
+
+
+def test_an_eagle_head_guesses_as_with_the_plain_kernels(tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    model = write_tiny_model(tmp_path / "model", hidden_size=128, num_hidden_layers=1, vocab_size=67, **shape)
+    head = write_eagle(tmp_path / "head", 128, 67, tokens=[1, 5, 9, 20, 33, 40, 66], **shape)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = EngineConfig(model, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, draft=head)
+    kernels = CudaKernels(load_spec(model), torch.device(device), torch.float32, 16, 4)
+    ours, plain = (drafts(ModelRunner.load(config, kernels=each)) for each in (kernels, ReferenceKernels()))
+    assert ours == plain
+
+
+def drafts(runner: ModelRunner) -> list[list[int]]:
+    """Returns what a head proposes behind two prompts, and then behind a step in which one draft was accepted."""
+    assert runner.draft_proposer is not None
+    proposer = runner.draft_proposer()
+    assert isinstance(proposer, EagleProposer)
+    first = runner.run(StepBatch([StepRow([3, 4, 5], 0, [0], DRAW), StepRow([7, 8], 0, [1], DRAW)])).token_ids
+    for name, token in zip("ab", first, strict=True):
+        assert token is not None
+        proposer.begin(name, [token])
+        assert proposer.room(name, 3) == 3
+    found = [*proposer.compute([WantedDraft(name, [DRAW] * 3, [row]) for row, name in enumerate("ab")])]
+    rows = [StepRow([found[0][0]], 3, [0], DRAW), StepRow([11], 4, [0], DRAW), StepRow([found[1][0]], 2, [1], DRAW)]
+    _, second, third = runner.run(StepBatch(rows)).token_ids
+    assert second is not None
+    assert third is not None
+    proposer.extend("a", [11, second])
+    proposer.extend("b", [third])
+    assert [proposer.room(name, 3) for name in "ab"] == [3, 3]
+    found += proposer.compute([WantedDraft("a", [DRAW] * 3, [0, 1]), WantedDraft("b", [DRAW] * 2, [2])])
+    return [list(each) for each in found]
 
 
 class _Slow(Future[GatedProduct]):

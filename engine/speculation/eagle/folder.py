@@ -81,7 +81,7 @@ def read_eagle(folder: Path, target: ModelSpec) -> EagleFolder:
     hidden = spec.hidden_size
     shapes = {name: place.stored_shape for name, place in layer_places(spec, empty_layer(spec)).items()}
     shapes |= {PRODUCT: (hidden, 2 * hidden)}
-    if BIAS in entries:
+    if BIAS in entries or config.get("bias") is True:
         shapes[BIAS] = (hidden,)
     extra = entries.keys() - shapes.keys() - {_EMBEDDING, TOKEN_OFFSETS}
     if extra:

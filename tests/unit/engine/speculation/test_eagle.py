@@ -44,6 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"hidden": 32}, "hidden_size is 32, the model's is 64"),
         ({"vocabulary": 95}, "vocab_size is 95, the model's is 96"),
         ({"without": "fc.weight", "architectures": ["LlamaForCausalLMEagle"]}, "lacks tensor fc.weight"),
+        ({"without": "fc.bias"}, "lacks tensor fc.bias"),
         ({"without": "layers.0.mlp.up_proj.weight"}, "lacks tensor layers.0.mlp.up_proj.weight"),
         ({"shapes": {"fc.weight": (64, 64)}}, "fc.weight is [64, 64], config.json calls for [64, 128]"),
         ({"shapes": {"layers.0.self_attn.q_proj.weight": (32, 64)}}, "q_proj.weight is [32, 64]"),
