@@ -11,9 +11,16 @@ _LARGEST = {Codes.INT8: 127.5, Codes.INT4: 7.5, Codes.FLOAT8: torch.finfo(torch.
 
 
 def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
-    """Returns a weight [..., N, K] in codes whose scales map the largest magnitude of a group to the largest code."""
-    *outer, columns = weight.shape
-    grouped = weight.to(torch.float32).reshape(*outer, columns // packing.group, packing.group)
+    """Returns a weight [..., N, K] in codes whose scales map the largest magnitude of a group to the largest code.
+
+    Copies in float32 exist of one matrix at a time.
+    """
+    if weight.dim() > 2:
+        each = [rounded(matrix, packing) for matrix in weight]
+        codes, scales = (torch.stack(parts) for parts in zip(*((one.codes, one.scales) for one in each), strict=True))
+        return PackedWeight(codes, scales, None, packing.group)
+    rows, columns = weight.shape
+    grouped = weight.to(torch.float32).reshape(rows, columns // packing.group, packing.group)
     largest = grouped.abs().amax(-1, keepdim=True)
     # GPUs would multiply by the reciprocal of a number, and a last bit of a scale decides over the codes at its ends.
     ends = torch.full_like(largest, _LARGEST[packing.codes])
