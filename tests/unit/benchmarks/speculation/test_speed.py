@@ -19,7 +19,7 @@ class Answering:
         self._wrong = wrong
 
     def send(self, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
-        answer = Answer([prompt[0]] * sampling.max_tokens, 1.0, 2.0)
+        answer = Answer([prompt[0]] * sampling.max_tokens, first_s=1.0, last_s=2.0)
         if prompt[0] in self._wrong:
             answer.token_ids[-1] += 1
         answer.finished.set()
