@@ -26,13 +26,10 @@ class ModelRunner:
     def __init__(self, loaded: LoadedParts) -> None:
         """Use `load`."""
         self.spec = spec = loaded.spec
-        self.facts = loaded.facts
-        self.adapters = loaded.adapters
-        self.dtype = loaded.dtype
+        self.facts, self.adapters, self.dtype = loaded.facts, loaded.adapters, loaded.dtype
         self.cache = cache = loaded.cache
         self.pool = PagePool(cache.pages)
-        self.page_tokens = cache.page_tokens
-        self.kv_pages = cache.kv_pages
+        self.page_tokens, self.kv_pages = cache.page_tokens, cache.kv_pages
         self.page_sums = page_checksums(cache.tensor)
         self.cost_guess = cost_guess(spec, cache, self.dtype.itemsize)
         self.roofline = roofline(spec, cache, self.dtype.itemsize)
