@@ -106,10 +106,14 @@ class ModelSpeculation(Speculation):
         self.drafting_s = self._clock() - began
         if self._probed in wanted:
             self._probed = None
+        drafts = [
+            self._allowed(each, Draft(tokens, self._model.draft_class))
+            for each, tokens in zip(wanted, found, strict=True)
+        ]
         return [
-            Candidate(each, Draft(tokens, self._model.draft_class), self._survival(len(tokens)), self._context(each))
-            for each, tokens in zip(wanted, map(self._allowed, wanted, found), strict=True)
-            if tokens
+            Candidate(each, draft, self._survival(len(draft.token_ids)), self._context(each))
+            for each, draft in zip(wanted, drafts, strict=True)
+            if draft.token_ids
         ]
 
     def _wanted(self, drafts: Mapping[DecodeRequest, int]) -> list[WantedDraft]:

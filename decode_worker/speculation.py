@@ -58,6 +58,8 @@ class _Launched(NamedTuple):
     drafted: Sequence[Candidate]
     computing_s: float
     """The seconds that computing its drafts took."""
+    refused: frozenset[DecodeRequest] = frozenset()
+    """The requests whose drafts end where the grammar refused the next one."""
 
     def seconds(self) -> tuple[float, float]:
         """Return the predicted seconds of the step without drafts, and with them."""
@@ -83,6 +85,8 @@ class Speculation:
         self._batch = batch
         self._grow = grow
         self._allowed_drafts = allowed_drafts
+        self._refused: dict[DecodeRequest, int] = {}
+        """The drafts of the next step before one that the request's grammar refused."""
         self._acceptance = Acceptance()
         self._told: dict[DecodeRequest, int] = {}
         """Requests that the proposer knows, each with the number of answer tokens that it was told."""
@@ -120,13 +124,15 @@ class Speculation:
     def launch(self, bounds: StepBounds | None) -> TokenRows | None:
         """Launch the next step; within `bounds`, and with nothing in flight, it has drafts where they pay."""
         self.drafting_s = 0.0
+        self._refused.clear()
         if bounds is None or self._batch.in_flight_steps:
             return self._batch.launch()
         chosen = self._choose(bounds, unknown=0)
         self._steps_without = 0 if chosen else self._steps_without + 1
         fitting = [each.first(self._positions(each.request, len(each.survival))) for each in chosen]
         fitting = [each for each in fitting if each.survival]
-        self._launched = _Launched(bounds.cost, self._batch.next_rows()[1], fitting, self.drafting_s)
+        refused = frozenset(e.request for e in fitting if len(e.survival) == self._refused.get(e.request))
+        self._launched = _Launched(bounds.cost, self._batch.next_rows()[1], fitting, self.drafting_s, refused)
         self.counts.drafting_s += self.drafting_s
         if not fitting:
             self.counts.lost_s += self.drafting_s
@@ -151,7 +157,8 @@ class Speculation:
             request = step.tokens(found.drafts.row)[0]
             match, accepted = found.drafts.match, len(found.token_ids) - 1
             drafted = accepted if request.ended else len(found.drafts.token_ids)
-            self._acceptance.observe(match, drafted, accepted)
+            wrong = accepted == drafted and request in launched.refused and not request.ended
+            self._acceptance.observe(match, drafted + wrong, accepted)
             self.counts.drafted.update((match, position) for position in range(drafted))
             self.counts.accepted.update((match, position) for position in range(accepted))
             gained += accepted
@@ -219,17 +226,24 @@ class Speculation:
         self._tell(request)
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
-        draft = Draft(self._allowed(request, draft.token_ids), draft.match)
+        draft = self._allowed(request, draft)
         survival = self._acceptance.survival(draft.match, len(draft.token_ids))
         if unknown:
             draft, survival = Draft(draft.token_ids[unknown:], draft.match), survival[unknown:]
         return Candidate(request, draft, survival, self._context(request))
 
-    def _allowed(self, request: DecodeRequest, token_ids: Sequence[int]) -> Sequence[int]:
-        """Return the first tokens of a draft, up to one that the request's grammar forbids."""
-        if request.history is None or not token_ids:
-            return token_ids
-        return token_ids[: self._allowed_drafts(request.history, request.reservation.sampling.grammar, token_ids)]
+    def _allowed(self, request: DecodeRequest, draft: Draft) -> Draft:
+        """Return the first tokens of a draft, up to one that the request's grammar refuses, which is a wrong one."""
+        if request.history is None or not draft.token_ids:
+            return draft
+        grammar = request.reservation.sampling.grammar
+        count = self._allowed_drafts(request.history, grammar, draft.token_ids)
+        if count == len(draft.token_ids):
+            return draft
+        if not count:
+            self._acceptance.observe(draft.match, 1, 0)
+        self._refused[request] = count
+        return Draft(draft.token_ids[:count], draft.match)
 
     def _context(self, request: DecodeRequest) -> int | None:
         """Return `Candidate.context` of a request."""

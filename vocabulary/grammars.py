@@ -7,8 +7,10 @@ the limits below bound the time and memory of each, and one that exceeds them wh
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ _DEPTH_MAX = 64
 """Most levels of objects and lists in a JSON schema."""
 _CACHED_CHARS = 1 << 20
 """Characters of the compiled grammars that are kept, at least one."""
+_QUICK_S = 0.02
+"""Seconds of the thread, no more than a step takes, in which grammars of tools and schemas are compiled (0044)."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between the parts of JSON. It is limited, because small models go on for ever with it."""
 
@@ -90,13 +94,25 @@ def of_ebnf(text: str) -> str:
         raise ValueError(f"is no grammar in EBNF ({' '.join(str(error).split())})") from error
 
 
+@dataclass(slots=True)
+class _Compiled:
+    """A compiled grammar. Copies of its matcher share the states of the lexer, and their limit."""
+
+    matcher: LLMatcher
+    quick: bool
+    """True if it was compiled in so little time that steps may wait for it."""
+    used_up: bool = False
+    """True once a copy met the limit: later answers need another one."""
+
+
 class AnswerGrammar:
     """The state of one answer in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, compile_again: Callable[[], LLMatcher]) -> None:
-        """`matcher` shares the limit of lexer states with copies of it; a matcher of `compile_again` shares nothing."""
-        self._matcher = matcher
-        self._compile_again: Callable[[], LLMatcher] | None = compile_again
+    def __init__(self, compiled: _Compiled, compile_again: Callable[[], LLMatcher]) -> None:
+        """`compile_again` returns the grammar with a lexer of its own."""
+        self._matcher = compiled.matcher.deep_copy()
+        self._shared: _Compiled | None = compiled
+        self._compile_again = compile_again
         self._consumed = 0
         self._behind: list[NDArray[np.int32]] = []
 
@@ -105,7 +121,7 @@ class AnswerGrammar:
 
         With `drafts`, those that may follow so many of the drafts that `follow` was last given behind the same answer.
         They are bits in words [vocab / 32], the first token's is the lowest of the first word. Raises InvalidArgument
-        if the grammar exceeds its limits here, whatever other answers needed, or if `answer` does not follow it.
+        if the grammar exceeds its limits here, or if `answer` does not follow it.
         """
         if drafts:
             return self._behind[drafts - 1]
@@ -115,9 +131,12 @@ class AnswerGrammar:
         try:
             return _allowed(self._matcher)
         except InvalidArgument:
-            if self._compile_again is None:
+            shared, self._shared = self._shared, None
+            if shared is not None:
+                shared.used_up = True
+            if shared is None or not shared.quick:
                 raise
-        self._matcher, self._compile_again = self._compile_again(), None
+        self._matcher = self._compile_again()
         self._matcher.consume_tokens(list(answer))
         return _allowed(self._matcher)
 
@@ -128,7 +147,7 @@ class AnswerGrammar:
         """
         self.allowed(answer)
         ahead, self._behind = self._matcher.deep_copy(), []
-        for token_id in drafts if self._compile_again else ():
+        for token_id in drafts if self._shared is not None and self._shared.quick else ():
             if not ahead.try_consume_tokens([token_id]):
                 break
             try:
@@ -153,7 +172,7 @@ class Grammars:
             eos_token=list(eos_token_ids),
         )
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
 
     def check(self, grammar: str) -> None:
         """Compile a grammar, so that answers can begin at once; raises InvalidArgument if that fails."""
@@ -161,27 +180,27 @@ class Grammars:
 
     def begin(self, grammar: str) -> AnswerGrammar:
         """Return the state before the first token of an answer."""
-        return AnswerGrammar(self._matcher(grammar), partial(self._matcher, grammar, shared=False))
-
-    def _matcher(self, grammar: str, *, shared: bool = True) -> LLMatcher:
-        """Return a copy of the compiled grammar; unless `shared`, one whose lexer nobody else uses, now or later."""
         with self._lock:
-            known = self._compiled.get(grammar) if shared else self._compiled.pop(grammar, None)
-            if shared and known is not None:
+            known = self._compiled.get(grammar)
+            if known is not None and not known.used_up:
                 self._compiled.move_to_end(grammar)
-                return known.deep_copy()
+                return AnswerGrammar(known, partial(self._compile, grammar))
+        began = time.thread_time()
+        matcher = self._compile(grammar)
+        known = _Compiled(matcher, time.thread_time() - began < _QUICK_S)
+        with self._lock:
+            self._compiled[grammar] = known
+            while len(self._compiled) > 1 and sum(map(len, self._compiled)) > _CACHED_CHARS:
+                self._compiled.popitem(last=False)
+            return AnswerGrammar(known, partial(self._compile, grammar))
+
+    def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar) > GRAMMAR_CHARS_MAX:
             raise InvalidArgument("grammar", f"has {len(grammar)} characters, the limit is {GRAMMAR_CHARS_MAX}")
         matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise InvalidArgument("grammar", _reason(matcher.get_error()))
-        if not shared:
-            return matcher
-        with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > 1 and sum(map(len, self._compiled)) > _CACHED_CHARS:
-                self._compiled.popitem(last=False)
-        return matcher.deep_copy()
+        return matcher
 
 
 class LazyGrammars:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.speculation.local_worker import LocalWorker
+from costs.acceptance import Acceptance
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from engine.models.load_spec import load_spec
@@ -96,7 +97,7 @@ def test_a_model_that_knows_nothing_changes_no_token(
     assert fewer < 0.5 * drafted, "the control ends what is rejected"
 
 
-def test_answers_follow_their_grammars(target: Path) -> None:
+def test_answers_follow_their_grammars(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy or seeded, with n-grams, which JSON has many of, and with a draft model, which knows no grammar."""
     samplings = [replace(each, grammar=GRAMMAR, max_tokens=70 - 10 * n) for n, each in enumerate(SAMPLINGS)]
     config, with_model = engine(target), engine(target, draft=target)
@@ -108,6 +109,10 @@ def test_answers_follow_their_grammars(target: Path) -> None:
     )
     assert found == plain
     assert 20 < accepted < drafted
+    learned = []
+    monkeypatch.setattr(Acceptance, "observe", lambda _, *seen: learned.append(seen))
     found, drafted, _ = asyncio.run(answers(ModelRunner.load(with_model), with_model, samplings=samplings))
     assert found == plain
     assert drafted
+    refused = sum(drafts > accepted for _, drafts, accepted in learned)
+    assert refused > 50, "a draft that the grammar refuses is a wrong one"
