@@ -57,6 +57,8 @@ _NO_PLAN = _Plan()
 class ModelSpeculation(Speculation):
     """Speculation by a proposer that computes drafts of all requests at once. Engine thread only, as `Speculation`."""
 
+    refused_are_wrong = True
+
     def __init__(
         self,
         proposer: BatchProposer,
@@ -244,7 +246,10 @@ class ModelSpeculation(Speculation):
 
     @staticmethod
     def _draws(request: DecodeRequest, drafts: int) -> list[Draw]:
-        """Return the draws of the tokens behind the newest one, without biases and limits of the answer's beginning."""
+        """Return the draws of the tokens behind the newest one, without biases and limits of the answer's beginning.
+
+        All of a grammar have the history of the answer so far.
+        """
         sampling = request.reservation.sampling
         first = request.first_draw + len(request.token_ids) - 1
         drawn = SamplingParams(
@@ -254,8 +259,9 @@ class ModelSpeculation(Speculation):
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=sampling.seed,
+            grammar=sampling.grammar,
         )
-        return [Draw(drawn, first + draft) for draft in range(drafts)]
+        return [Draw(drawn, first + draft, request.history) for draft in range(drafts)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,9 @@ class _Launched(NamedTuple):
 class Speculation:
     """Proposes and judges drafts. Engine thread only; other threads may read the counts."""
 
+    refused_are_wrong = False
+    """True if drafts that a grammar refuses were paid for, and therefore count as rejected ones."""
+
     def __init__(
         self,
         proposer: Proposer,
@@ -233,16 +236,17 @@ class Speculation:
         return Candidate(request, draft, survival, self._context(request))
 
     def _allowed(self, request: DecodeRequest, draft: Draft) -> Draft:
-        """Return the first tokens of a draft, up to one that the request's grammar refuses, which is a wrong one."""
+        """Return the first tokens of a draft, up to one that the request's grammar refuses."""
         if request.history is None or not draft.token_ids:
             return draft
         grammar = request.reservation.sampling.grammar
         count = self._allowed_drafts(request.history, grammar, draft.token_ids)
         if count == len(draft.token_ids):
             return draft
-        if not count:
-            self._acceptance.observe(draft.match, 1, 0)
-        self._refused[request] = count
+        if self.refused_are_wrong:
+            self._refused[request] = count
+            if not count:
+                self._acceptance.observe(draft.match, 1, 0)
         return Draft(draft.token_ids[:count], draft.match)
 
     def _context(self, request: DecodeRequest) -> int | None:

@@ -42,7 +42,7 @@ from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from engine.weights.random_weights import fill_randomly, random_revision
-from vocabulary.grammars import Grammars, LazyGrammars
+from vocabulary.grammars import LazyGrammars, shared_grammars
 from wire.errors import InvalidArgument
 from wire.messages import ModelFacts
 
@@ -143,7 +143,8 @@ def load_parts(
 
     loaded, adapters = _load_model(config, setting, kernels_of, progress)
     kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if on_cpu else None)
-    grammars = LazyGrammars(lambda: Grammars(config.tokenizer or config.model, spec.vocab_size, spec.eos_token_ids))
+    tokenizer, tokens = config.tokenizer or config.model, (spec.vocab_size, tuple(spec.eos_token_ids))
+    grammars = LazyGrammars(lambda: shared_grammars(tokenizer, *tokens))
     masks = GrammarMasks(grammars, spec.eos_token_ids)
 
     def start(config: EngineConfig, model: DecoderModel) -> tuple[PagedCache, Stepper]:

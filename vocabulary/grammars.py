@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,12 @@ class Grammars:
         if matcher.is_error():
             raise InvalidArgument("grammar", _reason(matcher.get_error()))
         return matcher
+
+
+@cache
+def shared_grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+    """Return the grammars of a model, and of a draft model with the same tokens."""
+    return Grammars(folder, vocab_size, eos_token_ids)
 
 
 class LazyGrammars:

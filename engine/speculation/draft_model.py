@@ -7,7 +7,7 @@ of a draft, the KV of the accepted tokens stays, and that of the others is overw
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol, cast
 
@@ -17,9 +17,12 @@ from costs.step_work import StepWork, chunk_pairs
 from engine.cache.page_pool import PagePool
 from engine.speculation.proposer import MODEL_CLASS, BatchProposer, WantedDraft
 from engine.steps.batch import StepBatch, StepResult, StepRow
-from engine.steps.draws import Draw
+from engine.steps.draws import Draw, History
 from wire.kv_pages import KvPages
-from wire.messages import ModelFacts, RequestRef
+from wire.messages import ModelFacts, RequestRef, SamplingParams
+
+_UNUSED = Draw(SamplingParams(max_tokens=1), 0)
+"""The draw of a row behind which the token is known."""
 
 
 class DraftRunner(Protocol):
@@ -148,7 +151,7 @@ class DraftModel(BatchProposer):
 
         Tokens are rows of their own, as drafts are when they are verified.
         """
-        draws = {each.key: each.draws for each in wanted}
+        draws = {each.key: self._own_draws(each.draws) for each in wanted}
         found: dict[Hashable, list[int]] = {key: [] for key in draws}
         fed = {}
         for key in draws:
@@ -158,6 +161,8 @@ class DraftModel(BatchProposer):
         while fed:
             for key, token in self._draw(fed, {key: draws[key][len(found[key])] for key in fed}).items():
                 found[key].append(token)
+                if (history := draws[key][0].history) is not None:
+                    cast("list[int]", history.answer).append(token)
             fed = {
                 key: [(len(self._requests[key].tokens) + len(found[key]) - 1, found[key][-1])]
                 for key in fed
@@ -168,6 +173,14 @@ class DraftModel(BatchProposer):
             request.stored, request.drafted = len(request.tokens) + len(tokens) - 1, tokens
         return list(found.values())
 
+    def _own_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
+        """Return a request's draws with a history of their own, if they have one, which drafts are appended to."""
+        history = draws[0].history
+        if history is None:
+            return draws
+        own = History(history.prompt, [*history.answer])
+        return [replace(each, history=own) for each in draws]
+
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, Draw]
     ) -> dict[Hashable, int]:
@@ -175,7 +188,8 @@ class DraftModel(BatchProposer):
         rows, last = [], {}
         for key, tokens in fed.items():
             pages = self._requests[key].pages
-            rows += [StepRow([token], position, pages, draws[key]) for position, token in tokens]
+            rows += [StepRow([token], position, pages, _UNUSED) for position, token in tokens[:-1]]
+            rows += [StepRow([token], position, pages, draws[key]) for position, token in tokens[-1:]]
             last[key] = len(rows) - 1
         context = sum(row.start + 1 for row in rows)
         drawn = self._run(rows, StepWork(decode_rows=len(rows), decode_context_tokens=context)).token_ids

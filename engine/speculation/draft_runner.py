@@ -75,7 +75,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         model=config.draft,
-        tokenizer=None,
+        tokenizer=config.tokenizer or config.model,  # the model's own folder may have none
         draft=None,
         adapters=(),
         runtime_loras=False,

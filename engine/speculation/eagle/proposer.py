@@ -6,6 +6,7 @@ there, so that its KV has no gaps.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
@@ -93,6 +94,11 @@ class EagleProposer(DraftModel):
             request = self._requests[key]
             request.stored, request.drafted = len(request.tokens), ()
         return [found.get(each.key, ()) for each in wanted]
+
+    def _own_draws(self, draws: Sequence[Draw]) -> Sequence[Draw]:
+        """See `DraftModel`; the head follows no grammar."""
+        sampling = replace(draws[0].sampling, grammar="")
+        return [Draw(sampling, each.index) for each in draws]
 
     def _draw(
         self, fed: Mapping[Hashable, Sequence[tuple[int, int]]], draws: Mapping[Hashable, Draw]

@@ -98,7 +98,7 @@ def test_a_model_that_knows_nothing_changes_no_token(
 
 
 def test_answers_follow_their_grammars(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy or seeded, with n-grams, which JSON has many of, and with a draft model, which knows no grammar."""
+    """Greedy or seeded, with n-grams, which JSON has many of, and a draft model; refused drafts count as wrong."""
     samplings = [replace(each, grammar=GRAMMAR, max_tokens=70 - 10 * n) for n, each in enumerate(SAMPLINGS)]
     config, with_model = engine(target), engine(target, draft=target)
     runner = ModelRunner.load(config)
@@ -109,10 +109,15 @@ def test_answers_follow_their_grammars(target: Path, monkeypatch: pytest.MonkeyP
     )
     assert found == plain
     assert 20 < accepted < drafted
+    runner = ModelRunner.load(with_model)
+    found, drafted, accepted = asyncio.run(answers(runner, with_model, samplings=samplings))
+    assert found == plain
+    assert accepted == drafted > 100, "the model drafts within the grammar"
     learned = []
     monkeypatch.setattr(Acceptance, "observe", lambda _, *seen: learned.append(seen))
-    found, drafted, _ = asyncio.run(answers(ModelRunner.load(with_model), with_model, samplings=samplings))
+    monkeypatch.setattr(runner, "allowed_drafts", lambda *_: 0)
+    found, drafted, _ = asyncio.run(answers(runner, with_model, samplings=samplings))
     assert found == plain
-    assert drafted
+    assert not drafted
     refused = sum(drafts > accepted for _, drafts, accepted in learned)
-    assert refused > 50, "a draft that the grammar refuses is a wrong one"
+    assert refused == len(learned) > 50

@@ -24,7 +24,7 @@ from engine.steps.batch import StepBatch, StepResult, StepRow
 from tests.fake_engine import EOS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
 from tests.worker_pair import Heard, WorkerPair, until
 from vocabulary.grammars import of_regex
-from wire.errors import ResourceExhausted
+from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import FinishReason, SamplingParams
 from worker.step_publisher import StepPublisher
 from worker.worker import Worker
@@ -77,7 +77,10 @@ class Doubting(FakeEngine):
     """A draft model whose draw is wrong behind each seventh position."""
 
     def _row(self, row: StepRow) -> int | None:
-        token = super()._row(row)
+        try:
+            token = super()._row(row)
+        except InvalidArgument:  # its last draw was wrong by the grammar, too
+            return EOS
         return token if token is None or row.start % 7 else token - 1
 
 
