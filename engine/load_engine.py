@@ -28,7 +28,6 @@ from engine.models.decoder import DecoderModel
 from engine.models.load_spec import bounded, load_spec, quantized_at_load
 from engine.sampler import sample
 from engine.speculation.draft_folder import draft_bytes
-from engine.speculation.draft_runner import LoadModel
 from engine.speculation.load_draft import (
     MakeKernels,
     MakeProposer,
@@ -38,6 +37,7 @@ from engine.speculation.load_draft import (
     model_with_draft,
     split_kv,
 )
+from engine.speculation.load_draft_model import LoadModel
 from engine.steps.batch import PendingStep, StepBatch
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash

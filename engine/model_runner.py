@@ -48,7 +48,7 @@ class ModelRunner:
         name: str | None = None,
         kernels: Kernels | None = None,
     ) -> "ModelRunner":
-        """Reads the model and allocates the cache; `name` is what clients call it, by default the folder's name.
+        """Read the model and allocate the cache; `name` is what clients call it, by default the folder's name.
 
         `kernels` are by default the fastest for the device; given ones run step by step, without CUDA graphs.
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
@@ -71,7 +71,7 @@ class ModelRunner:
         return self.stepper.graph_use
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Stores the KV of every row and samples where a draw is asked for; raises Internal for a malformed batch."""
+        """Store the KV of every row and sample where a draw is asked for; raises Internal for a malformed batch."""
         return self.launch(batch)()
 
     def launch(self, batch: StepBatch) -> PendingStep:
@@ -96,9 +96,10 @@ class ModelRunner:
             return logits if every_token else logits[: len(batch.draws)]
 
     def measure_ceilings(self, threads: int | None = None) -> None:
-        """Tell by what this device does at best instead of a typical one; on CPUs with so many threads, None = all.
+        """Measure the bandwidth and compute ceilings of this device, which replace typical ones in `roofline`.
 
-        It takes some tenths of a second, in which nobody else of this process may compute.
+        CPUs are measured with `threads` threads, None = all. It takes some tenths of a second, in which no other thread
+        of this process may compute.
         """
         self.roofline = replace(self.roofline, ceilings=measure_ceilings(self.cache.device, self.dtype, threads))
 

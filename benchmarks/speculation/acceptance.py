@@ -23,8 +23,8 @@ from benchmarks.speculation.replay import Replay, measure_time
 from cli.models.default_model import find_default_model
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
-from engine.speculation.history import LONGEST, MATCH_MAX
 from engine.speculation.ngram import NgramProposer
+from engine.speculation.ngram_history import LONGEST, MATCH_MAX
 from engine.speculation.proposer import Proposer
 from engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
 from engine.weights.gguf import prepare_model

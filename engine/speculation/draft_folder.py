@@ -8,10 +8,10 @@ import torch
 from engine.config import EngineConfig
 from engine.config.model import ModelSpec
 from engine.models.load_spec import load_spec, read_json
-from engine.speculation.draft_runner import check_draft_model, draft_config, draft_model_bytes
 from engine.speculation.eagle.folder import STATES_A_ROW, is_eagle, read_eagle
 from engine.speculation.heads.folder import CONFIG, read_heads
 from engine.speculation.heads.hidden_states import hidden_rows
+from engine.speculation.load_draft_model import check_draft_model, draft_config, draft_model_bytes
 from wire.errors import ModelError
 
 _HEADS_FIELD = "medusa_num_heads"

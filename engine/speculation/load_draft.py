@@ -17,14 +17,6 @@ from engine.models.decoder import DecoderModel
 from engine.models.parameters import Parameters
 from engine.speculation.draft_folder import DraftKind, draft_bytes, draft_kind
 from engine.speculation.draft_model import DraftModel
-from engine.speculation.draft_runner import (
-    LoadModel,
-    draft_config,
-    kv_share,
-    load_draft_runner,
-    memory_of,
-    share_of,
-)
 from engine.speculation.eagle.folder import read_eagle
 from engine.speculation.eagle.model import EagleModel, load_eagle
 from engine.speculation.eagle.proposer import EagleProposer, TargetStates
@@ -32,6 +24,14 @@ from engine.speculation.eagle.runner import EagleRunner, Launcher
 from engine.speculation.heads.hidden_states import HiddenStateModel, hidden_rows
 from engine.speculation.heads.medusa import load_medusa_heads
 from engine.speculation.heads.proposer import HeadsProposer
+from engine.speculation.load_draft_model import (
+    LoadModel,
+    draft_config,
+    kv_share,
+    load_draft_model,
+    memory_of,
+    share_of,
+)
 from engine.speculation.proposer import Proposer
 from engine.warm_up import warm_up
 
@@ -145,5 +145,5 @@ def draft_model_of(
     """
     if config.draft is None or draft_kind(config.draft) is not DraftKind.MODEL:
         return None
-    runner = load_draft_runner(load, config, spec, page_tokens, kv.both)
+    runner = load_draft_model(load, config, spec, page_tokens, kv.both)
     return lambda: DraftModel(runner, memory_of(runner))

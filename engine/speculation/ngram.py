@@ -6,7 +6,7 @@ summaries, code (https://github.com/apoorvumang/prompt-lookup-decoding).
 
 from collections.abc import Hashable, Sequence
 
-from engine.speculation.history import History
+from engine.speculation.ngram_history import NgramHistory
 from engine.speculation.proposer import NO_DRAFT, Draft
 
 
@@ -14,13 +14,13 @@ class NgramProposer:
     """Proposes what followed the newest occurrence of the request's last tokens, in its prompt or its answer."""
 
     def __init__(self) -> None:
-        self._histories: dict[Hashable, History] = {}
+        self._histories: dict[Hashable, NgramHistory] = {}
 
     def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str = "") -> None:
         """See `Proposer`; the n-grams are noted when a draft is first asked for."""
         if key in self._histories:
             raise ValueError(f"{key} is known already")
-        self._histories[key] = History(token_ids)
+        self._histories[key] = NgramHistory(token_ids)
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
         """See `Proposer`."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from engine.speculation.history import LONGEST, MATCH_MAX, History, Ngram
+from engine.speculation.ngram_history import LONGEST, MATCH_MAX, Ngram, NgramHistory
 from engine.speculation.proposer import NO_DRAFT, Draft
 
 ANSWERS_MAX = 65_536
@@ -22,7 +22,7 @@ _Place = tuple[list[int], int]
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    history: History
+    history: NgramHistory
     cache_salt: str
     answer: int
     """The position in the history of the first token that joined after it began."""
@@ -86,7 +86,7 @@ class SuffixProposer:
         """See `Proposer`; the n-grams are noted when a draft is first asked for."""
         if key in self._requests:
             raise ValueError(f"{key} is known already")
-        history = History(token_ids)
+        history = NgramHistory(token_ids)
         self._requests[key] = _Request(history, cache_salt, len(history.tokens))
 
     def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:

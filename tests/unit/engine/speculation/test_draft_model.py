@@ -12,8 +12,8 @@ from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
 from engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind
 from engine.speculation.draft_model import DraftModel
-from engine.speculation.draft_runner import memory_of
 from engine.speculation.load_draft import split_kv
+from engine.speculation.load_draft_model import memory_of
 from engine.speculation.proposer import WantedDraft
 from engine.steps.draws import Draw
 from tests.factories import tiny_engine_config, write_tiny_model

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.history import LONGEST, MATCH_MAX, NOTED_MAX
 from engine.speculation.ngram import NgramProposer
+from engine.speculation.ngram_history import LONGEST, MATCH_MAX, NOTED_MAX
 from engine.speculation.proposer import NO_DRAFT, Draft
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.speculation import suffix
-from engine.speculation.history import LONGEST
 from engine.speculation.ngram import NgramProposer
+from engine.speculation.ngram_history import LONGEST
 from engine.speculation.proposer import HEADS_CLASS, LAST_CLASS, NO_DRAFT, Draft
 from engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
 

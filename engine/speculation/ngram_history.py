@@ -7,7 +7,7 @@ from engine.speculation.proposer import Draft
 LONGEST = 3
 """The longest n-gram that is looked up, before those of 2 and 1 tokens."""
 MATCH_MAX = 8
-"""The longest match that is told apart."""
+"""The length at which the comparison of a match with the last tokens stops."""
 NOTED_MAX = 8192
 """The tokens that are noted when a request begins, the newest: more would delay the step of all requests."""
 _NONE = -1
@@ -17,7 +17,7 @@ Ngram = int | tuple[int, ...]
 """One token is itself, more are a tuple."""
 
 
-class History:
+class NgramHistory:
     """The tokens of one request and, for each n-gram, the position behind its newest occurrence but the last one."""
 
     __slots__ = ("_noted", "positions", "tokens")

@@ -113,7 +113,7 @@ def memory_of(runner: LoadedDraft) -> dict[str, int]:
     return {"weights": weights, "kv": runner.cache.storage.nbytes}
 
 
-def load_draft_runner(
+def load_draft_model(
     load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, total: int | None
 ) -> LoadedDraft:
     """Load the model of `config.draft` on the same device, by `load`.
