@@ -26,7 +26,7 @@ from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
-from kv_transfer.fence import Fence, Lives, nobody_knows
+from kv_transfer.fence import Fence, ProcessAlive, process_unknown
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import PageAction
 from wire.errors import StaleEpoch, TransferFailed
@@ -61,7 +61,7 @@ class DecodeAdmission:
         wake: Callable[[], None],
         listened_s: Callable[[], float],
         is_near: Callable[[PeerRef], bool],
-        lives: Lives = nobody_knows,
+        lives: ProcessAlive = process_unknown,
         checks: PageChecks | None = None,
     ) -> None:
         """Create the admission; `expect`, `emit` and `wake` are called from any thread and must not block.
@@ -78,7 +78,7 @@ class DecodeAdmission:
             wake: Called when work is ready.
             listened_s: The transport's clock (`Receiver.listened_s`).
             is_near: True if the prefill worker is known to be on this host.
-            lives: The state of the prefill worker's process; None if unknown.
+            lives: Whether the process of a prefill worker is alive (`kv_transfer.fence.ProcessAlive`).
             checks: Compares the bytes that arrived with those sent; None = not compared.
         """
         self._config = config
@@ -155,12 +155,12 @@ class DecodeAdmission:
             return self.requests.adapters()
 
     def close(self, why: str) -> None:
-        """Promise nothing new until `open`; what is here goes on."""
+        """Reject new reservations until `open`; accepted requests continue."""
         with self.lock:
             self._budget.close(why)
 
     def open(self) -> None:
-        """Promise."""
+        """Accept reservations again after `close`."""
         with self.lock:
             self._budget.open()
 
@@ -239,14 +239,14 @@ class DecodeAdmission:
         self._changed(work=not checking)
 
     def peer_gone(self, peer: PeerRef) -> None:
-        """The process of `peer` is believed dead: whatever it was to write is over."""
+        """Handle the believed death of `peer`: its leases end, their pages are quarantined, their requests fail."""
         with self.lock:
             reason = TransferFailed(f"prefill worker {peer.worker_id} is gone; prefill again elsewhere")
             self._leased.follow_all(self._leases.peer_gone(peer), reason)
         self._changed()
 
     def peer_back(self, peer: PeerRef) -> None:
-        """`peer` serves, believed dead or not: it may be given leases."""
+        """Grant leases to `peer` again, which serves although it may have been believed dead."""
         self._leases.peer_back(peer)
 
     def expire(self) -> None:
@@ -282,7 +282,7 @@ class DecodeAdmission:
 
     @property
     def pages_left(self) -> int:
-        """Pages that requests may hold beside those that they do, if the pool has them."""
+        """The number of further pages that requests may hold, if the pool has them."""
         return self._budget.left
 
     @property
@@ -292,14 +292,14 @@ class DecodeAdmission:
 
     @property
     def not_ready(self) -> str:
-        """Why nothing is promised for now, in words; empty = promises are made."""
+        """The reason why reservations are rejected for now; empty = they are accepted."""
         return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
-        """Outside the lock: leases may have ended and pages become free.
+        """Report changed leases and pages; called without the lock.
 
-        `work`: that, or a request that is ready, may be news for the step loop, which must not be woken in vain where
-        others need the interpreter at once.
+        `work` wakes the step loop: a request may be ready, or one that waits for pages may go on. It is False where
+        neither can be, as a needless wake-up takes the interpreter from other threads.
         """
         with self.lock:
             self._expect(self._leases.open_leases)

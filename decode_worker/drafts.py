@@ -1,4 +1,4 @@
-"""The drafts of one step: guesses for the tokens that follow, verified by further rows of the same requests.
+"""The drafts of one step: guessed tokens, each one draft, that further rows of the same requests verify.
 
 A request with k drafts has k + 1 rows in the step: its newest token, and each draft at the position behind. Each row
 draws the token that follows, with its own index in the seeded sequence. A draft is accepted while it equals the token

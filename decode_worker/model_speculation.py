@@ -57,7 +57,7 @@ _NO_PLAN = _Plan()
 class ModelSpeculation(Speculation):
     """Speculation by a proposer that computes drafts of all requests at once. Engine thread only, as `Speculation`."""
 
-    refused_are_wrong = True
+    refused_count_as_rejected = True
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ModelSpeculation(Speculation):
         if not every.drafts:
             return self._probe(bounds, work, eligible)
         for request in eligible:
-            self._tell(request)
+            self._update_proposer(request)
         ready, rows = [], 0
         for each in eligible:
             missing = self._model.missing(each)
@@ -186,7 +186,7 @@ class ModelSpeculation(Speculation):
             if spent_s * PROBE_EVERY > self._steps_without * plain_s:
                 return _NO_PLAN
             self._probed = request
-        self._tell(request)
+        self._update_proposer(request)
         if self._model.missing(request) > MISSING_MAX:
             return _Plan(pieces=self._pieces(bounds, work, [request], plain_s, None))
         drafts = self._room(request, 1)
@@ -232,7 +232,7 @@ class ModelSpeculation(Speculation):
 
     def _missing(self, request: DecodeRequest) -> int:
         """Return the tokens of a request, which the proposer may not know yet, whose KV is not stored."""
-        if request in self._told:
+        if request in self._known_tokens:
             return self._model.missing(request)
         return self._model.missing_at_first(self._batch.next_position(request) + 1)
 

@@ -70,7 +70,7 @@ class _Launched(NamedTuple):
 class Speculation:
     """Proposes and judges drafts. Engine thread only; other threads may read the counts."""
 
-    refused_are_wrong = False
+    refused_count_as_rejected = False
     """True if drafts that a grammar refuses were paid for, and therefore count as rejected ones."""
 
     def __init__(
@@ -89,10 +89,10 @@ class Speculation:
         self._grow = grow
         self._allowed_drafts = allowed_drafts
         self._refused: dict[DecodeRequest, int] = {}
-        """The drafts of the next step before one that the request's grammar refused."""
+        """Requests of whose drafts the grammar refused one, each with the number of drafts before it."""
         self._acceptance = Acceptance()
-        self._told: dict[DecodeRequest, int] = {}
-        """Requests that the proposer knows, each with the number of answer tokens that it was told."""
+        self._known_tokens: dict[DecodeRequest, int] = {}
+        """The requests that the proposer has state of, each with the number of answer tokens that it was given."""
         self._steps_without = 0
         """Steps since the last one with drafts."""
         self.drafting_s = 0.0
@@ -185,7 +185,7 @@ class Speculation:
 
     def leave(self, request: DecodeRequest) -> None:
         """Forget a request that left the batch."""
-        if self._told.pop(request, None) is not None:
+        if self._known_tokens.pop(request, None) is not None:
             self._proposer.leave(request)
 
     def _expects_drafts(self, bounds: StepBounds) -> bool:
@@ -226,7 +226,7 @@ class Speculation:
 
     def _candidate(self, request: DecodeRequest, unknown: int) -> Candidate:
         """Return a request with the draft that follows its newest token, which is one of `unknown` that come first."""
-        self._tell(request)
+        self._update_proposer(request)
         most = min(DRAFTS_MAX, self._batch.rows_left(request) - 1)
         draft = self._proposer.propose(request, most + unknown)
         draft = self._allowed(request, draft)
@@ -243,7 +243,7 @@ class Speculation:
         count = self._allowed_drafts(request.history, grammar, draft.token_ids)
         if count == len(draft.token_ids):
             return draft
-        if self.refused_are_wrong:
+        if self.refused_count_as_rejected:
             self._refused[request] = count
             if not count:
                 self._acceptance.observe(draft.match, 1, 0)
@@ -253,15 +253,15 @@ class Speculation:
         """Return `Candidate.context` of a request."""
         return None if self._batch.kv_read_once else self._batch.next_position(request) + 1
 
-    def _tell(self, request: DecodeRequest) -> None:
-        """Bring the proposer up to date."""
-        answer, told = request.token_ids, self._told.get(request)
-        if told is None:
+    def _update_proposer(self, request: DecodeRequest) -> None:
+        """Give the proposer the tokens of the request that it does not have."""
+        answer, known = request.token_ids, self._known_tokens.get(request)
+        if known is None:
             reservation = request.reservation
             self._proposer.begin(request, [*reservation.question, *answer], reservation.cache_salt)
-        elif told < len(answer):
-            self._proposer.extend(request, answer[told:])
-        self._told[request] = len(answer)
+        elif known < len(answer):
+            self._proposer.extend(request, answer[known:])
+        self._known_tokens[request] = len(answer)
 
     def _positions(self, request: DecodeRequest, wanted: int) -> int:
         """Return the number of drafts for which the request has pages, or gets one that nobody else needs."""

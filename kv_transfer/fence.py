@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 from wire.messages import PeerRef
 
-Lives = Callable[[PeerRef], bool | None]
+ProcessAlive = Callable[[PeerRef], bool | None]
 """Returns True if the process of this incarnation lives, False if it has ended, None if that is unknown."""
 
 
-def nobody_knows(_peer: PeerRef) -> None:
-    """Returns None: the process cannot be observed from this host."""
+def process_unknown(_peer: PeerRef) -> None:
+    """Return None: the process cannot be observed from this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Fence:
     """The time within which what it has begun lands, in seconds."""
     listened_s: Callable[[], float]
     """The clock of the grace period (`Receiver.listened_s`)."""
-    lives: Lives = nobody_knows
+    lives: ProcessAlive = process_unknown
 
 
 class Exposure:
@@ -66,7 +66,7 @@ class Exposure:
         self.believe_dead()
         self._begins_no_more = True
 
-    def is_safe(self, now: float, lives: Lives) -> bool:
+    def is_safe(self, now: float, lives: ProcessAlive) -> bool:
         """Returns True if nothing of a writer that is dead or begins no more can land.
 
         Starts the grace period when due.

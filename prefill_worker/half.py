@@ -134,11 +134,11 @@ class PrefillHalf:
             return [(router_id, request.task.ref) for router_id, request in self.registry]
 
     def close(self, why: str) -> None:
-        """Take nothing new until `open`; what is here goes on."""
+        """Reject new prompts until `open`; accepted ones continue."""
         self.registry.closed = why
 
     def open(self) -> None:
-        """Take work."""
+        """Accept prompts again after `close`."""
         self.registry.closed = ""
 
     def withdraw(self, request: PrefillRequest) -> None:
@@ -161,7 +161,7 @@ class PrefillHalf:
             self.registry.remove(request)
             self._pending_transfers.discard(request)
             self._pages.give_back(request)
-        # They know each other: with the knot they and all their writes would wait for the garbage collector.
+        # Breaks a reference cycle, which would keep both and all their writes until the garbage collector runs.
         request.handoff = None
         self._wake()
 
@@ -176,7 +176,7 @@ class PrefillHalf:
     # ---- engine thread: a step ----
 
     def schedule(self, budget: int) -> list[StepRow]:
-        """Rows of the next step with at most `budget` tokens in all; the pages stay this half's."""
+        """Return rows for the next step, of at most `budget` tokens in all; the requests keep their pages."""
         with self._lock:
             planned = self.queue.plan(budget, self._config.max_rows, self._start)
             if self._windowed:
@@ -190,7 +190,7 @@ class PrefillHalf:
     def apply(
         self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()
     ) -> list[RoutedEvent]:
-        """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear.
+        """Take the results of the oldest step in flight, row by row; returns the events for the routers.
 
         `logprobs` is empty or has an entry for each row.
         """
@@ -216,16 +216,16 @@ class PrefillHalf:
                             arrived.append((request, self._local_notice(request, token_id), request.pages))
                         events.append(event)
                     except Exception as error:
-                        self._break_off(request, error)
+                        self._fail(request, error)
         for request, notice, pages in arrived:
             try:
                 self._local.notice(notice, pages)
             except Exception as error:
-                self._break_off(request, error)
+                self._fail(request, error)
         return events
 
-    def _break_off(self, request: PrefillRequest, error: Exception) -> None:
-        """A prompt whose result cannot be handled fails alone: its handoff tells the router."""
+    def _fail(self, request: PrefillRequest, error: Exception) -> None:
+        """Fail a prompt whose result cannot be handled, and no other; its handoff tells the router."""
         request_id = request.task.ref.request_id
         log.error("request %s met a defect", request_id, exc_info=error, extra=about(request_id))
         reason = Internal("the result of the request's prompt could not be handled; see the worker's log")
@@ -330,6 +330,6 @@ class PrefillHalf:
         return RoutedEvent(task.router_id, event)
 
     def _local_notice(self, request: PrefillRequest, token_id: int) -> TransferNotice:
-        """The KV is in the decode half's pages: that is all there is to hand over."""
+        """Return the notice of a prompt whose KV was computed in pages of this worker's decode half."""
         skipped = request.cached // self._cache.page_tokens
         return make_notice(request, self._me, token_id, token_hash=request.token_hash, skipped=skipped)

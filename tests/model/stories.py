@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.cache.page_checksums import HostChecksums
-from kv_transfer.fence import Exposure, nobody_knows
+from kv_transfer.fence import Exposure, process_unknown
 from kv_transfer.lease import LeaseTable
 from prefill_worker.write_window import WriteWindow
 from tests.fake_engine import PAGE_TOKENS
@@ -160,7 +160,7 @@ def renewals_are_never_refused(patch: pytest.MonkeyPatch) -> None:
 def nobody_looks_whether_a_writer_lives(patch: pytest.MonkeyPatch) -> None:
     """Its silence, and time, are all that counts."""
     is_safe = Exposure.is_safe
-    patch.setattr(Exposure, "is_safe", lambda self, now, _: is_safe(self, now, nobody_knows))
+    patch.setattr(Exposure, "is_safe", lambda self, now, _: is_safe(self, now, process_unknown))
 
 
 def nobody_owes_the_dead(patch: pytest.MonkeyPatch) -> None:
