@@ -127,7 +127,7 @@ class LeasedRequests:
         self.follow(self._table.revoke(request.lease), None)
 
     def follow_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:
-        """One that cannot be followed keeps no other from it: the table has forgotten them all."""
+        """Apply all changes; an exception in one is logged, as the table has dropped the other leases already."""
         for change in changes:
             try:
                 self.follow(change, failure)
@@ -135,7 +135,7 @@ class LeasedRequests:
                 log.exception("the end of %s was not followed", change.lease)
 
     def follow(self, change: LeaseChange, failure: TandemError | None) -> None:
-        """Do with the pages what the lease table says; a request that was alive is over, its router hears `failure`."""
+        """Apply a change of the lease table to the pages; a request that still has the lease ends with `failure`."""
         request = self._by_epoch.pop(change.lease.epoch, None)
         if change.action is PageAction.QUARANTINE:
             self._pool.quarantine(change.lease)

@@ -200,8 +200,8 @@ class PageClaims:
 class PageBudget:
     """Pages promised to requests, prompt and answer, until each is over. Guarded by the admission's lock.
 
-    Quarantined pages are lost for as long as their writers are silent. A worker that has lost a large part of its pool
-    this way reports it and promises nothing until enough of it is back: small and full, it would look healthy.
+    Quarantined pages are lost until their writers confirm or are known to write no more. A worker that has lost a large
+    part of its pool reports it and promises nothing until enough of it is back: it would look like a small, full one.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class PageBudget:
 
     @property
     def not_ready(self) -> str:
-        """The reason why nothing is promised for now; empty if promises are made. `update_lost` keeps it up to date."""
+        """The reason why reservations are rejected for now; empty if they are not. `update_lost` updates it."""
         return self._lost.not_ready
 
     @property

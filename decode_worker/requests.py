@@ -16,12 +16,12 @@ from wire.tracing.timeline import Edge, EdgeStamp
 ADMITTED_REMEMBERED = 4096
 """The number of epochs of leases whose KV has arrived that are remembered.
 
-A heartbeat that crosses a notice must not read as a loss.
+A lease whose notice arrived while a heartbeat for it was on its way must not be reported as lost.
 """
 
 
 class DecodeRequests:
-    """Every request from its reservation to its end. Guarded by the admission's lock."""
+    """All requests from their reservation to their end. Guarded by the admission's lock."""
 
     def __init__(self, cache: PrefixCache, budget: PageBudget, emit: Callable[[RoutedEvent], None]) -> None:
         self._cache = cache
@@ -60,9 +60,9 @@ class DecodeRequests:
         self._by_key[request.key] = request
 
     def adopt(self, request: DecodeRequest, check_until: float, pages: Sequence[int] = ()) -> None:
-        """Make the lease's pages the request's, as the writer is quiet; their content is still to be checked.
+        """Make the request the owner of its lease's pages, which no write reaches any more; they are not checked yet.
 
-        A local prompt says where its `pages` are; those that were sent came in their order.
+        `pages` are those of a local prompt as `KvPages` lists them; without them, the lease's pages are in order.
         """
         request.check_until = check_until
         adopted = self._pool.adopt(request.lease, request.reservation.ref)
@@ -141,7 +141,7 @@ class DecodeRequests:
         late = [one for one in self._by_key.values() if one.stage is Stage.CHECKING and now > one.check_until]
         for request in late:
             self.cancel(request)
-            self._tell(request, TransferFailed("what arrived could not be checked in time; prefill again"))
+            self._emit_failure(request, TransferFailed("what arrived could not be checked in time; prefill again"))
         return bool(late)
 
     def cancel(self, request: DecodeRequest) -> None:
@@ -185,7 +185,7 @@ class DecodeRequests:
         if self._by_key.get(request.key) is request:
             del self._by_key[request.key]
         if failure is not None:
-            self._tell(request, failure)
+            self._emit_failure(request, failure)
 
     def _listed(self, request: DecodeRequest, sent: Sequence[int]) -> list[int]:
         """Return the pages that a request reads and those that were sent to it, as `KvPages` lists them."""
@@ -196,6 +196,6 @@ class DecodeRequests:
             pages[entry] = page
         return pages
 
-    def _tell(self, request: DecodeRequest, failure: TandemError) -> None:
+    def _emit_failure(self, request: DecodeRequest, failure: TandemError) -> None:
         reservation = request.reservation
         self._emit(RoutedEvent(reservation.router_id, failure_event(reservation.ref, failure)))

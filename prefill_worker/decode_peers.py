@@ -35,9 +35,9 @@ class DecodePeers(ABC):
 
     @abstractmethod
     async def connect(self, destination: Destination) -> None:
-        """Be introduced, so that writes to this worker are possible; at once if that has happened.
+        """Make the handshake that writes to this worker need; returns at once if it was made before.
 
-        FailedPrecondition if the two workers do not fit together, Unavailable if it does not answer or is known to be
+        FailedPrecondition if the two workers are incompatible, Unavailable if it does not answer or is known to be
         gone.
         """
 

@@ -98,8 +98,8 @@ class OutgoingWrites:
     async def completed(self) -> None:
         """Wait until all of them have settled; the failure of the oldest that has failed is raised.
 
-        One that moves no more cannot be taken back, but nobody waits longer for it than for its deadline: the router
-        hears TransferFailed and goes on elsewhere, while the handoff keeps the pages until `settled`.
+        TransferFailed once one exceeds its deadline: the router retries with other workers, while the handoff keeps the
+        pages until `settled`, because a write that stalls cannot be cancelled.
         """
         # Not gather: a cancelled wait must leave the writes to `settled`, which waits for them again.
         _, moving = await asyncio.wait(self._awaited, timeout=self._deadline_s)
