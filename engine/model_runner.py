@@ -16,7 +16,7 @@ from engine.load_engine import LoadedParts, load_parts
 from engine.memory import naming_the_setting
 from engine.model_sizes import cost_guess, roofline
 from engine.steps.batch import PendingStep, StepBatch, StepResult
-from engine.warm_up import warm_up
+from engine.warm_up import check_activations, warm_up
 from engine.weights.checkpoint import Progress
 
 
@@ -56,6 +56,8 @@ class ModelRunner:
         loaded = load_parts(config, progress, name=name, kernels=kernels, load_another=cls.load)
         runner = cls(loaded)
         with naming_the_setting(loaded.cache.device):
+            if loaded.dtype == torch.float16:  # before anything is drawn
+                check_activations(runner.logits, loaded.cache, min(runner.facts.max_context, runner.facts.vocab_size))
             warm_up(runner.run, loaded.cache, runner.facts.max_context, progress)
         runner.expert_tokens.reset()
         return runner

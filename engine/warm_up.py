@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from engine.cache.paged_cache import PagedCache
 from engine.steps.batch import StepBatch, StepRow
 from engine.steps.draws import Draw
 from engine.weights.checkpoint import Progress
+from wire.errors import ModelError
 from wire.messages import SamplingParams
 
 _TOKENS = 64
@@ -26,3 +29,18 @@ def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: 
     cache.storage[0].zero_()
     if progress is not None:
         progress("compiling kernels", 1.0)
+
+
+def check_activations(logits: Callable[[StepBatch], Tensor], cache: PagedCache, most_tokens: int) -> None:
+    """Raise ModelError if activations leave float16's range in a prompt, which makes its logits NaN or infinite.
+
+    Models that were trained in bfloat16 most often do so at the first positions. It uses page 0 as `warm_up` does.
+    """
+    tokens = list(range(min(cache.page_tokens, _TOKENS, most_tokens)))
+    drawn = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+    finite = logits(StepBatch([StepRow(tokens, 0, [0] * len(cache.groups), drawn)])).isfinite().all()
+    cache.storage[0].zero_()
+    if not finite:
+        raise ModelError(
+            "the model computes numbers beyond 65504, the largest of float16; use --dtype bfloat16 or float32."
+        )

@@ -1,8 +1,9 @@
 """A GGUF file served from its own codes beside the same weights in bfloat16: `python -m benchmarks.tuning.cpu_codes`.
 
 Both are loaded in one process and take turns, so that the noise of the machine affects both alike, and the medians are
-compared. Resident memory is that of a process each, which loads one of them and computes a prompt. The last line is
-JSON: `decode_ratio_bN` and `prefill_ratio_N` are the codes' speed / bfloat16's.
+compared. Resident memory is that of a process each, which loads one of them, or the weights in float32, the default on
+CPUs, and computes a prompt. The last line is JSON: `decode_ratio_bN` and `prefill_ratio_N` are the codes' speed /
+bfloat16's.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ BATCHES = (1, 8)
 _MB = 1e6
 
 
-def load(folder: Path, threads: int) -> Engine:
-    """Loads a model in bfloat16, with the codes that the folder has."""
-    return Engine(ModelRunner.load(EngineConfig(folder, dtype="bfloat16", threads=threads)))
+def load(folder: Path, threads: int, dtype: str = "bfloat16") -> Engine:
+    """Loads a model with the codes that the folder has."""
+    return Engine(ModelRunner.load(EngineConfig(folder, dtype=dtype, threads=threads)))
 
 
-def resident_mb(folder: Path, threads: int) -> float:
+def resident_mb(folder: Path, threads: int, dtype: str) -> float:
     """Returns the resident memory of this process after it has loaded a model and computed a prompt, in MB."""
-    engine = load(folder, threads)
+    engine = load(folder, threads, dtype)
     (prompt,) = random_prompts(1, PROMPT_TOKENS, engine.vocab_size)
     engine.prefill(prompt)
     resident: int = psutil.Process(os.getpid()).memory_info().rss
@@ -82,10 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if plain == codes:
             raise InvalidArgument("--model", f"{file} has no codes that are served as they are; take a quantized GGUF.")
         resident = {}
-        for name, folder in (("codes", codes), ("bf16", plain)):
+        for name, folder, dtype in (
+            ("codes", codes, "bfloat16"),
+            ("bf16", plain, "bfloat16"),
+            ("float32", plain, "float32"),
+        ):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                resident[f"resident_{name}_mb"] = round(process.submit(resident_mb, folder, chosen.threads).result())
-        print(f"resident memory {resident['resident_codes_mb']} MB, bfloat16 {resident['resident_bf16_mb']} MB")
+                resident[f"resident_{name}_mb"] = round(
+                    process.submit(resident_mb, folder, chosen.threads, dtype).result()
+                )
+        print("MB:", *(f"{name} {size}" for name, size in resident.items()))
         result = {"model": file.stem, "dtype": "bfloat16", "threads": chosen.threads, **resident}
         result |= measure(plain, codes, chosen.threads, chosen.rounds) | run_facts("cpu")
         if chosen.save:

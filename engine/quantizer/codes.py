@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.quantizer.scheme import OutputScheme
+from engine.weights.quantized.rounding import symmetric_scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +66,11 @@ class QuantizedWeight:
 
 
 def fit_grid(weight: Tensor, scheme: OutputScheme, group: int | None, dtype: torch.dtype) -> Grid:
-    """Returns the grid that covers each group's range; scales are rounded to `dtype`, in which they are written.
-
-    With 4 bits and no zero points a step is the largest weight / 7.5, so that each weight is within half a step of a
-    code, whichever its sign.
-    """
+    """Returns the grid that covers each group's range; scales are rounded to `dtype`, in which they are written."""
     width = weight.shape[1] if group is None else group
     grouped = weight.view(len(weight), -1, width)
     if scheme.symmetric:
-        reach = scheme.largest if scheme.bits == 8 else scheme.largest + 0.5
-        return Grid(scheme, _rounded(grouped.abs().amax(-1) / reach, dtype), None, width)
+        return Grid(scheme, _rounded(symmetric_scales(grouped, scheme.reach).squeeze(-1), dtype), None, width)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     scales = _rounded((high - low) / (scheme.largest - scheme.lowest), dtype)
     zeros = (scheme.lowest - low / scales).round().clamp(scheme.lowest, scheme.largest)

@@ -33,8 +33,16 @@ class OutputScheme:
 
     @property
     def lowest(self) -> float:
-        """The lowest code. With 8 bits it is -127, as products of integers take the absolute value of a code."""
-        return -self.largest - 1 if self.bits == 4 else -self.largest
+        """The lowest code."""
+        return -self.largest if self.kind == "float" else -self.largest - 1
+
+    @property
+    def reach(self) -> float:
+        """The steps of the largest weight without zero points: half of the range of integers, of compressed-tensors.
+
+        Each weight is then within half a step of a code, whichever its sign.
+        """
+        return (self.largest - self.lowest) / 2
 
     @property
     def packed(self) -> bool:

@@ -21,10 +21,7 @@ def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
         return PackedWeight(codes, scales, None, packing.group)
     rows, columns = weight.shape
     grouped = weight.to(torch.float32).reshape(rows, columns // packing.group, packing.group)
-    largest = grouped.abs().amax(-1, keepdim=True)
-    # GPUs would multiply by the reciprocal of a number, and a last bit of a scale decides over the codes at its ends.
-    ends = torch.full_like(largest, _LARGEST[packing.codes])
-    scales = torch.where(largest > 0, largest / ends, 1.0)
+    scales = symmetric_scales(grouped, _LARGEST[packing.codes])
     values = (grouped / scales).reshape(weight.shape)
     if packing.codes is Codes.FLOAT8:
         codes = values.to(torch.float8_e4m3fn)
@@ -33,3 +30,10 @@ def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
     else:
         codes = pack_nibbles(values.round().clamp(-CENTRE, CENTRE - 1) + CENTRE)
     return PackedWeight(codes, scales.squeeze(-1), None, packing.group)
+
+
+def symmetric_scales(groups: Tensor, reach: float) -> Tensor:
+    """Returns the scales [..., 1] by which the largest magnitude of groups [..., columns] is `reach`; 1 for zeros."""
+    largest = groups.abs().amax(-1, keepdim=True)
+    # GPUs would multiply by the reciprocal of a number, and a last bit of a scale decides over the codes at its ends.
+    return torch.where(largest > 0, largest / torch.full_like(largest, reach), 1.0)

@@ -147,7 +147,7 @@ def test_codes_are_measured_beside_bfloat16(tmp_path: Path, monkeypatch: pytest.
     found = cpu_codes.measure(plain, packed, 1, 2)
     assert found["decode_ratio_b1"] == pytest.approx(found["decode_b1_bf16_ms"] / found["decode_b1_ms"], abs=0.01)
     assert found["prefill_ratio_20"] > 0
-    assert cpu_codes.resident_mb(packed, 1) > 50
+    assert cpu_codes.resident_mb(packed, 1, "bfloat16") > 50
 
 
 def test_a_model_without_codes_is_refused(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.model_runner import ModelRunner
 from engine.models.allocation import weight_bytes
@@ -255,3 +256,18 @@ def test_latents_are_not_cached_in_8_bits(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "latent", "deepseek_v3")
     with pytest.raises(InvalidArgument, match="kv_cache_dtype: latents are not cached as int8; use auto"):
         ModelRunner.load(tiny_engine_config(folder, kv_cache_dtype="int8"))
+
+
+def test_a_model_whose_activations_leave_the_range_of_float16_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama3")
+    config = tiny_engine_config(folder, dtype="float16")
+    assert not ModelRunner.load(config).cache.storage[0].any(), "a page that nobody owns is left as it was"
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("up_proj.weight", "down_proj.weight")):
+            tensor.mul_(1000)  # in range, but not the product
+    save_file(tensors, path)
+    ModelRunner.load(tiny_engine_config(folder, dtype="bfloat16"))
+    with pytest.raises(ModelError, match=r"numbers beyond 65504, the largest of float16; use --dtype bfloat16"):
+        ModelRunner.load(config)

@@ -14,6 +14,8 @@ from engine.model_summary import model_summary
 from engine.models.allocation import allocate_parameters, weight_bytes
 from engine.models.load_spec import load_spec, quantized_at_load
 from engine.models.parameters import Parameters, named_weights, tensors_of
+from engine.quantizer.rtn import round_to_nearest
+from engine.quantizer.scheme import SCHEMES
 from engine.steps.batch import StepBatch
 from engine.weights.checkpoint import load_weights
 from engine.weights.quantized.rounding import rounded
@@ -120,3 +122,10 @@ def test_sizes_count_packed_bytes(family: str, tmp_path: Path) -> None:
     assert after.weights == before.weights
     assert (after.expert_bytes < before.expert_bytes) == (family == "qwen3_moe")
     assert any(line.startswith("weights: int8, ") for line in model_summary(packed, 2))
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("int8", "w8a16"), ("fp8", "fp8"), ("int4", "w4a16")])
+def test_the_quantizer_rounds_as_loading_does(name: str, scheme: str) -> None:
+    weight = torch.randn(8, 64)
+    found = round_to_nearest(weight, SCHEMES[scheme], 32, torch.float32).values()
+    assert torch.equal(found, rounded(weight, Packing(Codes(name), 32, offsets=False)).dequantized(torch.float32))
