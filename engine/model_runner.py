@@ -100,8 +100,7 @@ class ModelRunner:
     def measure_ceilings(self, threads: int | None = None) -> None:
         """Measure the bandwidth and compute ceilings of this device, which replace typical ones in `roofline`.
 
-        CPUs are measured with `threads` threads, None = all. It takes some tenths of a second, in which no other thread
-        of this process may compute.
+        CPUs are measured with `threads`, None = all. For some tenths of a second nothing else here may compute.
         """
         self.roofline = replace(self.roofline, ceilings=measure_ceilings(self.cache.device, self.dtype, threads))
 
