@@ -98,7 +98,7 @@ class ModelRunner:
             return logits if every_token else logits[: len(batch.draws)]
 
     def measure_ceilings(self, threads: int | None = None) -> None:
-        """Measure the ceilings in `roofline`, on CPUs with `threads`, None = all; nothing else may compute meanwhile."""
+        """Measure the ceilings in `roofline`, on CPUs with `threads`, None = all; nothing else may compute then."""
         self.roofline = replace(self.roofline, ceilings=measure_ceilings(self.cache.device, self.dtype, threads))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
