@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -50,8 +50,9 @@ class _Caller:
 class InferenceServicer:
     """Serves the client's gRPC methods.
 
-    Each method takes the bytes of its request, so that a large one is parsed outside the event loop. Raises typed
-    errors, which the server's interceptor turns into status codes. `GrpcAccess` has checked the caller before.
+    Each method takes the bytes of its request, so that a large one is parsed outside the event loop; one with a stream
+    of responses writes them to its context. Raises typed errors, which the server's interceptor turns into status
+    codes. `GrpcAccess` has checked the caller before.
     """
 
     def __init__(self, config: RouterConfig, validator: RequestValidator, dispatcher: Dispatcher) -> None:
@@ -62,15 +63,13 @@ class InferenceServicer:
         self._parser = CallParser(config, validator)
         self._started_unix_nanos = time.time_ns()
 
-    def Generate(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, request: bytes, context: _Context) -> None:
         """Continue a prompt."""
-        caller = self._caller(context)
-        return self._answer(inference_pb2.GenerateRequest, request, self._parser.generate, caller)
+        await self._answer(inference_pb2.GenerateRequest, request, self._parser.generate, context)
 
-    def Chat(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Chat(self, request: bytes, context: _Context) -> None:
         """Answer a conversation through the model's chat template."""
-        caller = self._caller(context)
-        return self._answer(inference_pb2.ChatRequest, request, self._parser.chat, caller)
+        await self._answer(inference_pb2.ChatRequest, request, self._parser.chat, context)
 
     async def Tokenize(self, request: bytes, context: _Context) -> inference_pb2.TokenizeResponse:
         """Turn a text or a conversation into token ids."""
@@ -166,7 +165,7 @@ class InferenceServicer:
 
     def _caller(self, context: _Context) -> _Caller:
         gone = asyncio.get_running_loop().create_future()
-        # A cancelled call may leave its generator suspended until it is collected; the context's callback runs at once.
+        # gRPC cancels the handler of a client that has left; a front process's call has the callback alone.
         context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         tenant = served_call().caller.tenant
         return _Caller(CallFacts(EdgeStamp.now(Edge.RECEIVED), tenant, _traceparent(context)), gone)
@@ -203,8 +202,9 @@ class InferenceServicer:
         kind: type[_M],
         request: bytes,
         parse: Callable[[CallFacts, _M], InferenceCall],
-        caller: _Caller,
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        context: _Context,
+    ) -> None:
+        caller = self._caller(context)
         facts = caller.facts
         admitting = self._admitted(kind, request, partial(parse, facts), facts.tenant)
         call, admitted = await unless_gone(admitting, caller.gone)
@@ -212,8 +212,7 @@ class InferenceServicer:
         caller.gone.add_done_callback(lambda _: choices.close())
         prompts = PromptReplies(call.prompts, self._validator, call.requests, admitted, choices)
         try:
-            async for response in Responses(call, admitted, choices, prompts):
-                yield response
+            await Responses(call, admitted, choices, prompts).send(context.write)
         finally:
             choices.close()
 

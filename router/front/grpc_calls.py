@@ -9,18 +9,18 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from router.front.headers import packed, unpacked
 from router.front.window import Acknowledger, Window
 from wire.errors import Cancelled, Internal
 from wire.generated.tandem.v1 import front_pb2, inference_pb2
-from wire.rpc import guarded_stream, guarded_unary
+from wire.rpc import guarded_unary
 
 log = logging.getLogger(__name__)
 
 _Send = Callable[..., None]
-_Pass = Callable[[bytes], Awaitable[None]]
-Method = Callable[[bytes, "CallContext", _Pass], Awaitable[None]]
+Method = Callable[[bytes, "CallContext"], Awaitable[None]]
 
 
 class GrpcCall:
@@ -35,7 +35,7 @@ class GrpcCall:
         self._parts: asyncio.Queue[front_pb2.HttpBody | None] = asyncio.Queue()
         """The parts of the message after the first one; None = the client has left."""
         metadata = [(name.decode(), _text(value)) for name, value in unpacked(asked.metadata)]
-        self._context = CallContext(metadata, asked.peer)
+        self._context = CallContext(metadata, asked.peer, self._pass)
 
     async def run(self) -> None:
         """Serve the call, and send its status at the end."""
@@ -44,7 +44,7 @@ class GrpcCall:
             method = self._methods.get(self._asked.method)
             if method is None:
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-            await method(await self._message(), context, self._pass)
+            await method(await self._message(), context)
         except (grpc.aio.AbortError, Cancelled):
             pass
         except Exception as error:
@@ -80,7 +80,8 @@ class GrpcCall:
             more = part.more
         return b"".join(read)
 
-    async def _pass(self, message: bytes) -> None:
+    async def _pass(self, response: Message) -> None:
+        message = response.SerializeToString()
         self._send(message=message)
         await self._window.sent(len(message))
 
@@ -88,8 +89,12 @@ class GrpcCall:
 class CallContext:
     """The part of gRPC's `ServicerContext` that handlers use."""
 
-    def __init__(self, metadata: Sequence[tuple[str, str | bytes]], peer: str = "") -> None:
+    def __init__(
+        self, metadata: Sequence[tuple[str, str | bytes]], peer: str, write: Callable[[Message], Awaitable[None]]
+    ) -> None:
         self._peer = peer
+        self.write = write
+        """Sends a response; returns when the next may be sent."""
         self.end = front_pb2.CallEnd()
         """The status of the call."""
         self._metadata = metadata
@@ -137,28 +142,16 @@ def methods_of(servicer: Any) -> dict[str, Method]:
     `servicer` parses requests itself, as `router.api.service.InferenceServicer` does.
     """
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+    guarded = {each.name: guarded_unary(getattr(servicer, each.name)) for each in service.methods}
     return {
-        each.name: (_streaming if each.server_streaming else _unary)(getattr(servicer, each.name))
+        each.name: guarded[each.name] if each.server_streaming else _unary(guarded[each.name])
         for each in service.methods
     }
 
 
-def _streaming(handler: Any) -> Method:
-    guarded = guarded_stream(handler)
-
-    async def answer(message: bytes, context: Any, pass_on: _Pass) -> None:
-        async for response in guarded(message, context):
-            await pass_on(response.SerializeToString())
-
-    return answer
-
-
 def _unary(handler: Any) -> Method:
-    guarded = guarded_unary(handler)
-
-    async def answer(message: bytes, context: Any, pass_on: _Pass) -> None:
-        response = await guarded(message, context)
-        await pass_on(response.SerializeToString())
+    async def answer(message: bytes, context: CallContext) -> None:
+        await context.write(await handler(message, context))
 
     return answer
 

@@ -39,9 +39,8 @@ class TokenAssembler:
         `logprobs` has one entry for each token or none at all; the entries of the returned tokens are returned too.
         Raises Unavailable if a repeated token differs from the one already sent.
         """
-        if first_index == self.count and not self._early:
-            self._token_ids.extend(token_ids)
-            return token_ids, logprobs
+        if first_index == len(self._token_ids) and not self._early:
+            return self.extend(token_ids), logprobs
         pairs = zip(token_ids, logprobs or (None,) * len(token_ids), strict=True)
         for index, (token_id, score) in enumerate(pairs, first_index):
             if index >= self.count:
@@ -58,6 +57,15 @@ class TokenAssembler:
             if score is not None:
                 scores.append(score)
         return tuple(self._token_ids[start:]), tuple(scores)
+
+    def only_continues_at(self, index: int) -> bool:
+        """Return True if `index` is next, and neither early tokens nor the end of the answer are known."""
+        return index == len(self._token_ids) and not self._early and self._finish is None
+
+    def extend(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Add tokens that are next in order; return them."""
+        self._token_ids += token_ids
+        return token_ids
 
     def finish_at(self, end: int, reason: FinishReason) -> None:
         """Record that the generation ended for `reason` with `end` tokens."""

@@ -250,7 +250,7 @@ class Dispatcher:
 
     def on_step(self, _link: WorkerLink, step: StepEvents) -> None:
         """Process one step output of a worker."""
-        self._events.take(step, self._live)
+        self._events.take(step, self._live.by_wire_id)
         self._schedule_pump()
 
     def on_lost(self, link: WorkerLink) -> None:

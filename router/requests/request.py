@@ -253,6 +253,18 @@ class RoutedRequest:
         """The token ids to prefill: the prompt and the `answered` tokens."""
         return self.admitted.prompt_token_ids + self.assembler.first(self.answered)
 
+    def only_continues_at(self, index: int) -> bool:
+        """Return True if tokens from number `index` on continue its answer and change nothing else.
+
+        That is so once both workers have the attempt's first token behind them, until its end or preemption is known.
+        """
+        return (
+            index > self.queued.answered
+            and self.lease is None
+            and self.preempted_at is None
+            and self.assembler.only_continues_at(index)
+        )
+
     def note_silence(self, now: float) -> None:
         """Record since when its workers were silent, as they are given up at the monotonic time `now`."""
         silent_s = now - self.last_event_s

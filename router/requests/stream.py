@@ -82,10 +82,16 @@ class EventStream:
                 self._take_event(request, event, urgent, now)
             except Exception as error:
                 self._break_off(request, error)
-        # Most tokens come so; an event for each of them would cost more than all the rest.
+        # Most tokens come so; an event for each of them would cost more than all the rest. While tokens wait to be sent
+        # together, most change nothing but their answer, and wait with those before them.
         for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
             request = live.get(request_id)
             if request is None or attempt != request.attempt or request.prefill is None:
+                continue
+            job = self._jobs.get(request_id)
+            if job is not None and request.only_continues_at(first_index):
+                job.token_ids += request.assembler.extend(token_ids)
+                request.last_event_s = now
                 continue
             try:
                 self._take_tokens(request, first_index, token_ids, urgent, now)

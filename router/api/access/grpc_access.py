@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -31,8 +31,7 @@ class GrpcAccess:
         self._callers = callers
         self._audit = audit
         for each in inference_pb2.DESCRIPTOR.services_by_name["Inference"].methods:
-            wrap = self._streaming if each.server_streaming else self._unary
-            setattr(self, each.name, wrap(each.name, getattr(servicer, each.name)))
+            setattr(self, each.name, self._wrapped(each.name, getattr(servicer, each.name)))
 
     async def rejected(self, method: str, peer: str, error: TandemError) -> None:
         """Record a call that was rejected before its handler; `method` is its full name, `peer` that of its client."""
@@ -41,7 +40,7 @@ class GrpcAccess:
         if self._audit is not None:
             self._audit.write(call)
 
-    def _unary(self, name: str, handler: Any) -> Callable[[Any, _Context], Any]:
+    def _wrapped(self, name: str, handler: Any) -> Callable[[Any, _Context], Any]:
         async def answer(request: Any, context: _Context) -> Any:
             call = self._begin(name, context)
             try:
@@ -55,24 +54,9 @@ class GrpcAccess:
 
         return answer
 
-    def _streaming(self, name: str, handler: Any) -> Callable[[Any, _Context], Any]:
-        async def answer(request: Any, context: _Context) -> AsyncIterator[Any]:
-            call = self._begin(name, context)
-            try:
-                self._check(name, call, context)
-                async for message in handler(request, context):
-                    yield message
-            except Exception as error:
-                _note_failure(call, error)
-                raise
-            call.status = _OK
-
-        return answer
-
     def _begin(self, name: str, context: _Context) -> ClientCall:
         call = ClientCall(name, _host(context.peer()))
         serve_call(call)
-        # A cancelled call may leave its generator suspended until it is collected; the callback runs at once.
         context.add_done_callback(lambda _: self._end(call))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         return call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from router.text.token_scores import ScoredToken, TokenScore
 from wire import convert
 from wire.generated.tandem.v1 import inference_pb2
 
-_Responses = AsyncIterator[inference_pb2.GenerateResponse]
+Write = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+"""Sends a message; returns when the next may be sent."""
 
 
 class Responses:
@@ -33,11 +34,11 @@ class Responses:
         self._prompts = prompts
         self._parts = AnswerChunks(admitted[0].syntax)
 
-    def __aiter__(self) -> _Responses:
-        """Yield the messages; raises the first `TandemError` of any answer."""
-        return self._as_they_come() if self._call.options.best_of is None else self._best()
+    async def send(self, write: Write) -> None:
+        """Write the messages; raises the first `TandemError` of any answer."""
+        await (self._as_they_come(write) if self._call.options.best_of is None else self._best(write))
 
-    async def _as_they_come(self) -> _Responses:
+    async def _as_they_come(self, write: Write) -> None:
         answers = self._admitted[0].n
         described: set[int] = set()
         while not self._choices.over:
@@ -45,21 +46,19 @@ class Responses:
             number = index // answers
             if self._call.describes_prompts and number not in described:
                 described.add(number)
-                yield self._response(number * answers, prompt=await self._prompt(number))
-            for made in self._messages(index, self._call.prompts.shown(event)):
-                yield self._response(index, **made)
+                await write(self._response(number * answers, prompt=await self._prompt(number)))
+            await self._write(write, index, self._call.prompts.shown(event))
 
-    async def _best(self) -> _Responses:
+    async def _best(self, write: Write) -> None:
         kept, made = self._call.options.n or 1, self._admitted[0].n
         whole = await collected(self._choices, self._call.prompts)
         for index, answer in enumerate(best_of(whole, kept, made)):
             if self._call.describes_prompts and index % kept == 0:
-                yield self._response(index, prompt=await self._prompt(index // kept))
+                await write(self._response(index, prompt=await self._prompt(index // kept)))
             scores = [] if self._call.options.alternatives is None else answer.scores
             chunk = AnswerChunk(answer.text, [*answer.token_ids], [*scores])
             for event in (chunk, answer.ending):
-                for message in self._messages(index, event):
-                    yield self._response(index, **message)
+                await self._write(write, index, event)
 
     async def _prompt(self, number: int) -> inference_pb2.PromptDetails:
         reply = await self._prompts.of(number * self._admitted[0].n)
@@ -67,17 +66,22 @@ class Responses:
         # There may be hundreds of thousands of scores, which would hold up the event loop.
         return await asyncio.to_thread(prompt_details, reply, ids)
 
-    def _messages(self, index: int, event: AnswerChunk | Ending) -> Iterator[dict[str, Any]]:
+    async def _write(self, write: Write, index: int, event: AnswerChunk | Ending) -> None:
         if isinstance(event, AnswerChunk):
-            scores = [_score(score) for score in event.scores]
-            fields = self._parts.feed(index, event.text)
-            yield {"chunk": inference_pb2.Chunk(**fields, token_ids=event.token_ids, logprobs=scores)}
+            # There is one message per token: fields that are set cost less than those that constructors take.
+            response = self._response(index)
+            chunk = response.chunk
+            self._parts.feed(index, event.text, chunk)
+            chunk.token_ids.extend(event.token_ids)
+            if event.scores:
+                chunk.logprobs.extend(map(_score, event.scores))
+            await write(response)
             return
-        if rest := self._parts.finish(index):
-            yield {"chunk": inference_pb2.Chunk(**rest)}
+        if (rest := self._parts.finish(index)) is not None:
+            await write(self._response(index, chunk=rest))
         complete = _complete(event)
         complete.finish_reason = self._parts.finish_reason(index, complete.finish_reason)
-        yield {"complete": complete}
+        await write(self._response(index, complete=complete))
 
     def _response(self, index: int, **event: Any) -> inference_pb2.GenerateResponse:
         return inference_pb2.GenerateResponse(request_id=self._choices.request_id, index=index, **event)

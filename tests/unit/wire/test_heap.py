@@ -27,9 +27,12 @@ settle_heap()
 assert before() is None, "what was garbage by then is gone"
 assert gc.isenabled()
 assert gc.get_freeze_count() >= 1000 and len(gc.get_objects()) < 1000, "nobody looks at the others again"
+counted = gc.get_stats()[0]["collections"]
+some = [Node() for _ in range(5000)]
+assert gc.get_stats()[0]["collections"] == counted, "a few thousand objects in use cause no collection"
 after = circle()
-gc.collect()
-assert after() is None, "garbage is found as before"
+more = [Node() for _ in range(10_000)]
+assert after() is None, "garbage is found by itself"
 """
 
 

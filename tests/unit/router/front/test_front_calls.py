@@ -37,12 +37,12 @@ class Source:
         self.read = len(inference_pb2.AbortRequest.FromString(request).request_id)
         return inference_pb2.AbortResponse(found=True)
 
-    async def Generate(self, _request: Any, context: CallContext) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def Generate(self, _request: Any, context: CallContext) -> None:
         left: list[bool] = []
         context.add_done_callback(lambda _: left.append(True))
         while self.made < MESSAGES and not left:
             self.made += 1
-            yield inference_pb2.GenerateResponse()
+            await context.write(inference_pb2.GenerateResponse())
 
     async def app(self, _scope: Scope, receive: Receive, send: Send) -> None:
         left = asyncio.create_task(receive())  # type: ignore[arg-type,var-annotated]  # really a coroutine
@@ -283,7 +283,7 @@ async def test_errors_of_a_front_process_have_the_form_of_the_path(path: str, me
 async def test_a_defect_ends_its_call_in_words(defect: str, caplog: pytest.LogCaptureFixture) -> None:
     """Regression: the call was never ended, so its client waited forever."""
 
-    async def broken(_message: bytes, context: CallContext, _pass_on: Any) -> None:
+    async def broken(_message: bytes, context: CallContext) -> None:
         if defect == "method":
             raise RuntimeError("defect")
         context.add_done_callback(lambda _: 1 // 0)
