@@ -32,6 +32,7 @@ PROMPT = "Zanzibar's lighthouse keeper counted seventeen albatrosses before brea
 ANSWER_TOKENS = (1, 5, 12)
 FORMATS = {"text/plain": text_string_to_metric_families, "application/openmetrics-text; version=1.0.0": open_metrics}
 PLANNED_WITHIN_S = 60.0
+SETTLES_S = 0.3
 SERIES_MAX = 60
 """The largest number of label sets of one metric family on one process."""
 
@@ -100,14 +101,26 @@ class Traffic:
 @pytest.fixture(scope="module")
 def traffic(running_cluster: Callable[..., Any]) -> Traffic:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
-    before = complete(cluster)
+    complete(cluster)
+    before = settled(cluster)
     for tokens in ANSWER_TOKENS:
         ask(cluster, tokens, slo_class="best_effort")
     with pytest.raises(grpc.RpcError):
         ask(cluster, 4, slo_class="no such class")
     with pytest.raises(grpc.RpcError):
         ask(cluster, 10**6)
-    return Traffic(before, scrape(cluster), cluster)
+    return Traffic(before, settled(cluster), cluster)
+
+
+def settled(cluster: Any) -> Scraped:
+    """Returns the metrics when two scrapes agree: those of a step follow its tokens, which clients may have before."""
+    found = scrape(cluster)
+    while True:
+        time.sleep(SETTLES_S)
+        again = scrape(cluster)
+        if again.total("engine_step_tokens_total") == found.total("engine_step_tokens_total"):
+            return again
+        found = again
 
 
 def test_every_family_is_there(traffic: Traffic) -> None:
