@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from engine.weights.safetensors_file import write_tensors
+from safetensors.numpy import save_file
 
 HEADS, KV_HEADS, DIM, WIDTH = 4, 2, 16, 48
 
@@ -69,10 +68,5 @@ def write_eagle(
         tensors["d2t"] = np.array(tokens, dtype=np.int64) - np.arange(len(tokens))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described | config))
-    dtypes = {np.dtype(np.float32): "F32", np.dtype(np.int64): "I64"}
-    write_tensors(
-        folder / "model.safetensors",
-        {name: (dtypes[each.dtype], each.shape) for name, each in tensors.items()},
-        tensors.values(),
-    )
+    save_file(tensors, folder / "model.safetensors")
     return folder

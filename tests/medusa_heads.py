@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from engine.weights.safetensors_file import write_tensors
+from safetensors.numpy import save_file
 
 
 def write_heads(
@@ -44,10 +43,5 @@ def write_heads(
     tensors.pop(without, None)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described | config))
-    dtypes = {np.dtype(np.float32): "F32", np.dtype(np.int64): "I64"}
-    write_tensors(
-        folder / "medusa_lm_head.safetensors",
-        {name: (dtypes[each.dtype], each.shape) for name, each in tensors.items()},
-        tensors.values(),
-    )
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
     return folder

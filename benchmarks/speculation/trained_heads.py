@@ -22,7 +22,7 @@ from cli.drafts.train_draft import prompts_of
 from cli.models.default_model import find_default_model
 from cli.progress import progress_bars
 from engine.config import EngineConfig
-from engine.draft_training.answers import Answer, tokens_a_step
+from engine.draft_training.answers import Answer
 from engine.draft_training.train_draft import EAGLE, MEDUSA, Learned, Recipe, base_weights, learn, make_answers
 from engine.models.load_spec import load_spec
 from engine.weights.gguf import prepare_model
@@ -93,15 +93,13 @@ def measure(chosen: argparse.Namespace, console: Console) -> dict[str, object]:
 
 def anew(learned: Learned, answers: Sequence[Answer], most: int) -> list[float]:
     """Return the tokens a step by drafts if contexts have at most `most` tokens: the latest since they began anew."""
-    guesses = []
-    for answer in answers:
-        pieces = [
-            Answer(answer.token_ids[first : first + most], answer.hidden[first : first + most])
-            for first in range(0, len(answer.token_ids), most)
-        ]
-        guesses.append([guessed for piece in pieces for guessed in learned.guess(piece)])
-    known = [each.token_ids for each in answers]
-    return [round(tokens_a_step(guesses, known, drafts), 4) for drafts in range(1, DRAFTS + 1)]
+
+    def guess(answer: Answer) -> list[list[int]]:
+        starts = range(0, len(answer.token_ids), most)
+        pieces = [Answer(answer.token_ids[n : n + most], answer.hidden[n : n + most]) for n in starts]
+        return [guessed for piece in pieces for guessed in learned.guess(piece)]
+
+    return [round(gain, 4) for gain in replace(learned, guess=guess).gains(answers, DRAFTS)]
 
 
 def table_of(rows: Sequence[dict[str, object]]) -> Table:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.plain_errors import plain_errors
 from cli.progress import progress_bars
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from engine.draft_training.train_draft import Trained
 
 _PROMPT_TOKENS = 256
 """The most tokens of a paragraph that is a prompt; longer ones are cut."""
@@ -66,6 +71,10 @@ def train_draft(
         folder = prepare_model(model if hub is None else hub.download(report), progress=report)
         config = EngineConfig(folder, device=device, dtype=dtype, threads=threads)
         trained = train(config, out, prompts_of(folder, text), recipe, report)
+    _report(console, out, trained)
+
+
+def _report(console: Console, out: Path, trained: Trained) -> None:
     size = sum(file.stat().st_size for file in out.iterdir()) / 2**20
     console.print(
         f"wrote {out}: {size:,.1f} MiB, {trained.tokens:,} tokens learned, loss {trained.losses[0]:.3f} in the first"

@@ -36,7 +36,7 @@ from wire.errors import InvalidArgument
 
 MEDUSA, EAGLE = "medusa", "eagle"
 KINDS = (MEDUSA, EAGLE)
-"""What can be trained."""
+"""The kinds of heads that can be trained."""
 ANSWER_TOKENS = 128
 """The most tokens of an answer."""
 _HELD_OUT = 10
@@ -105,7 +105,7 @@ def train_draft(
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a training leaves."""
+    """The result of a training: its losses, the heads' guesses, and how they are written."""
 
     losses: Sequence[float]
     guess: Callable[[Answer], list[list[int]]]

@@ -15,13 +15,14 @@ from torch.nn.functional import linear, rms_norm, smooth_l1_loss
 from engine.config.model import ModelSpec
 from engine.draft_training.answers import Answer
 from engine.draft_training.eagle_layer import EagleLayer
+from engine.draft_training.optimization import minimize
 from engine.quantizer.folder_writer import FolderWriter
 from engine.weights.checkpoint import Progress
 
 ANSWERS_A_BATCH = 8
-LEARNING_RATE = 1e-3
-"""The rate at first; it falls to zero as a half cosine."""
 _CROSS_ENTROPY = 0.1
+_BETAS = 0.9, 0.95
+"""The decay rates of the optimizer's means, as in the published recipe."""
 _CLIPPED_AT = 0.5
 """The largest element of a gradient, as in the published recipe."""
 
@@ -48,24 +49,13 @@ def train_eagle(
     """Train on answers; returns the mean loss of each epoch."""
     dice = torch.Generator().manual_seed(seed)
     learned = [each for each in answers if len(each.token_ids) > 1]
-    optimizer = torch.optim.AdamW(layer.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def losses() -> Iterator[tuple[Tensor, int]]:
+        for batch in _batches(layer, learned, dice):
+            yield _loss(layer, batch), 1
+
     batches = -(-len(learned) // ANSWERS_A_BATCH)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)
-    losses = []
-    for epoch in range(epochs):
-        total = 0.0
-        for done, batch in enumerate(_batches(layer, learned, dice), 1):
-            loss = _loss(layer, batch)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_value_(layer.parameters(), _CLIPPED_AT)
-            optimizer.step()
-            schedule.step()
-            total += loss.item()
-            if progress is not None:
-                progress("training a head", (epoch + done / batches) / epochs)
-        losses.append(total / batches)
-    return losses
+    return minimize(layer, losses, epochs=epochs, batches=batches, progress=progress, betas=_BETAS, clip_at=_CLIPPED_AT)
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy, silu
 
 from engine.config.model import ModelSpec
 from engine.draft_training.answers import Answer
+from engine.draft_training.optimization import minimize
 from engine.kernels.reference import rms_norm
 from engine.quantizer.folder_writer import FolderWriter
 from engine.speculation.heads.folder import TOKEN_MAP, layer_name, projection_name
@@ -23,8 +24,6 @@ from engine.weights.checkpoint import Progress
 _IGNORED = -100
 """The target of positions that teach nothing: behind the end of an answer, or a token that heads cannot guess."""
 TOKENS_A_BATCH = 512
-LEARNING_RATE = 1e-3
-"""The rate at first, as in the published recipe; it falls to zero as a half cosine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,26 +113,15 @@ def train_heads(
     """Train on answers; returns the mean loss of each epoch: the sum of the heads' cross-entropies, in nats."""
     hidden, targets = _examples(heads, answers)
     dice = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(heads.parameters(), LEARNING_RATE, weight_decay=0.0)
-    batches = -(-len(hidden) // TOKENS_A_BATCH)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches)
-    device, losses = heads.base.projection.device, []
-    for epoch in range(epochs):
-        total = 0.0
-        for done, chosen in enumerate(_shuffled(len(hidden), dice), 1):
+    device = heads.base.projection.device
+
+    def losses() -> Iterator[tuple[Tensor, int]]:
+        for chosen in _shuffled(len(hidden), dice):
             wanted = targets[chosen].to(device)
-            loss = torch.stack(
-                [_loss(logits, wanted[:, head]) for head, logits in enumerate(heads(hidden[chosen].to(device)))]
-            ).sum()
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-            total += loss.item() * len(chosen)
-            if progress is not None:
-                progress("training heads", (epoch + done / batches) / epochs)
-        losses.append(total / len(hidden))
-    return losses
+            found = [_loss(logits, wanted[:, head]) for head, logits in enumerate(heads(hidden[chosen].to(device)))]
+            yield torch.stack(found).sum(), len(chosen)
+
+    return minimize(heads, losses, epochs=epochs, batches=-(-len(hidden) // TOKENS_A_BATCH), progress=progress)
 
 
 def write_heads(heads: TrainedHeads, spec: ModelSpec, folder: Path, facts: dict[str, object]) -> None:

@@ -87,7 +87,7 @@ class ModelWithDraft:
     eagle: EagleModel | None = None
     """An EAGLE head, which gets a stepper of its own."""
     states: TargetStates | None = None
-    """What an EAGLE head reads of the model."""
+    """The hidden states and the final norm of the model, which an EAGLE head reads."""
 
 
 def model_with_draft(
