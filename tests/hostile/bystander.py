@@ -1,0 +1,112 @@
+"""The other tenant: one stream after the other from a process of its own, and the longest waits between its tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+
+import httpx
+
+PROMPT_TOKENS = 24
+ANSWER_TOKENS = 64
+
+
+@dataclass
+class Waits:
+    """The longest waits of one tenant, in seconds, and the number of its answers."""
+
+    gap_s: float = 0.0
+    """Between two messages with tokens of one stream."""
+    first_token_s: float = 0.0
+    answers: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+class Bystander:
+    """Streams from a process of its own for the length of a `with`; `waits` has what it saw."""
+
+    def __init__(self, address: str, key: str) -> None:
+        self._command = [sys.executable, "-m", "tests.hostile.bystander", address, key]
+        self.waits = Waits()
+
+    def __enter__(self) -> Bystander:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "streaming\n", "the first answer failed"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        output, _ = self._process.communicate("", timeout=300)
+        self.waits = Waits(**json.loads(output))
+
+
+def watch(address: str, key: str, stop: threading.Event) -> Waits:
+    """Send prompts that nobody sent before, one at a time, until `stop` is set."""
+    waits, headers = Waits(), {"Authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=f"http://{address}/v1", headers=headers, timeout=300) as client:
+        while not stop.is_set():
+            try:
+                _one_answer(client, waits, stop)
+                waits.answers += 1
+            except (httpx.HTTPError, AssertionError) as error:
+                waits.failures.append(f"{type(error).__name__}: {error}")
+                time.sleep(0.2)
+            if waits.answers == 1:
+                print("streaming", flush=True)
+    return waits
+
+
+def _one_answer(client: httpx.Client, waits: Waits, stop: threading.Event) -> None:
+    began = time.monotonic()
+    seed = time.time_ns()
+    body = {
+        "prompt": [3 + (seed >> number) % 4000 for number in range(PROMPT_TOKENS)],
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    measured, last = waits.answers > 0, None
+    with client.stream("POST", "/completions", json=body) as reply:
+        if reply.status_code != 200:
+            raise AssertionError(f"{reply.status_code} {reply.read()[:300]!r}")
+        for line in reply.iter_lines():
+            if line.startswith("event: error") or line.startswith('data: {"error"'):
+                raise AssertionError(line[:300])
+            if not line.startswith("data: {"):
+                continue
+            now = time.monotonic()
+            if measured and last is None:
+                waits.first_token_s = max(waits.first_token_s, now - began)
+            elif measured and last is not None:
+                waits.gap_s = max(waits.gap_s, now - last)
+            last = now
+            if stop.is_set():
+                return
+    if last is None:
+        raise AssertionError("a stream without a token")
+
+
+def main() -> None:
+    """Stream until standard input ends, then print the waits as JSON."""
+    stop = threading.Event()
+
+    def wait_for_end() -> None:
+        with suppress(OSError):
+            sys.stdin.read()
+        stop.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    print(json.dumps(asdict(watch(sys.argv[1], sys.argv[2], stop))))
+
+
+if __name__ == "__main__":
+    main()
