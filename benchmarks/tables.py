@@ -23,7 +23,7 @@ ENGINE_SHAPES = (
     "gpt-oss-20b",
 )
 CELLS = ("strict", "balanced", "quick")
-PEER_ROWS = {"vllm": "vLLM 0.25.1", "tandem_default_steps": "Tandem", "tandem_chunked_2048": "Tandem, 2,048"}
+PEER_ROWS = {"vllm": "vLLM 0.33.0", "tandem": "Tandem"}
 """Rows of the served load in the comparison with vLLM, and their names in the table."""
 _BATCHES = (1, 32, 128)
 _DISAGGREGATED = "disaggregated"
@@ -97,21 +97,29 @@ def make_page(folder: Path) -> str:
 def peer_tables(folder: Path) -> tuple[list[str], list[str]]:
     """Returns the tables of the comparison with vLLM, which README.md has too: decode steps, and served load."""
     _, run = newest_result(folder, "peer-vllm")
-    ours, theirs = run["engine"]["tandem"]["llama-3-8b"], run["engine"]["vllm"]
-    kinds = {"vLLM 0.25.1, bf16": theirs["llama-3-8b bf16"], "vLLM 0.25.1, fp8": theirs["llama-3-8b fp8"]}
+    engines = run["engine"]
+    names = {"tandem": "Tandem", "vllm": PEER_ROWS["vllm"]}
+    kinds = {
+        f"{names[server]}, {kind.removeprefix('llama-3-8b').strip() or 'bf16'}": figures
+        for server, found in engines.items()
+        for kind, figures in found.items()
+    }
     batches = (1, 8, 32, 128)
     steps = _table(
         ("decode step of llama-3-8b, ms", *(f"batch {batch}" for batch in batches)),
-        (
-            (name, *(f"{figures[f'decode_ms_b{batch}']:.2f}" for batch in batches))
-            for name, figures in ({"Tandem, bf16": ours} | kinds).items()
-        ),
+        ((name, *(_milliseconds(figures, batch) for batch in batches)) for name, figures in kinds.items()),
     )
     served = [
         ("requests/s", "server", *(column.title for column in _SERVED)),
         *(row for rate in _rates(run) for row in _served_rows(run, rate)),
     ]
     return steps, _table(served[0], served[1:])
+
+
+def _milliseconds(figures: Mapping[str, Any], batch: int) -> str:
+    """Returns the time of a decode step of `batch` requests; a dash if it was not measured."""
+    measured = figures.get(f"decode_ms_b{batch}")
+    return "–" if measured is None else f"{measured:.2f}"
 
 
 def _rates(run: Run) -> list[float]:
