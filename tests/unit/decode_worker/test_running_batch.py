@@ -63,6 +63,7 @@ class Model:
     late: tuple[CompletedStep, list[RoutedTokens]] | None = None
     """The newest completed step, and its tokens as they were before the next one was planned."""
     accepted: int = 0
+    dropped_drafts: int = 0
     made: int = 0
     ended: int = 0
 
@@ -228,6 +229,7 @@ class Model:
             if self.dice.random() < 0.5:
                 each.over = True
                 self.batch.drop(each.request)
+                self.dropped_drafts += bool(self.flying) and each.request in self.drafts
             else:
                 self.batch.stop(each.request)
 
@@ -269,6 +271,8 @@ def test_drafts_change_no_more_than_the_number_of_steps(seed: int, ahead: int) -
         if not batch.verifies:
             model.give_pages(share=model.dice.choice((0.2, 1.0)))
             model.launch()
+        if model.known and model.dice.random() < 0.05:
+            model.disturb()  # perhaps while drafts of its are verified
         held = model.dice.random() < 0.5  # then the next step is launched when this one's tokens are here
         while len(model.flying) > (0 if held else ahead) or batch.verifies:
             model.land()
@@ -277,3 +281,4 @@ def test_drafts_change_no_more_than_the_number_of_steps(seed: int, ahead: int) -
         model.check()
     assert model.ended > 10
     assert model.accepted > 100
+    assert model.dropped_drafts > 0
