@@ -82,6 +82,7 @@ class House:
         tokens: int = 5,
         attempt: int = 1,
         router: str = "r",
+        *,
         gap_target_s: float = math.inf,
         adapter: str = "",
         **sampling: int,
