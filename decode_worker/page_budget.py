@@ -121,7 +121,7 @@ class PageClaims:
             self._held -= pages
 
     def settle(self, request: DecodeRequest, committed: int) -> None:
-        """Reduce the claim of a request whose KV is here to what it needs from now on."""
+        """Commit a request whose KV is here to `committed` pages from now on, if that is less, or to those it holds."""
         left, request.lease_pages = request.lease_pages, 0
         self._lease_pages -= left
         self._held -= left
@@ -311,7 +311,7 @@ class PageBudget:
             return
         self._retire(request, len(request.reservation.prompt_token_ids))
         pages = self.expected_pages(request.reservation, request.reservation.answered)
-        self._claims.settle(request, max(pages, request.held - request.lease_pages))
+        self._claims.settle(request, pages)
 
     def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
         """Take one more page of each group for a running request, and give up those that it sees no more.

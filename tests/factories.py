@@ -58,6 +58,23 @@ _LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+_DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_scaling": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "sliding_window": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama2": _BASE | {"num_key_value_heads": 4},
@@ -99,17 +116,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
-    "gpt_oss": _BASE
-    | {
-        "model_type": "gpt_oss",
-        "head_dim": 16,
-        "num_hidden_layers": 4,
-        "intermediate_size": 64,
-        "sliding_window": 24,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "rope_scaling": _YARN_ROPE | {"truncate": False, "factor": 8.0},
-    },
+    "gpt_oss": _BASE | _GPT_OSS | {"rope_scaling": _YARN_ROPE | {"truncate": False, "factor": 8.0}},
+    "gpt_oss_unscaled": _BASE | _GPT_OSS | {"rope_scaling": {"rope_type": "default"}},
     "deepseek_v2_lite": _BASE | _LATENT | {"model_type": "deepseek_v2", "topk_method": "greedy"},
     "deepseek_v2": _BASE
     | _LATENT
@@ -122,17 +130,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "rope_scaling": _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7},
     },
-    "deepseek_v3": _BASE
-    | _LATENT
-    | {
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 40,
-        "n_group": 4,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "rope_scaling": _YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
-    },
+    "deepseek_v3": _BASE | _LATENT | _DEEPSEEK_V3 | {"q_lora_rank": 40},
+    "deepseek_v3_full_queries": _BASE | _LATENT | _DEEPSEEK_V3,
     "glm4_moe": _BASE
     | {
         "model_type": "glm4_moe",

@@ -14,6 +14,7 @@ from engine.config.model import (
     MixtureOfExperts,
     ModelSpec,
 )
+from engine.config.rope import parse_rope
 from engine.kernels.base import Experts
 from engine.models.families.family import (
     Family,
@@ -27,6 +28,16 @@ from engine.models.families.family import (
 )
 from engine.models.parameters import Parameters, Place, standard_places
 from wire.errors import ModelError
+
+_ROPE_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""The scaling of the published models, which transformers applies where config.json names none."""
 
 
 def _parse(config: Json) -> ModelSpec:
@@ -50,7 +61,9 @@ def _parse(config: Json) -> ModelSpec:
     )
     biased = bool(config.get("attention_bias", True))
     shape = parse_shape(config, head_dim=64)
-    layers = grouped_layers(config, shape, windows, experts, qkv_bias=biased, output_bias=biased)
+    scaled = config.get("rope_scaling") or config.get("rope_parameters")
+    rope = parse_rope({"rope_theta": 150000.0} | dict(config), None if scaled else _ROPE_SCALING)
+    layers = grouped_layers(config, shape, windows, experts, rope=rope, qkv_bias=biased, output_bias=biased)
     return make_model(config, "GptOssForCausalLM", [_with_sinks(layer) for layer in layers])
 
 

@@ -82,7 +82,9 @@ class House:
         tokens: int = 5,
         attempt: int = 1,
         router: str = "r",
+        *,
         gap_target_s: float = math.inf,
+        adapter: str = "",
         **sampling: int,
     ) -> Lease:
         prompt = tuple(range(3, 3 + tokens))
@@ -90,7 +92,14 @@ class House:
         # Under a salt of its own: no request of another name has anything it could use.
         granted = self.admission.reserve(
             Reservation(
-                router, RequestRef(name, attempt), prompt, params, P, cache_salt=name, gap_target_s=gap_target_s
+                router,
+                RequestRef(name, attempt),
+                prompt,
+                params,
+                P,
+                cache_salt=name,
+                gap_target_s=gap_target_s,
+                adapter=adapter,
             )
         )
         self.prompts[granted.lease] = prompt
@@ -211,6 +220,41 @@ def test_a_running_request_is_dropped_at_the_boundary() -> None:
     house.half.apply([50])
     assert not house.half.schedule(16)
     house.assert_empty()
+
+
+def test_an_adapter_is_in_use_until_no_step_computes_with_it() -> None:
+    """A cancelled request still has its row in the step in flight, which reads the adapter's weights."""
+    house = House()
+    for name in ("base", "tuned"):
+        lease = house.reserve(name, adapter="" if name == "base" else "hash")
+        house.allot(lease)
+        house.deliver(lease)
+    house.half.schedule(16)
+    house.abort("tuned")
+    assert house.admission.open_requests == 1
+    assert house.admission.adapters() == {"", "hash"}
+    house.half.apply([50, 50])
+    assert house.admission.adapters() == {""}
+
+
+def test_a_lease_that_is_refused_takes_neither_promised_nor_cached_pages() -> None:
+    house = House(pages=8)
+    house.arrive("q", tokens=9, max_tokens=3)
+    for token in (50, 51):
+        house.half.schedule(16)
+        house.half.apply([token])
+    house.assert_empty()
+    assert house.pool.counts().cached > 0
+    before = house.pool.counts()
+    house.admission.peer_gone(P)
+    for _ in range(10):
+        with pytest.raises(Unavailable):
+            house.reserve("q", tokens=9, attempt=2)
+        assert house.pool.counts() == before
+        house.assert_empty()
+    house.admission.peer_back(P)
+    house.reserve("q", tokens=9, attempt=2, max_tokens=24)  # 8 pages: all there are
+    assert house.pool.counts().shared > 0, "what was refused would have read these pages"
 
 
 def test_a_full_house_promises_nothing_more() -> None:

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from decode_worker.page_budget import PageClaims
 from decode_worker.request import DecodeRequest
 from engine.cache.page_pool import PagePool
@@ -75,3 +77,23 @@ def test_together_is_one_by_one() -> None:
                 assert [request.pages for request in growing] == before
                 refused += len(growing) > 1
     assert refused > 20
+
+
+@pytest.mark.parametrize(("committed", "left"), [(0, 3), (2, 3), (3, 3), (4, 4), (7, 7), (8, 8), (9, 8)], ids=str)
+def test_a_request_whose_kv_is_here_is_committed_to_no_less_than_it_holds(committed: int, left: int) -> None:
+    """Of 8 pages it has taken 3, and 2 more were for its prompt."""
+    pool = PagePool(16)
+    claims = PageClaims(PrefixCache(pool, KvPages(4)))
+    ref, prefix = RequestRef("q", 1), Prefix(b"")
+    reservation = Reservation("r", ref, (7,) * 20, SamplingParams(9), PeerRef("p", 1))
+    claimed = claims.enter(prefix, 8, 20, 0)
+    request = DecodeRequest(
+        reservation, Lease("q", 1, 1), 5, 8, claimed, b"", prefix, 0, lease_pages=5, held=5
+    )  # fmt: skip
+    claims.await_prompt(request.lease_pages, request.held)
+    request.pages += pool.allocate(ref, claims.spend_on_prompt(request, 3), from_promise=True)
+    claims.settle(request, committed)
+    assert (request.committed, request.claimed, request.held, request.lease_pages) == (left, left - 3, 3, 0)
+    assert (claims.committed, claims.left, pool.counts().promised) == (left, 16 - 3, left - 3)
+    claims.leave(request)
+    assert (claims.committed, claims.left, pool.counts().promised) == (0, 16, 0)

@@ -63,6 +63,7 @@ class Model:
     late: tuple[CompletedStep, list[RoutedTokens]] | None = None
     """The newest completed step, and its tokens as they were before the next one was planned."""
     accepted: int = 0
+    dropped_drafts: int = 0
     made: int = 0
     ended: int = 0
 
@@ -74,6 +75,7 @@ class Model:
             ignore_eos=True,
             presence_penalty=dice.choice((0.0, 0.0, 1.0)),
             min_tokens=dice.choice((0, 0, 0, 1, 2, 7)),
+            logprobs=dice.choice((None, None, None, 2)),
         )
         self.made += 1
         reservation = Reservation(dice.choice(ROUTERS), RequestRef(f"q{self.made}", 1), prompt, sampling, PEER)
@@ -203,7 +205,7 @@ class Model:
                 if ends:
                     break
             assert (events.get(request) or told[name]) == (first, each.said[first:])
-            assert request in events or not ends
+            assert request in events or not (ends or request.reservation.sampling.logprobs is not None)
             self.accepted += len(each.said) - first - 1
             assert request.history is None or request.history.answer == each.said
             if ends:
@@ -217,7 +219,8 @@ class Model:
         assert set(gone) == {each.request for each in over}
         for each in over:
             self.batch.leave(each.request)
-            assert each.request.answer == each.said
+            assert each.request.answer == each.request.token_ids == each.said
+            assert each.request.in_flight == 0
             self.known.remove(each)
 
     def disturb(self) -> None:
@@ -228,8 +231,24 @@ class Model:
             if self.dice.random() < 0.5:
                 each.over = True
                 self.batch.drop(each.request)
+                self.dropped_drafts += bool(self.flying) and each.request in self.drafts
             else:
                 self.batch.stop(each.request)
+
+    def empty(self) -> None:
+        """All requests are cancelled and leave; the batch keeps nothing of them."""
+        for each in self.known:
+            each.over = each.stopped = True
+            self.batch.drop(each.request)
+        while self.flying:
+            self.land()
+        self.leave()
+        batch = self.batch
+        assert (len(batch), list(batch.requests), batch.without_page(), batch.launch()) == (0, [], [], None)
+        assert not (batch.waits_for_pages or batch.waits_for_tokens)
+        assert not (batch._stopped or batch._without_page or batch._with_events or batch._with_history)
+        assert not (batch._stop_sets or batch._stop_tokens)
+        assert sorted(batch._free) == list(range(len(batch._columns)))
 
     def check(self) -> None:
         assert len(self.batch) == sum(not each.stopped for each in self.known)
@@ -254,6 +273,7 @@ def test_it_does_what_one_that_counts_does(seed: int, ahead: int) -> None:
         if model.known and model.dice.random() < 0.02:
             model.disturb()
         model.check()
+    model.empty()
     assert model.ended > 10
 
 
@@ -269,11 +289,15 @@ def test_drafts_change_no_more_than_the_number_of_steps(seed: int, ahead: int) -
         if not batch.verifies:
             model.give_pages(share=model.dice.choice((0.2, 1.0)))
             model.launch()
+        if model.known and model.dice.random() < 0.05:
+            model.disturb()  # perhaps while drafts of its are verified
         held = model.dice.random() < 0.5  # then the next step is launched when this one's tokens are here
         while len(model.flying) > (0 if held else ahead) or batch.verifies:
             model.land()
         if model.known and model.dice.random() < 0.02:
             model.disturb()
         model.check()
+    model.empty()
     assert model.ended > 10
     assert model.accepted > 100
+    assert model.dropped_drafts > 0

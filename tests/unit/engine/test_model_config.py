@@ -92,6 +92,15 @@ def test_fields_that_published_gemma_files_leave_out(tmp_path: Path) -> None:
     assert {**_fields(load_spec(tmp_path)), "dtype": None, "eos_token_ids": ()} == _fields(parse(published))
 
 
+def test_gpt_oss_is_scaled_where_its_file_does_not_say_how() -> None:
+    """Not scaled at all is said by a `rope_type` of `default`."""
+    left_out = {key: value for key, value in FAMILIES["gpt_oss_unscaled"].items() if not key.startswith("rope_")}
+    assert _fields(parse(left_out)) == _fields(parse(AutoConfig.for_model(**left_out).to_dict()))
+    rope = rope_of(parse(left_out))
+    assert (rope.kind, rope.theta, rope.factor, rope.truncate) == ("yarn", 150000.0, 32.0, False)
+    assert rope_of(parse(FAMILIES["gpt_oss_unscaled"])).kind == "default"
+
+
 def test_generation_config_names_the_end_of_a_turn() -> None:
     assert parse(FAMILIES["llama3"]).eos_token_ids == (2,)
     assert parse(FAMILIES["llama3"], {"eos_token_id": [2, 7]}).eos_token_ids == (2, 7)

@@ -1,6 +1,7 @@
 """Columns of rows and of draws read as the objects they were made of."""
 
 import numpy as np
+import pytest
 
 from engine.steps.batch import StepBatch, StepRow, TokenRows
 from engine.steps.draws import Draw, Draws, History
@@ -17,6 +18,9 @@ ROWS = [
 ]
 CHUNK = StepRow((5, 6), 0, [0], None)
 LAST_CHUNK = StepRow((5,), 2, [0], RANDOM)
+NO_END_YET = Draw(SamplingParams(max_tokens=9, min_tokens=3), 2)
+END_ALLOWED = Draw(SamplingParams(max_tokens=9, min_tokens=3), 3)
+BIASED = Draw(SamplingParams(max_tokens=9, logit_bias=((5, 1.0),)), 8)
 
 
 def test_rows_are_what_they_were() -> None:
@@ -48,3 +52,23 @@ def test_draws_know_what_any_of_them_needs() -> None:
     assert numbers[0] == numbers[2] == 0.0
     assert 0.0 < numbers[1] < 1.0
     assert np.array_equal(numbers, draws[:].numbers())
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "masked"),
+    [
+        ([PLAIN], [BIASED], True),
+        ([BIASED], [PLAIN], True),
+        ([PLAIN], [NO_END_YET], True),
+        ([NO_END_YET], [PLAIN], True),
+        ([PLAIN, END_ALLOWED], [END_ALLOWED], False),
+        ([BIASED], [], True),
+    ],
+)
+def test_logits_are_changed_if_any_row_of_either_part_changes_them(
+    first: list[Draw], then: list[Draw], masked: bool
+) -> None:
+    assert Draws.of(first).followed_by(then).masked == masked
+    rows = [StepRow((7,), 5, [3], draw) for draw in first]
+    chunks = [StepRow((5, 6), 0, [0], draw) for draw in then]
+    assert StepBatch(chunks, TokenRows.of(rows)).draws.masked == masked

@@ -30,7 +30,8 @@ class Desk:
         self.clock, self.listened = Clock(), Clock()
         self.listened.now = 7.0
         self.seen: dict[PeerRef, bool] = {}
-        fence = Fence(WINDOW, lambda peer: GRACE, self.listened, self.seen.get)
+        self.grace_s = GRACE
+        fence = Fence(WINDOW, lambda peer: self.grace_s, self.listened, self.seen.get)
         self.table: LeaseTable = LeaseTable(self.clock, DURATION, fence)
         self.lease = self.table.grant(RequestRef("r", 1), WRITER)
 
@@ -236,6 +237,15 @@ def test_the_grace_of_a_writer_that_may_live_begins_when_it_may_begin_no_write_a
     assert [change.action for change in desk.table.expire()] == [PageAction.FREE]
 
 
+def test_pages_that_were_just_advertised_may_be_written_for_a_window(desk: Desk) -> None:
+    desk.advertise()
+    die(desk)
+    desk.pass_by(WINDOW + GRACE)
+    assert desk.table.expire() == (), "the grace begins when it is seen that the window is over"
+    desk.pass_by(GRACE)
+    assert [change.action for change in desk.table.expire()] == [PageAction.FREE]
+
+
 def test_a_grace_counts_only_time_in_which_the_transport_listened(desk: Desk) -> None:
     desk.advertise()
     desk.pass_by(WINDOW)
@@ -288,6 +298,34 @@ def test_a_sign_of_life_amid_the_grace_begins_it_anew(desk: Desk) -> None:
     assert desk.table.expire() == ()
     desk.pass_by(0.1)
     assert [change.action for change in desk.table.expire()] == [PageAction.FREE]
+
+
+def test_the_grace_of_a_writer_is_what_it_was_when_it_was_first_believed_dead(desk: Desk) -> None:
+    """Where it ran may be forgotten since, and a writer on another host has the longer grace."""
+    desk.advertise()
+    desk.seen[WRITER] = True
+    desk.table.peer_gone(WRITER)
+    desk.grace_s = 0.0
+    desk.table.peer_gone(WRITER)
+    desk.seen[WRITER] = False
+    assert desk.table.expire() == ()
+    freed_after_the_grace(desk)
+
+
+def test_those_who_may_still_write_to_quarantined_pages_are_named_once(desk: Desk) -> None:
+    assert desk.table.silent_writers() == ()
+    desk.advertise()
+    later = desk.table.grant(RequestRef("s", 1), PeerRef("prefill-0", 4))
+    desk.table.advertise(later, PeerRef("prefill-0", 4), [9])
+    other = desk.table.grant(RequestRef("t", 1), PeerRef("prefill-1", 1))
+    desk.table.advertise(other, PeerRef("prefill-1", 1), [11])
+    assert desk.table.silent_writers() == ()
+    desk.table.revoke(desk.lease)
+    desk.table.revoke(later)
+    assert desk.table.silent_writers() == ("prefill-0",)
+    desk.table.settle(desk.lease, WRITER)
+    desk.table.release(later, PeerRef("prefill-0", 4))
+    assert desk.table.silent_writers() == ()
 
 
 def test_each_writer_is_looked_at_once_a_round() -> None:

@@ -196,6 +196,23 @@ async def test_a_withdrawn_request_is_released_only_after_its_step() -> None:
     assert house.requests["a"].progress.first_token_id is None
 
 
+async def test_a_withdrawn_request_is_released_only_after_the_last_of_its_steps_in_flight() -> None:
+    house = House()
+    house.submit("a", 20)
+    request = house.requests["a"]
+    chunks = [house.half.schedule(8), house.half.schedule(8)]
+    assert [pieces(rows) for rows in chunks] == [[(0, 8)], [(8, 8)]]
+    house.half.withdraw(request)
+    for in_flight in (1, 0):
+        assert house.half.apply([None]) == []
+        house.half.deliver_updates()
+        await asyncio.sleep(0)
+        assert request.progress.released == (not in_flight), "the step in flight writes to its pages"
+    assert house.step(8) == []
+    house.half.free(request)
+    assert house.pool.counts().owned == 0
+
+
 async def test_when_the_engine_has_died_its_step_is_released() -> None:
     house = House()
     house.submit("a", 30)

@@ -206,6 +206,8 @@ def test_a_lease_that_is_over_is_named_once_and_gives_no_permission(scene: Scene
     scene.loop.advance(PERIOD_S + 0.001)
     with pytest.raises(StaleEpoch, match="over at decode-0"):
         scene.run(gone.ensure_open())
+    assert gone.closes_at() == -math.inf, "a write that is posted already begins no more either"
+    assert alive.closes_at() == 1000 + PERIOD_S + WINDOW_S
     scene.loop.advance(PERIOD_S)
     assert scene.epochs == [[1, 2], [2]]
     assert scene.run(alive.ensure_open()) > scene.loop.time()

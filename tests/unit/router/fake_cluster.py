@@ -34,6 +34,7 @@ from wire.messages import (
     Reservation,
     Role,
     StepEvents,
+    StepTokens,
     TokenLogprobs,
     WorkerInfo,
     WorkerLoad,
@@ -347,10 +348,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if reason is not None:
                 return
 
-    def send(self, router_id: str, *events: RequestEvent) -> None:
+    def send(self, router_id: str, *events: RequestEvent, tokens: tuple[StepTokens, ...] = ()) -> None:
         self.step += 1
         if (queue := self.streams.get(router_id)) is not None:
-            queue.put_nowait(StepEvents(self.step, events, self.load))
+            queue.put_nowait(StepEvents(self.step, events, self.load, tokens=tokens))
 
     async def drop_streams(self) -> None:
         """Breaks every event stream, as a network failure would."""

@@ -10,7 +10,7 @@ from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import PROMPT, Client, ask, expected, placed, silence
 from wire.ending import failure_event
 from wire.errors import TransferFailed
-from wire.messages import FinishReason, Lease, RequestEvent, RequestRef
+from wire.messages import FinishReason, Lease, RequestEvent, RequestRef, StepTokens
 
 
 @pytest.fixture
@@ -48,6 +48,19 @@ async def test_events_of_an_earlier_attempt_are_dropped(cluster: Cluster, client
     first, second = await second_attempt(cluster)
     failed = failure_event(first, TransferFailed("the pages did not arrive"))
     cluster.prefill.send("router-0", RequestEvent(first, 0, (expected(1)[0] + 1,)), failed)
+    await answer(cluster, client, second, running)
+
+
+async def test_tokens_in_columns_of_an_earlier_attempt_are_dropped(cluster: Cluster, client: Client) -> None:
+    running = asyncio.create_task(client.run(ask(4)))
+    first, second = await second_attempt(cluster)
+    request_id, right = first.request_id, expected(4)
+    wrong = StepTokens([request_id], [first.attempt], [0], [right[0] + 1])
+    cluster.prefill.send("router-0", tokens=(wrong,))
+    cluster.prefill.send("router-0", tokens=(StepTokens([request_id], [second.attempt], [0], [right[0]]),))
+    # Now an answer waits for its next token, which is the path of most tokens.
+    late = StepTokens([request_id, request_id], [first.attempt, second.attempt], [1, 1], [right[1] + 1, right[1]])
+    cluster.prefill.send("router-0", tokens=(late,))
     await answer(cluster, client, second, running)
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from tests.fake_engine import FACTS
 from wire.errors import InvalidArgument
-from wire.messages import PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from wire.messages import Destination, Lease, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from worker.assignment import decode_batch
 from worker.validation import check_prefill, check_reservation
 
@@ -70,6 +70,17 @@ def test_both_listeners_name_the_field(change: dict[str, Any], field: str) -> No
         with pytest.raises(InvalidArgument) as caught:
             check()
         assert caught.value.field == field
+
+
+@pytest.mark.parametrize("answered", [0, 2])
+def test_only_a_prompt_whose_next_token_is_the_last_needs_no_destination(answered: int) -> None:
+    last = PrefillTask("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(answered + 1), None, answered=answered)
+    check_prefill(last, FACTS)
+    for more in (2, 3):
+        with pytest.raises(InvalidArgument, match="destination"):
+            check_prefill(replace(last, sampling=SamplingParams(answered + more)), FACTS)
+    there = Destination(PeerRef("d", 1), "d:1", Lease("q", 1, 1))
+    check_prefill(replace(last, sampling=SamplingParams(answered + 2), destination=there), FACTS)
 
 
 @pytest.mark.parametrize("target_s", [0.0, -1.0, math.nan])

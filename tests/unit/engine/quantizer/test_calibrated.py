@@ -85,6 +85,22 @@ def test_gptq_loses_less_than_rounding(scheme: str) -> None:
     assert errors[0] < 0.6 * errors[1]
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_the_error_of_a_block_of_columns_is_made_up_for_by_those_of_the_next(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks only save time: the codes are those of one block with all columns, but for the rounding of sums."""
+    _, inputs = _inputs(2048, 320)
+    weight = torch.randn(48, 320, generator=torch.Generator().manual_seed(2))
+    chosen, group = SCHEMES[scheme], 64 if SCHEMES[scheme].grouped else None
+    found = {}
+    for block in (320, 128, 7):
+        monkeypatch.setattr("engine.quantizer.gptq._BLOCK", block)
+        found[block] = gptq(weight, inputs, chosen, group, torch.float32).codes
+    for block in (128, 7):
+        assert (found[block] == found[320]).float().mean() > 0.99
+
+
 def test_inputs_that_no_token_has_are_rounded_to_nearest() -> None:
     x, _ = _inputs(512, 64)
     x[:, 7] = 0

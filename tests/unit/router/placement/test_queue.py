@@ -1,5 +1,7 @@
 """Tests of the order of waiting requests and of the fairness between tenants."""
 
+import pytest
+
 from router.placement.queue import QueuedRequest, RequestQueue
 
 
@@ -113,3 +115,21 @@ def test_how_much_is_ahead() -> None:
     assert ahead("flood", 0.5, priority=1) == 5.0, "its tenant's others go before it"
     assert ahead("me", 3.0) == 1.0, "own work, and as much of the others'"
     assert ahead("third", 3.0) == 0.0
+
+
+@pytest.mark.parametrize(("answered", "limit", "decodes"), [(0, 1, False), (0, 2, True), (3, 4, False), (3, 5, True)])
+def test_it_decodes_if_a_token_follows_the_one_that_prefill_generates(answered: int, limit: int, decodes: bool) -> None:
+    assert QueuedRequest("q", 1, 0.0, 100, limit, answered=answered).decodes == decodes
+
+
+@pytest.mark.parametrize(
+    ("answered", "expected", "reserved"), [(0, None, 149), (0, 20, 119), (9, 20, 119), (30, 20, 130), (0, 50, 149)]
+)
+def test_kv_is_reserved_for_the_expected_answer_and_for_what_is_prefilled(
+    answered: int, expected: int | None, reserved: int
+) -> None:
+    """The newest token of an answer has no KV yet."""
+    request = QueuedRequest("q", 1, 0.0, 100, 50, answered=answered, expected_tokens=expected, mean_tokens=17.0)
+    assert request.prefill_tokens == 100 + answered
+    assert (request.kv_tokens, request.reserved_tokens) == (149, reserved)
+    assert request.decode_context == 100 + answered + 8

@@ -198,7 +198,7 @@ def test_log_probabilities_come_out_with_their_tokens() -> None:
     assert add(2, 12, 13, 14) == [(13, -13.0), (14, -14.0)]
 
 
-def test_a_new_attempt_forgets_what_was_early() -> None:
+def test_a_new_attempt_forgets_what_was_early_and_where_the_last_one_ended() -> None:
     order = TokenAssembler()
     assert order.add(0, (10,)) == ((10,), ())
     order.add(2, (99,))
@@ -208,6 +208,10 @@ def test_a_new_attempt_forgets_what_was_early() -> None:
     assert order.add(0, (10,)) == NOTHING
     assert order.add(1, (11,)) == ((11,), ())
     assert order.add(2, (12,)) == ((12,), ())
+    assert order.finished is None
+    order.finish_at(4, FinishReason.LENGTH)
+    assert order.add(3, (13,)) == ((13,), ())
+    assert order.finished is FinishReason.LENGTH
 
 
 def test_a_repeated_token_that_differs_is_no_answer() -> None:
