@@ -53,7 +53,7 @@ class FakeEngine:
     draft_proposer: MakeProposer | None = None
 
     def __init__(self, pages: int = 64, facts: ModelFacts = FACTS) -> None:
-        self.facts = replace(facts, kv_windows=self.windows)
+        self.facts = replace(facts, kv_windows=self.windows, kv_step_tokens=self.step_tokens)
         self.adapters = AdapterSlots()
         self.page_tokens = PAGE_TOKENS
         self.kv_pages = KvPages(PAGE_TOKENS, self.windows, self.step_tokens)
