@@ -47,6 +47,43 @@ class BatchSlot:
         return self.first_step <= step <= self.last_step and step not in self.skipped_steps
 
 
+class SlotSchedule:
+    """Slots by the number of a step, each slot under one at most.
+
+    A slot that leaves the batch is removed, whatever its step: it would keep its ended request alive.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[BatchSlot, int] = {}
+        self._slots: dict[int, dict[BatchSlot, None]] = {}
+
+    def __contains__(self, step: int) -> bool:
+        """Return True if there are slots under this step."""
+        return step in self._slots
+
+    def put(self, slot: BatchSlot, step: int) -> None:
+        """Put the slot under `step`, no longer under another one."""
+        self.remove(slot)
+        self._steps[slot] = step
+        self._slots.setdefault(step, {})[slot] = None
+
+    def remove(self, slot: BatchSlot) -> None:
+        """Remove the slot, if it is under any step."""
+        step = self._steps.pop(slot, None)
+        if step is not None:
+            slots = self._slots[step]
+            del slots[slot]
+            if not slots:
+                del self._slots[step]
+
+    def pop(self, step: int) -> list[BatchSlot]:
+        """Remove the slots under `step` and return them, in the order in which they were put there."""
+        slots = list(self._slots.pop(step, ()))
+        for slot in slots:
+            del self._steps[slot]
+        return slots
+
+
 class SlotColumns:
     """The data that steps need of each running request, as columns by slot.
 

@@ -84,6 +84,8 @@ class ModelSpeculation(Speculation):
         super().leave(request)
         if request is self._probed:
             self._probed = None
+        if not self._batch.requests:
+            self._newest = None  # it would keep the last requests alive
 
     def complete(self, step: CompletedStep) -> None:
         """See `Speculation`."""
