@@ -5,6 +5,7 @@ is described by constants: its row of step n has position `position_offset` + n.
 to step, and a step of hundreds of rows is a few operations on columns.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,10 @@ class SlotSchedule:
     def __contains__(self, step: int) -> bool:
         """Return True if there are slots under this step."""
         return step in self._slots
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the steps that have slots."""
+        return iter(self._slots)
 
     def put(self, slot: BatchSlot, step: int) -> None:
         """Put the slot under `step`, no longer under another one."""

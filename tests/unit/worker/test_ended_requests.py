@@ -64,7 +64,8 @@ async def test_no_ended_request_stays_alive(drafts: str, monkeypatch: pytest.Mon
                 prompt = [*PROMPT, 30 + number % 16]
                 heard[f"q{number}"] = pair.send(f"q{number}", prompt, sampling_of(number, prompt))
             pair.abort(f"q{first + 5}")
-            await until(lambda heard=heard: all(each.finish for name, each in heard.items() if name != f"q{first + 5}"))
+            rest = [each for name, each in heard.items() if name != f"q{first + 5}"]
+            await until(lambda rest=rest: all(each.finish for each in rest))
         await pair.empty()
         await until(lambda: not alive())
         assert speculation is None or drafts == "wrong drafts" or sum(speculation.counts.accepted.values())
