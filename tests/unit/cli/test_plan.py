@@ -245,7 +245,7 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path) -> None:
     ("options", "remedies"),
     [
         (["--shape", "qwen3-32b", "--gpu", "L40S"], "with --quantization int8 or --gpu A100-80; as it is, it takes 2"),
-        (["--gpu", "L4", "--prompt-tokens", "60000"], "with --quantization int8 or --gpu A100-40; as it is, it takes 2"),
+        (["--gpu", "L4", "--prompt-tokens", "60000"], "--quantization int8 or --gpu A100-40; as it is, it takes 2"),
         (["--shape", "qwen3-32b", "--gpu", "L4"], "it fits with --gpu A100-80; as it is, it takes 4 of these GPUs"),
         (["--shape", "qwen3-32b", "--gpu", "L4", "--memory-gib", "2"], "it fits with --gpu A100-80"),
         (["--shape", "qwen3-32b", "--prompt-tokens", "5000000"], "it fits in fewer bits neither, and on no known GPU"),
