@@ -23,6 +23,7 @@ class DeviceKind:
             GPU.flops / _MEASURED.flops * self.flops,
             GPU.bytes_per_s / _MEASURED.bytes_per_s * self.bytes_per_s,
             GPU.launch_s,
+            GPU.verify_s,
         )
 
 

@@ -3,6 +3,7 @@
     seconds = base + prompt_base (if it has prompt tokens)
             + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
             + row · decode rows                          + context · tokens of decode context
+            + verify_base (if rows verify drafts)
 
 A step reads the weights once. The free tokens are the knee of the roofline: up to it a token more costs nothing. Where
 steps fill tiles, whole tiles are charged, and prompts attend as if they had at least a wave of tokens
@@ -62,9 +63,10 @@ class StepCost:
     def seconds(self, work: StepWork) -> float:
         """Return the duration of one step, 0 for a step with nothing in it."""
         rows, context, tokens = work.decode_rows, work.decode_context_tokens, work.prefill_tokens
+        verifying_s = self.parameters.verify_base_s if work.draft_rows else 0.0
         if not tokens:
-            return self.decode_step_seconds(rows, context)
-        return self.rows_seconds(rows, context) + self.prompts_seconds(tokens, work.prefill_pairs, rows)
+            return self.decode_step_seconds(rows, context) + verifying_s
+        return self.rows_seconds(rows, context) + self.prompts_seconds(tokens, work.prefill_pairs, rows) + verifying_s
 
     def rows_seconds(self, rows: int, context_tokens: int) -> float:
         """Return the part of a step that does not depend on its prompt tokens."""
@@ -77,7 +79,10 @@ class StepCost:
         return p.prompt_base_s + p.token_s * self.charged(tokens, rows) + p.pair_s * self.charged_pairs(tokens, pairs)
 
     def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
-        """Return the duration of a step of decode rows that attend to `context_tokens` in all; 0 without rows."""
+        """Return the duration of a step of decode rows that attend to `context_tokens` in all; 0 without rows.
+
+        None of them verifies a draft.
+        """
         return self.rows_seconds(rows, context_tokens) if rows else 0.0
 
     def rows_within(self, target_s: float, row_context: float) -> float:

@@ -16,7 +16,9 @@ Recursive least squares with exponential forgetting: Ljung and Söderström, The
 Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 from costs.margin import LearnedMargin
 from costs.step_cost import CostParameters, StepCost
 from costs.step_work import StepWork
-from wire.cost_parameters import UNMEASURED
+from wire.cost_parameters import SECONDS, UNMEASURED
 
 _Vector = NDArray[np.float64]
 
@@ -47,10 +49,10 @@ _USUAL_PART = 0.05
 """Weight of the newest error in the usual one."""
 _ERROR_PART = 0.01
 """Least weight of the newest error in the published one."""
-_GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3])
+_GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3, 0.1])
 """The weight of the first guess of each part, in steps. Decode steps have many sizes. Steps with prompts may be alike
 for long, which leaves open how their time divides among their parts; and they err by some percent with their size,
-which a hundred of them would take for knowledge of sizes that were never seen (0013).
+which a hundred of them would take for knowledge of sizes that were never seen (0013). The order is that of `SECONDS`.
 """
 _SECONDS_MIN = 1e-6
 """Less than any step takes."""
@@ -65,7 +67,7 @@ class StepFit:
         self.parameters = replace(guess, error=0.0, observed=0)
         """The newest published parameters, never changed in place."""
         values, scale = _values(guess), _values(UNMEASURED)
-        scale[:2] = max(guess.base_s, _SECONDS_MIN)
+        scale[[each.endswith("base_s") for each in SECONDS]] = max(guess.base_s, _SECONDS_MIN)
         self._scale: _Vector = np.where(values > 0, values, scale)
         self._guess: _Vector = values / self._scale
         self._free = self._guess
@@ -110,22 +112,14 @@ class StepFit:
     def _learn(self) -> None:
         """Solve the noted equations and publish the parameters."""
         known = self.parameters
-        base, prompt_base, token, pair, row, context = _seconds(known)
+        seconds: Sequence[float] = _seconds(known)
         if self._rows:
             self._solve(np.array(self._rows) * self._scale, np.array(self._targets))
             self._rows, self._targets = [], []
-            base, prompt_base, token, pair, row, context = (self._coefficients * self._scale).tolist()
+            seconds = (self._coefficients * self._scale).tolist()
+        learned: dict[str, Any] = dict(zip(SECONDS, seconds, strict=True))
         self.parameters = replace(
-            known,
-            base_s=base,
-            prompt_base_s=prompt_base,
-            token_s=token,
-            pair_s=pair,
-            row_s=row,
-            context_s=context,
-            error=self._error,
-            observed=self._observed,
-            mixed_noise=self._margin.value,
+            known, **learned, error=self._error, observed=self._observed, mixed_noise=self._margin.value
         )
         self._cost = StepCost(self.parameters)
 
@@ -154,6 +148,7 @@ class StepFit:
             self._cost.charged_pairs(work.prefill_tokens, work.prefill_pairs),
             work.decode_rows,
             work.decode_context_tokens,
+            1.0 if work.draft_rows else 0.0,
         )
 
 
@@ -161,9 +156,8 @@ def _values(parameters: CostParameters) -> _Vector:
     return np.array(_seconds(parameters))
 
 
-def _seconds(parameters: CostParameters) -> tuple[float, float, float, float, float, float]:
-    p = parameters
-    return p.base_s, p.prompt_base_s, p.token_s, p.pair_s, p.row_s, p.context_s
+def _seconds(parameters: CostParameters) -> list[float]:
+    return [getattr(parameters, name) for name in SECONDS]
 
 
 def _within_bounds(information: _Vector, wanted: _Vector, start: _Vector) -> _Vector:

@@ -21,6 +21,15 @@ class StepWork:
         pairs = self.prefill_pairs + chunk_pairs(tokens, context)
         return replace(self, prefill_tokens=self.prefill_tokens + tokens, prefill_pairs=pairs)
 
+    def with_drafts(self, rows: int, context_tokens: int) -> "StepWork":
+        """Return this work and `rows` that verify drafts and read the KV of `context_tokens` more."""
+        return replace(
+            self,
+            decode_rows=self.decode_rows + rows,
+            decode_context_tokens=self.decode_context_tokens + context_tokens,
+            draft_rows=self.draft_rows + rows,
+        )
+
 
 NOTHING = StepWork()
 

@@ -5,6 +5,7 @@ is described by constants: its row of step n has position `position_offset` + n.
 to step, and a step of hundreds of rows is a few operations on columns.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,47 @@ class BatchSlot:
     def has_row_in(self, step: int) -> bool:
         """Return True if that step has a row of the request."""
         return self.first_step <= step <= self.last_step and step not in self.skipped_steps
+
+
+class SlotSchedule:
+    """Slots by the number of a step, each slot under one at most.
+
+    A slot that leaves the batch is removed, whatever its step: it would keep its ended request alive.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[BatchSlot, int] = {}
+        self._slots: dict[int, dict[BatchSlot, None]] = {}
+
+    def __contains__(self, step: int) -> bool:
+        """Return True if there are slots under this step."""
+        return step in self._slots
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the steps that have slots."""
+        return iter(self._slots)
+
+    def put(self, slot: BatchSlot, step: int) -> None:
+        """Put the slot under `step`, no longer under another one."""
+        self.remove(slot)
+        self._steps[slot] = step
+        self._slots.setdefault(step, {})[slot] = None
+
+    def remove(self, slot: BatchSlot) -> None:
+        """Remove the slot, if it is under any step."""
+        step = self._steps.pop(slot, None)
+        if step is not None:
+            slots = self._slots[step]
+            del slots[slot]
+            if not slots:
+                del self._slots[step]
+
+    def pop(self, step: int) -> list[BatchSlot]:
+        """Remove the slots under `step` and return them, in the order in which they were put there."""
+        slots = list(self._slots.pop(step, ()))
+        for slot in slots:
+            del self._steps[slot]
+        return slots
 
 
 class SlotColumns:

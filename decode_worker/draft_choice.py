@@ -8,7 +8,7 @@ from itertools import chain
 from costs.step_cost import StepCost
 from costs.step_work import StepWork
 from decode_worker.request import DecodeRequest
-from engine.speculation.proposer import Draft
+from engine.speculation.proposer import DRAFTS_MAX, Draft
 
 ROWS_MAX = 256
 """The most rows of a step with drafts: with more, products take so much longer that drafts hardly pay."""
@@ -54,27 +54,28 @@ class Candidate:
 
 
 def break_even(cost: StepCost, work: StepWork, *, kv_read_once: bool = False) -> float:
-    """Return the least probability of acceptance for which one draft of each request pays in a step with `work`.
+    """Return the least probability of acceptance for which drafts can pay in a step with `work`.
 
     1 where nothing is known of the duration. `kv_read_once`: a draft's row reads no KV that another does not read.
+
+    With probability p, k drafts of each request give p + p² + … + pᵏ tokens more, which is at most k · p and less than
+    p / (1 - p). They take (verify_base + k · rows of drafts) of a step's seconds without.
     """
     seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
     if not seconds:
         return 1.0
     context = 0 if kv_read_once else work.decode_context_tokens // work.decode_rows
     more = cost.decode_step_seconds(work.decode_rows + 1, work.decode_context_tokens + context)
-    return work.decode_rows * (more - seconds) / seconds
+    rows, base = work.decode_rows * (more - seconds) / seconds, cost.parameters.verify_base_s / seconds
+    one = rows + base
+    return max(rows + base / DRAFTS_MAX, one / (1.0 + one))
 
 
 def with_drafts(work: StepWork, candidates: Sequence[Candidate]) -> StepWork:
     """Return the work of a step with rows for all drafts of the candidates."""
     rows = sum(len(each.survival) for each in candidates)
     context = sum(each.context_of(draft) for each in candidates for draft in range(len(each.survival)))
-    return StepWork(
-        decode_rows=work.decode_rows + rows,
-        decode_context_tokens=work.decode_context_tokens + context,
-        draft_rows=rows,
-    )
+    return work.with_drafts(rows, context)
 
 
 def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -90,6 +91,7 @@ def with_most_tokens(bounds: StepBounds, work: StepWork, candidates: Sequence[Ca
     rows, parameters = work.decode_rows, bounds.cost.parameters
     tokens, seconds = float(rows), bounds.cost.decode_step_seconds(rows, work.decode_context_tokens)
     most, room = GAIN_MIN * tokens / seconds, min(bounds.rows, ROWS_MAX) - rows
+    seconds += parameters.verify_base_s
     added: list[Sequence[int]] = []
     chosen = 0
     for negative, position, survival in sorted(positions):

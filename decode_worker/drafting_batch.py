@@ -72,11 +72,10 @@ class DraftingBatch(RunningBatch):
 
     def grow_ahead(self, request: DecodeRequest, grow: Callable[[DecodeRequest], bool]) -> bool:
         """Have `grow` give the request one more page before it needs it; returns what `grow` returns."""
-        slot = self._slots[request]
-        page_step = self._page_step(slot)
         if not grow(request):
             return False
-        self._forget_page_step(slot, page_step)
+        slot = self._slots[request]
+        self._page_steps.remove(slot)
         self._copy_pages(slot)
         return True
 
@@ -149,16 +148,11 @@ class DraftingBatch(RunningBatch):
     def _move(self, slot: BatchSlot, positions: int, newest_token: int) -> None:
         """Have the next row of a request that gained tokens be so many positions later."""
         self._columns.newest_token[slot.index] = newest_token
-        self._forget_page_step(slot, self._page_step(slot))
+        self._page_steps.remove(slot)
         slot.position_offset += positions
         slot.last_step -= positions
         self._columns.reschedule(slot)
-        self._last_steps.setdefault(slot.last_step, []).append(slot)
+        self._last_steps.put(slot, slot.last_step)
         self._schedule_page(slot)
         if slot.last_step < self._next_step:
             self._snapshot = None
-
-    def _forget_page_step(self, slot: BatchSlot, step: int) -> None:
-        needs_page = self._page_steps.get(step, [])
-        if slot in needs_page:
-            needs_page.remove(slot)

@@ -84,6 +84,8 @@ class ModelSpeculation(Speculation):
         super().leave(request)
         if request is self._probed:
             self._probed = None
+        if not self._batch.requests:
+            self._newest = None  # it would keep the last requests alive
 
     def complete(self, step: CompletedStep) -> None:
         """See `Speculation`."""
@@ -284,7 +286,7 @@ class DraftCosts:
         """
         drafts, rows, work = len(survival), self.requests, self.work
         more = 0 if kv_read_once else sum(self.context + rows * (draft + 1) for draft in range(drafts))
-        seconds = self.verify.decode_step_seconds(work.decode_rows + rows * drafts, work.decode_context_tokens + more)
+        seconds = self.verify.seconds(work.with_drafts(rows * drafts, more))
         if drafts:
             # If all drafts before were accepted, the last of them was not fed yet: one row more.
             fed = rows * survival[-1]
@@ -292,7 +294,7 @@ class DraftCosts:
             others = (self.propose.rows_seconds(rows, self.context + rows * draft) for draft in range(1, drafts))
             seconds += first_s + sum(others)
         tokens = 1.0 + rows * sum(survival) / work.decode_rows
-        plain_s = self.verify.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
+        plain_s = self.verify.seconds(work)
         return DraftCount(drafts, seconds, plain_s - seconds / tokens)
 
 

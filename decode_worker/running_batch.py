@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decode_worker.batch_slots import BatchSlot, SlotColumns
+from decode_worker.batch_slots import BatchSlot, SlotColumns, SlotSchedule
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
 from decode_worker.request import DecodeRequest
 from engine.steps.batch import TokenRows
@@ -33,9 +33,9 @@ class RunningBatch:
         """Launched steps whose tokens have not arrived, oldest first, each with its number."""
         self._snapshot: BatchSnapshot | None = None
         """The snapshot of the next step, unless a request joins or leaves before."""
-        self._last_steps: dict[int, list[BatchSlot]] = {}
-        """Slots by their last step; in this and the next one, some may have been stopped since."""
-        self._page_steps: dict[int, list[BatchSlot]] = {}
+        self._last_steps = SlotSchedule()
+        """Slots by their last step, but those that were stopped."""
+        self._page_steps = SlotSchedule()
         """Slots by the step for which they need one more page."""
         self._without_page: list[BatchSlot] = []
         """Slots that need a page for the next step."""
@@ -72,7 +72,7 @@ class RunningBatch:
         self._unstopped += 1
         self._snapshot = None
         self._columns.enter(slot)
-        self._last_steps.setdefault(last, []).append(slot)
+        self._last_steps.put(slot, last)
         if ending.stops:
             self._stop_sets[ending.stops] = self._stop_sets.get(ending.stops, 0) + 1
             self._stop_tokens |= ending.stops
@@ -98,6 +98,7 @@ class RunningBatch:
         self._stopped.append(slot)
         if slot.last_step >= self._next_step:
             slot.last_step = self._next_step - 1
+            self._last_steps.remove(slot)
             self._columns.reschedule(slot)
             self._snapshot = None
 
@@ -119,6 +120,8 @@ class RunningBatch:
         request.batch = None
         self._columns.leave(slot)
         self._free.append(slot.index)
+        self._last_steps.remove(slot)
+        self._page_steps.remove(slot)
         for some in (self._stopped, self._without_page, self._with_events, self._with_history):
             if slot in some:
                 some.remove(slot)
@@ -150,9 +153,8 @@ class RunningBatch:
 
     def without_page(self) -> list[DecodeRequest]:
         """Return the requests that have no page for a row of the next step."""
-        step, page_steps = self._next_step, self._page_steps
-        if step in page_steps:
-            self._without_page += [slot for slot in page_steps.pop(step) if not slot.stopped]
+        step = self._next_step
+        self._without_page += [slot for slot in self._page_steps.pop(step) if not slot.stopped]
         if not self._without_page:
             return []
         due = sorted((slot for slot in self._without_page if slot.last_step >= step), key=lambda slot: slot.index)
@@ -216,7 +218,7 @@ class RunningBatch:
             slot.skipped_steps = (*slot.skipped_steps, step)
         slot.position_offset -= 1
         slot.last_step += 1
-        self._last_steps.setdefault(slot.last_step, []).append(slot)
+        self._last_steps.put(slot, slot.last_step)
         self._columns.reschedule(slot)
 
     def _rows_with_events(
@@ -226,8 +228,7 @@ class RunningBatch:
         over: set[int] = set()
         if self._stopped:
             over = {row for row, slot in enumerate(snapshot.slots) if slot.dropped}
-        ending = self._last_steps.pop(step, ())
-        slots = [slot for slot in ending if slot.last_step == step and slot.has_row_in(step)]
+        slots = [slot for slot in self._last_steps.pop(step) if slot.has_row_in(step)]
         if self._with_events:
             slots += [slot for slot in self._with_events if slot.has_row_in(step)]
         with_events = {snapshot.slots.index(slot) for slot in slots} if slots else set()
@@ -249,7 +250,7 @@ class RunningBatch:
         if step <= self._next_step:
             self._without_page.append(slot)
         elif step <= slot.last_step:
-            self._page_steps.setdefault(step, []).append(slot)
+            self._page_steps.put(slot, step)
 
     def _grow(self, more: int) -> None:
         self._free.extend(reversed(self._columns.grow(more)))

@@ -67,6 +67,9 @@ class _Launched(NamedTuple):
         return cost.seconds(self.work), cost.seconds(with_drafts(self.work, self.drafted)) + self.computing_s
 
 
+_NOT_LAUNCHED = _Launched(StepCost(), NOTHING, (), 0.0)
+
+
 class Speculation:
     """Proposes and judges drafts. Engine thread only; other threads may read the counts."""
 
@@ -101,8 +104,8 @@ class Speculation:
         self.fixed_drafts: int | None = None
         """For measurements: the drafts of each request that has any, whether they pay or not; None = what pays."""
         self._speedup = 1.0
-        self._launched = _Launched(StepCost(), NOTHING, (), 0.0)
-        """The newest step."""
+        self._launched = _NOT_LAUNCHED
+        """The newest step with bounds, until its tokens are here."""
         self._unlearned: list[tuple[CompletedStep, _Launched]] = []
         """Steps whose events were made, from which `learn` learns."""
 
@@ -144,6 +147,7 @@ class Speculation:
     def complete(self, step: CompletedStep) -> None:
         """Take a step whose events were made, for `learn`."""
         self._unlearned.append((step, self._launched))
+        self._launched = _NOT_LAUNCHED
 
     def learn(self) -> None:
         """Learn from the completed steps, while the next one runs: a step later, but the device does not wait for it.
@@ -185,6 +189,7 @@ class Speculation:
 
     def leave(self, request: DecodeRequest) -> None:
         """Forget a request that left the batch."""
+        self._refused.pop(request, None)
         if self._known_tokens.pop(request, None) is not None:
             self._proposer.leave(request)
 

@@ -229,4 +229,5 @@ def _facts(name: str, setting: _Setting, cache: PagedCache) -> ModelFacts:
         dtype=str(setting.dtype).removeprefix("torch."),
         summary=model_summary(spec, setting.dtype.itemsize, cache.element_bytes, on_cpu=is_cpu(setting.device)),
         kv_windows=cache.kv_pages.windows,
+        kv_step_tokens=cache.kv_pages.step_tokens,
     )

@@ -158,6 +158,7 @@ class PageChecks:
                 log.exception("the page checksum thread continues after an error")
             finally:
                 self._busy_since = None
+                del work  # it would keep its request alive until the next one comes
 
 
 def _difference(mine: Sequence[PageChecksum], expected: Sequence[PageChecksum]) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from planner.demand import Promise
 from planner.load_ratio import WorkerFacts
 from planner.observation import Kept, Observation, Offered
 from telemetry import families as f
 from telemetry.scrape import Scrape, ScrapeInterval
-from wire.cost_parameters import UNMEASURED, CostParameters
+from wire.cost_parameters import SECONDS, UNMEASURED, CostParameters
 from wire.messages import Role, WorkerInfo
 from wire.tracing.spans import Phase
 
 CLASS_SHARE = 0.1
 """Minimum fraction of requests in a service class for its targets to count."""
-_PARTS = ("base", "prompt_base", "token", "pair", "row", "context")
 _ROUTER = "router"
 _MET = "met"
 _CROWDED = "slo_itl"
@@ -62,12 +62,10 @@ def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts |
     if not found:
         return None
     infos, costs = zip(*found, strict=True)
-    base, prompt_base, token, pair, row, context = (
-        fmean(getattr(cost, f"{part}_s") for cost in costs) for part in _PARTS
-    )
+    means: dict[str, Any] = {name: fmean(getattr(cost, name) for cost in costs) for name in SECONDS}
     free = min(cost.free_tokens for cost in costs)
     return WorkerFacts(
-        CostParameters(base, prompt_base, token, pair, row, context, free, observed=1),
+        CostParameters(**means, free_tokens=free, observed=1),
         fmean(info.pages_total * info.page_tokens for info in infos),
         min(info.max_batch_requests for info in infos),
         min(info.max_step_tokens for info in infos),
@@ -96,6 +94,7 @@ def fitted(scrape: Scrape) -> CostParameters | None:
         pair_s=fmean(each.pair_s for each in prompts),
         row_s=fmean(each.row_s for each in answers),
         context_s=fmean(each.context_s for each in answers),
+        verify_base_s=fmean(each.verify_base_s for each in answers),
         free_tokens=min(each.free_tokens for each in prompts),
         mixed_noise=max(each.mixed_noise for each in answers),
         observed=1,
@@ -105,12 +104,12 @@ def fitted(scrape: Scrape) -> CostParameters | None:
 def _cost(scrape: Scrape, worker: str) -> CostParameters | None:
     if not scrape.values(f.STEP_COST, "part", worker=worker):
         return None
-    base, prompt_base, token, pair, row, context = (
-        scrape.total(f.STEP_COST, worker=worker, part=part) for part in _PARTS
-    )
+    seconds: dict[str, Any] = {
+        name: scrape.total(f.STEP_COST, worker=worker, part=name.removesuffix("_s")) for name in SECONDS
+    }
     free = int(scrape.total(f.STEP_FREE_TOKENS, worker=worker))
     noise = scrape.total(f.STEP_MIXED_NOISE, worker=worker) or UNMEASURED.mixed_noise
-    return CostParameters(base, prompt_base, token, pair, row, context, free, observed=1, mixed_noise=noise)
+    return CostParameters(**seconds, free_tokens=free, observed=1, mixed_noise=noise)
 
 
 def _offered(interval: ScrapeInterval) -> Offered:

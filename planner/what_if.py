@@ -9,9 +9,7 @@ from planner.decision import Limits, Split
 from planner.load_ratio import WorkerFacts
 from planner.memory import Memory
 from planner.sizing import Sizing
-from wire.cost_parameters import CostParameters
-
-_SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s")
+from wire.cost_parameters import SECONDS, CostParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:
         facts.cost,
         **{
             name: getattr(facts.cost, name) * getattr(form.after, name) / before
-            for name in _SECONDS
+            for name in SECONDS
             if (before := getattr(form.before, name))
         },
     )

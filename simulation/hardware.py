@@ -18,6 +18,7 @@ from engine.models.load_spec import quantized_at_load
 from engine.models.shapes import shape_config
 from simulation.drafts import Drafts
 from simulation.spec import Device
+from wire.cost_parameters import SECONDS
 from wire.errors import InvalidArgument
 from wire.kv_pages import KvPages
 from wire.messages import ModelFacts
@@ -139,11 +140,8 @@ def hardware(
     if not misjudged > 0:
         raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
     truth = roofline(model, device, element_bytes) if costs is None else read_costs(costs)
-    scaled = {name: getattr(truth, name) * misjudged for name in _SECONDS}
+    scaled = {name: getattr(truth, name) * misjudged for name in SECONDS}
     pages = int(kv_gib * 2**30 / kv_page_bytes(model, element_bytes))
     if pages < 1:
         raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
     return Hardware(model, shape, truth, replace(truth, **scaled), pages, kv_element_bytes=element_bytes)
-
-
-_SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s")

@@ -1,6 +1,6 @@
 """The specification of a simulated worker: a real worker's settings, and a device's step cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costs.step_cost import CostParameters
 from simulation.drafts import Drafts
@@ -39,7 +39,7 @@ class WorkerSpec:
     @property
     def kv(self) -> KvPages:
         """The KV pages of its requests."""
-        return KvPages(self.device.page_tokens, self.model.kv_windows, self.config.engine.max_step_tokens)
+        return self.info.kv_pages
 
     @property
     def info(self) -> WorkerInfo:
@@ -49,7 +49,7 @@ class WorkerSpec:
             peer=self.peer,
             role=config.role,
             address="",
-            model=self.model,
+            model=replace(self.model, kv_step_tokens=config.engine.max_step_tokens),
             pages_total=device.pages,
             page_tokens=device.page_tokens,
             max_batch_requests=decode_batch(config.role, config.engine),

@@ -209,8 +209,8 @@ STEP_MIXED_NOISE = gauge(
 )
 STEP_COST = gauge(
     "engine_step_cost_seconds",
-    "Fitted step cost by part: base of each step, prompt_base of steps with prompts, and the cost of each token,"
-    " pair, row and context token adds.",
+    "Fitted step cost by part: base of each step, prompt_base of steps with prompts, verify_base of steps with drafts,"
+    " and the cost that each token, pair, row and context token adds.",
     "part",
 )
 STEP_FREE_TOKENS = gauge(

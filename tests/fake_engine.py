@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,23 @@ EOS = 2
 FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="int32")
 
 
+class ComputedStep(NamedTuple):
+    """What a step computed, for tests; it keeps no request alive."""
+
+    rows: Sequence[StepRow]
+    """Without histories and scores."""
+    newest_rows: int
+    """The rows of one token that verify no draft."""
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> "ComputedStep":
+        rows = [
+            row._replace(draw=row.draw and replace(row.draw, history=None), page_ids=tuple(row.page_ids), scores=None)
+            for row in batch.rows
+        ]
+        return cls(rows, len(batch.tokens.newest))
+
+
 class FakeEngine:
     """A fake engine whose steps tests can hold and fail.
 
@@ -53,7 +71,7 @@ class FakeEngine:
     draft_proposer: MakeProposer | None = None
 
     def __init__(self, pages: int = 64, facts: ModelFacts = FACTS) -> None:
-        self.facts = replace(facts, kv_windows=self.windows)
+        self.facts = replace(facts, kv_windows=self.windows, kv_step_tokens=self.step_tokens)
         self.adapters = AdapterSlots()
         self.page_tokens = PAGE_TOKENS
         self.kv_pages = KvPages(PAGE_TOKENS, self.windows, self.step_tokens)
@@ -63,7 +81,7 @@ class FakeEngine:
         self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
         self.cost_guess = UNMEASURED
         self.roofline = Roofline(ModelSizes(1000, 4000, 8, 4), Ceilings(1e9, 1e9, 1e-4))
-        self.batches: list[StepBatch] = []
+        self.batches: list[ComputedStep] = []
         self.waiting = threading.Event()
         """Set while a step is held."""
         self.error: Exception | None = None
@@ -125,7 +143,7 @@ class FakeEngine:
         self.waiting.clear()
         if self.error is not None:
             raise self.error
-        self.batches.append(batch)
+        self.batches.append(ComputedStep.of(batch))
         self.drawn = token_ids = [self._row(row) for row in batch.rows]
         for row in batch.chunks:
             if row.scores is not None:

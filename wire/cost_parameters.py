@@ -10,6 +10,7 @@ class CostParameters:
     seconds = base + prompt_base (if the step has prompt tokens)
             + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
             + row · decode rows                          + context · tokens of decode context
+            + verify_base (if rows verify drafts)
 
     The defaults apply before the first measurement; they fit a small model on a few CPU cores.
     """
@@ -38,7 +39,11 @@ class CostParameters:
     """Prompt tokens whose attention runs in one wave and takes as long as that of one token, see `costs.step_grid`."""
     mixed_noise: float = 1.2
     """The margin by which mixed steps are planned shorter than their target (`costs.margin.LearnedMargin`)."""
+    verify_base_s: float = 0.0
+    """Additional cost of a step with rows that verify drafts: it is planned after the last one's tokens are here."""
 
 
+SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "verify_base_s")
+"""The names of the coefficients."""
 UNMEASURED = CostParameters()
 """The parameters before the first measured step."""

@@ -89,7 +89,8 @@ class Run:
             rows = self._batch + sum(drafts)
             context = rows * self._context + sum(count * (count + 1) // 2 for count in drafts)
             seconds = self._device.step_s(rows, context)
-            self._fit.observe(StepWork(decode_rows=rows, decode_context_tokens=context), self._noisy(seconds))
+            work = StepWork(decode_rows=rows, decode_context_tokens=context, draft_rows=sum(drafts))
+            self._fit.observe(work, self._noisy(seconds))
             total_s += seconds
             for count in drafts:
                 right = next((n for n in range(count) if self._dice.random() >= acceptance), count)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cli.planning.plan_speculation import NO_DRAFT_MEMORY, Drafting, DraftMemory
-from costs.devices import DeviceKind
+from costs.devices import DEVICES, DeviceKind
 from costs.step_cost import StepCost
 from engine.config.model import ModelSpec
 from engine.config.quantization import Codes
@@ -15,7 +16,7 @@ from engine.models.load_spec import quantized_at_load
 from planner.decision import Limits, Range, Split
 from planner.demand import Demand, Promise
 from planner.load_ratio import WorkerFacts
-from planner.memory import GIB, Memory
+from planner.memory import GIB, OVERHEAD_BYTES, Memory
 from planner.policy import TARGET_RATIO
 from planner.sizing import Sizing
 from planner.what_if import Quantized
@@ -126,13 +127,44 @@ class Question:
             self.model, self.name, fitted, fitted, pages, kv_element_bytes=self.kv_element_bytes, drafts=drafts
         )
 
+    def _fits(self, memory: Memory) -> bool:
+        return memory.kv_tokens >= self.demand.kv_tokens
+
+    def _what_fits(self) -> str:
+        """Returns the quantizations and GPUs with which a request fits, and the number of these GPUs it would take."""
+        kv = self._narrower_kv()
+        fitting = [
+            " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
+            for codes, model in self._weight_forms()
+            for narrow in ([False, True] if kv else [False])
+            if self._fits(self._memory(model, kv if kv and narrow else self.kv_element_bytes))
+        ]
+        larger = [name for name, each in DEVICES.items() if self._fits(replace(self, device=each).memory)]
+        larger.sort(key=lambda name: DEVICES[name].memory_gib)
+        found = [*fitting[:1], *(f"--gpu {name}" for name in larger[:1])]
+        words = f"it fits with {' or '.join(found)}" if found else "it fits in fewer bits neither, and on no known GPU"
+        memory = self.memory
+        if memory.device_bytes <= OVERHEAD_BYTES:
+            return words
+        fixed = memory.weight_bytes + memory.draft_weight_bytes
+        a_token = memory.kv_bytes_per_token + memory.draft_kv_bytes_per_token
+        gpus = math.ceil((fixed + self.demand.kv_tokens * a_token) / (memory.device_bytes - OVERHEAD_BYTES))
+        return f"{words}; as it is, it takes {gpus} of these GPUs, and a worker has one"
+
+    def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
+        """Yields the model as it is, and in fewer bits where it is not quantized."""
+        yield "", self.model
+        if self.model.quantization is None:
+            for codes in (Codes.INT8, Codes.INT4):
+                yield codes.value, quantized_at_load(self.model, codes)
+
     def check(self) -> None:
         """Checks the question; raises InvalidArgument for a load that no number of workers can serve."""
         demand, memory = self.demand, self.memory
-        if memory.kv_tokens < demand.kv_tokens:
+        if not self._fits(memory):
             weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
             missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {weights:.0f} GiB of weights"
-            raise InvalidArgument("--gpu", f"{missing}, and a request has {demand.kv_tokens:.0f}; take a larger one")
+            raise InvalidArgument("--gpu", f"{missing}, and a request has {demand.kv_tokens:.0f}; {self._what_fits()}")
         if demand.kv_tokens > self.model.max_context:
             message = (
                 f"prompt and answer have {demand.kv_tokens:.0f} tokens, {self.name} takes {self.model.max_context}"

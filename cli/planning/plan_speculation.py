@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costs.step_cost import StepCost
+from costs.step_work import StepWork
+from decode_worker.draft_choice import ROWS_MAX
 from engine.speculation.proposer import DRAFTS_MAX
 from wire.errors import InvalidArgument
 
@@ -47,7 +49,10 @@ class Drafting:
     @property
     def tokens(self) -> float:
         """The expected tokens of a request in a step: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α)."""
-        return sum(self.acceptance**position for position in range(self.drafts + 1))
+        return self._tokens(self.drafts)
+
+    def _tokens(self, drafts: int) -> float:
+        return sum(self.acceptance**position for position in range(drafts + 1))
 
     def simulated(self, cost: StepCost, context: int) -> Drafts:
         """Return such drafts of simulated workers, whose steps of one request cost what `cost` says."""
@@ -58,16 +63,20 @@ class Drafting:
     def speedup(self, cost: StepCost, batch: int, context: int) -> float:
         """Return tokens per second with drafts ÷ those without, in steps of `batch` requests of so much context.
 
-        Attention reads the KV of a request once for all its rows.
+        Attention reads the KV of a request once for all its rows. Requests have fewer drafts where the step would have
+        more than ROWS_MAX rows; 1 if none.
         """
-        rows = 1 + self.drafts
-        plain_s = cost.decode_step_seconds(batch, batch * context)
-        verify_s = cost.decode_step_seconds(batch * rows, batch * context)
-        return self.tokens * plain_s / (verify_s + self.cost * self.drafts * cost.decode_step_seconds(1, context))
+        drafts = min(self.drafts, ROWS_MAX // batch - 1)
+        if drafts < 1:
+            return 1.0
+        plain = StepWork(decode_rows=batch, decode_context_tokens=batch * context)
+        verify_s = cost.seconds(plain.with_drafts(batch * drafts, 0))
+        drafting_s = self.cost * drafts * cost.decode_step_seconds(1, context)
+        return self._tokens(drafts) * cost.seconds(plain) / (verify_s + drafting_s)
 
-    def break_even(self, cost: StepCost, context: int, most: int) -> int | None:
-        """Return the smallest batch for which drafts lose, at most `most`; None if they never do."""
-        return next((batch for batch in range(1, most + 1) if self.speedup(cost, batch, context) < 1), None)
+    def break_even(self, cost: StepCost, context: int) -> int:
+        """Return the smallest batch for which drafts do not pay; at most ROWS_MAX, where steps have none."""
+        return next(batch for batch in range(1, ROWS_MAX + 1) if self.speedup(cost, batch, context) <= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,6 @@ def speculation_lines(
         if costs is None:
             continue
         speedups = ", ".join(f"{drafting.speedup(costs, batch, context):.2f} at {batch}" for batch in BATCHES)
-        found = drafting.break_even(costs, context, BATCHES[-1])
-        loses = f"it always pays up to {BATCHES[-1]}" if found is None else f"it loses from {found} on"
-        yield f"  {name}, times as fast by decoding requests: {speedups}; {loses}"
+        found = drafting.break_even(costs, context)
+        yield f"  {name}, times as fast by decoding requests: {speedups}; it does not pay from {found} on"
     yield "  workers draft only where it pays"

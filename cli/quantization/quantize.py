@@ -57,7 +57,7 @@ def quantize(
     from engine.quantizer.quantize import Recipe
     from engine.quantizer.quantize import quantize as write_quantized
     from engine.quantizer.scheme import parse_scheme
-    from engine.weights.gguf import prepare_model
+    from engine.weights.gguf import prepare_model, refuse_codes
     from wire.errors import InvalidArgument
 
     if text is not None and method == "rtn":
@@ -67,7 +67,9 @@ def quantize(
     target = parse_device(device)
     with progress_bars(console) as report:
         hub = hub_model(model)
-        folder = prepare_model(model if hub is None else hub.download(report), progress=report)
+        path = model if hub is None else hub.download(report)
+        refuse_codes(path)
+        folder = prepare_model(path, progress=report)
         read = [] if method == "rtn" else _calibration_samples(folder, text, samples, tokens)
         written = write_quantized(folder, output, recipe, read, device=target, progress=report)
     console.print(_summary(written), highlight=False)

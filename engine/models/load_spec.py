@@ -114,6 +114,9 @@ def text_part(config: Json) -> Json:
         raise ModelError(f"{name} is a multimodal model ({towers}) without a text_config, which is not supported.")
     outer = (*_SHARED_FIELDS, "quantization_config", "compression_config")
     text = {field: config[field] for field in outer if field in config} | dict(text)
+    if config.get("tie_word_embeddings"):
+        # The output layer is the outer model's; the text part then has the default of text models (transformers 5).
+        text["tie_word_embeddings"] = True
     try:
         family_of(text)
     except ModelError as error:

@@ -26,17 +26,29 @@ GGUF_SCHEMES = {
     "Q6_K": WeightScheme(WeightFormat.Q6_K, Codes.INT8, 16),
 }
 """The types of blocks whose codes are kept; weights of other types are dequantized when a file is converted."""
-_SERVED = "awq, gptq, compressed-tensors and fp8"
+_SERVED = "awq, gptq, compressed-tensors, fp8, modelopt, fbgemm_fp8 and auto-round"
+_AUTO_ROUND_GPTQ = {
+    "auto_round:auto_gptq": WeightFormat.GPTQ,
+    "auto_round:gptqmodel": WeightFormat.GPTQ_V2,
+    "auto_round": WeightFormat.GPTQ_V2,
+}
+"""The packings of AutoRound that are GPTQ's, which differ in how zero points are stored."""
+_MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+"""FP8 with a scale a weight, and with a scale a row."""
 
 
 def parse_quantization(config: Json) -> Quantization:
     """Returns the schemes of a `quantization_config`; ModelError names one that is not supported."""
-    method = config.get("quant_method")
+    # Exports of ModelOpt may name the tool alone.
+    method = config.get("quant_method") or (config.get("producer") or {}).get("name")
     readers: dict[object, Callable[[Json], Quantization]] = {
         "awq": _awq,
         "gptq": _gptq,
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
+        "modelopt": _modelopt,
+        "fbgemm_fp8": _fbgemm_fp8,
+        "auto-round": _auto_round,
         "gguf": _gguf,
     }
     if method not in readers:
@@ -91,6 +103,42 @@ def _fp8(config: Json) -> Quantization:
         rows, columns = _block("fp8", "weight_block_size", config["weight_block_size"])
         scheme = replace(scheme, format=WeightFormat.FP8_BLOCKS, group=columns, block_rows=rows)
     return Quantization("fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
+
+
+def _modelopt(config: Json) -> Quantization:
+    """Reads the two forms of ModelOpt: in config.json, and within `quantization` in hf_quant_config.json."""
+    found = config.get("quantization") or config
+    algorithm = str(found.get("quant_algo") or "").upper()
+    if algorithm not in _MODELOPT_FP8:
+        served = " and ".join(_MODELOPT_FP8)
+        raise refusal(f"modelopt, {algorithm or 'no quant_algo'}", f"which is not supported; {served} are")
+    excluded = [str(each) for each in found.get("exclude_modules") or found.get("ignore") or ()]
+    skipped = tuple((_wildcards(each), None) for each in excluded if "*" in each)
+    plain = frozenset({_EMBEDDING, _OUTPUT, *(each for each in excluded if "*" not in each)})
+    scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True)
+    return Quantization("modelopt", (*skipped, (_EVERY, scheme)), plain)
+
+
+def _fbgemm_fp8(config: Json) -> Quantization:
+    """Reads FP8 with a scale a row; `activation_scale_ub`, a bound of the scales of inputs, is not in use."""
+    scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True)
+    return Quantization("fbgemm_fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
+
+
+def _auto_round(config: Json) -> Quantization:
+    """Reads GPTQ's packing; `extra_config` has modules, by name or regular expression, with settings of their own."""
+    packing = config.get("packing_format") or config.get("backend")
+    if packing not in _AUTO_ROUND_GPTQ or (config.get("data_type") or "int") != "int":
+        packings = ", ".join(_AUTO_ROUND_GPTQ)
+        stored = f"auto-round, {packing}, {config.get('data_type') or 'int'}"
+        raise refusal(stored, f"which is not supported; int in {packings} is")
+    base = {**config, "checkpoint_format": _AUTO_ROUND_GPTQ[str(packing)], "desc_act": False, "dynamic": None}
+    rules: list[tuple[str, WeightScheme | None]] = []
+    for module, own in (config.get("extra_config") or {}).items():
+        scheme = None if int(own.get("bits") or config["bits"]) >= 16 else _gptq({**base, **own}).rules[-1][1]
+        rules.append((re.escape(module) if re.fullmatch(r"[\w.-]+", module) else module, scheme))
+    found = _gptq(base)
+    return Quantization("auto-round", (*rules, *found.rules), found.plain)
 
 
 def _gguf(config: Json) -> Quantization:
@@ -179,6 +227,11 @@ def _group(scheme: str, size: object) -> int | None:
 def _plain(config: Json, *names: str) -> frozenset[str]:
     """Returns the modules that are not quantized: `names`, and those of `modules_to_not_convert`."""
     return frozenset({*names, *(config.get("modules_to_not_convert") or ())})
+
+
+def _wildcards(pattern: str) -> str:
+    """Returns a name in which `*` stands for anything as an expression of whole names."""
+    return ".*".join(map(re.escape, pattern.split("*")))
 
 
 def _prefix(pattern: str) -> str:

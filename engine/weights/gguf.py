@@ -35,6 +35,8 @@ _VERSION = b"1"
 _DTYPE = "bfloat16"
 """The dtype of a quantized model's activations and KV on GPUs; the file states none."""
 _HASHED_BYTES = 1 << 20
+_PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
+"""The types of weights that are no codes."""
 
 
 def prepare_model(
@@ -69,6 +71,24 @@ def prepare_model(
     return folder
 
 
+def refuse_codes(path: Path) -> None:
+    """Raises ModelError for a GGUF file whose weights are codes: rounded once more they would lose much more.
+
+    Its header alone is read. What else may be wrong with a path, `prepare_model` says.
+    """
+    if not path.is_file() or _beginning(path)[: len(_MAGIC)] != _MAGIC:
+        return
+    try:
+        types = {str(tensor.tensor_type.name) for tensor in _open(path).tensors} - _PLAIN_TYPES
+    except ModelError as error:
+        raise ModelError(f"{path}: {error.message}") from error
+    if types:
+        raise ModelError(
+            f"{path} is quantized already ({', '.join(sorted(types))}); quantize the model it was made from, or serve"
+            " the file as it is."
+        )
+
+
 def default_cache() -> Path:
     """Returns the folder of conversions."""
     return user_cache("models")
@@ -79,12 +99,16 @@ def _fingerprint(path: Path, *, codes: bool) -> str:
     status = path.stat()
     version = _VERSION + (b" codes" if codes else b"")
     digest = hashlib.blake2b(version + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
-    with path.open("rb") as stream:
-        start = stream.read(_HASHED_BYTES)
+    start = _beginning(path)
     if not start.startswith(_MAGIC):
         raise ModelError(f"{path} is not a GGUF file; give a GGUF file or a folder in Hugging Face layout.")
     digest.update(start)
     return digest.hexdigest()
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        return stream.read(_HASHED_BYTES)
 
 
 def _is_sound(folder: Path) -> bool:

@@ -12,8 +12,10 @@ from costs.roofline import CPU, Ceilings
 from engine.model_runner import ModelRunner
 from kv_transfer.nixl_backend.transport import NixlTransport
 from tests.factories import tiny_engine_config, write_tiny_model
-from wire.errors import FailedPrecondition, Internal, ModelError, Unavailable
-from wire.messages import PeerRef, PrefillTask, RequestRef, Role, SamplingParams
+from wire.ending import answer_tokens
+from wire.errors import FailedPrecondition, Internal, InvalidArgument, ModelError, Unavailable
+from wire.messages import PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
 from worker.peers.peers import Peers
 from worker.process import WorkerProcess
@@ -67,6 +69,31 @@ def test_ceilings_that_are_given_stay(model: Path) -> None:
     process = WorkerProcess(config(model, ceilings=given), 1)
     process.start()
     assert ceilings(process) == given
+    process.stop()
+
+
+def test_a_request_as_long_as_announced_is_accepted_whatever_the_chunks(tmp_path: Path) -> None:
+    """A chunk limits the prompt tokens of a step, not the pages by which the engine forecasts a windowed request."""
+    folder = write_tiny_model(tmp_path, "gemma3", max_position_embeddings=1 << 16)
+    engine = tiny_engine_config(folder, max_step_tokens=256, page_tokens=16)
+    process = WorkerProcess(
+        WorkerConfig("w", Role.BOTH, engine, step_policy=PolicyName.CHUNKED, step_budget=16, attach_grace_s=600.0), 1
+    )
+    info = process.start()
+    worker, loaded = process._worker, process._engine
+    assert worker is not None
+    assert loaded is not None
+    assert info.max_step_tokens == 16
+    assert info.model.max_context > answer_tokens(info), "the pages are the limit"
+    assert info.kv_pages == loaded.kv_pages
+
+    async def reserve(tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens + 1 - 8)
+        worker.reserve(Reservation("r", RequestRef(f"q{tokens}", 1), (3,) * 8, sampling, info.peer))
+
+    process._call(reserve(answer_tokens(info)))
+    with pytest.raises(InvalidArgument):
+        process._call(reserve(answer_tokens(info) + 1))
     process.stop()
 
 

@@ -20,7 +20,8 @@ class AdapterFacts:
 class ModelFacts:
     """The facts about the loaded model; `max_context` is the limit of prompt and answer, in tokens.
 
-    `kv_windows` has the window of each group of layers that share KV pages (`wire/kv_pages.py`).
+    `kv_windows` has the window of each group of layers that share KV pages, `kv_step_tokens` the most prompt tokens of
+    a step that the engine runs, whatever the assignment: by both a request's pages are forecast (`wire/kv_pages.py`).
     """
 
     name: str
@@ -33,13 +34,15 @@ class ModelFacts:
     kv_windows: tuple[int | None, ...] = (None,)
     adapters: tuple[AdapterFacts, ...] = ()
     """The adapters that requests may name."""
+    kv_step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """A serving worker as it registers with the controller.
 
-    `role` has the halves that are open or still finish their requests.
+    `role` has the halves that are open or still finish their requests; `max_step_tokens` is the most prompt tokens of a
+    step under its assignment.
     """
 
     peer: PeerRef
@@ -68,7 +71,7 @@ class WorkerInfo:
     @property
     def kv_pages(self) -> KvPages:
         """The KV pages of its requests."""
-        return KvPages(self.page_tokens, self.model.kv_windows, self.max_step_tokens)
+        return KvPages(self.page_tokens, self.model.kv_windows, self.model.kv_step_tokens)
 
     @property
     def open(self) -> Role | None:

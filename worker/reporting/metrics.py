@@ -16,7 +16,7 @@ from engine.speculation.proposer import DRAFTS_MAX, LAST_CLASS
 from prefill_worker.page_writes import WritingTime
 from telemetry import families as f
 from telemetry.registry import Facts, Reading, Registry
-from wire.cost_parameters import CostParameters
+from wire.cost_parameters import SECONDS, CostParameters
 from wire.messages import FinishReason, RoutedEvent, WorkerInspection
 from wire.tracing.timeline import TransferStats
 
@@ -233,14 +233,7 @@ def step_costs(cost: CostParameters) -> Facts:
     """Return the fitted costs of steps; nothing before the first step."""
     if not cost.observed:
         return {}
-    parts: Reading = {
-        ("base",): cost.base_s,
-        ("prompt_base",): cost.prompt_base_s,
-        ("token",): cost.token_s,
-        ("pair",): cost.pair_s,
-        ("row",): cost.row_s,
-        ("context",): cost.context_s,
-    }
+    parts: Reading = {(name.removesuffix("_s"),): getattr(cost, name) for name in SECONDS}
     return {f.STEP_COST: parts, f.STEP_FREE_TOKENS: cost.free_tokens, f.STEP_MIXED_NOISE: cost.mixed_noise}
 
 

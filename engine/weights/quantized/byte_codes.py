@@ -1,4 +1,4 @@
-"""Weights of a byte each: FP8 and INT8 of compressed-tensors, and the FP8 of DeepSeek and Qwen3.
+"""Weights of a byte each: FP8 and INT8 of compressed-tensors, the FP8 of DeepSeek and Qwen3, ModelOpt and FBGEMM.
 
 weight           [N, K] F8_E4M3 or I8
 weight_scale     one, [N, 1], [N, G], or one a block of rows and columns [⌈N / b⌉, ⌈K / g⌉]; weight_scale_inv likewise,
@@ -16,7 +16,9 @@ from torch import Tensor
 from engine.config.quantization import Codes, WeightFormat, WeightScheme
 from engine.weights.quantized.format import FLOATS, Format, GroupedCodes, Shape, StoredTensor, group_count, unread
 
-_UNREAD = unread("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "weight_zero_point")
+_UNREAD = unread(
+    "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale", "weight_zero_point"
+)
 
 
 def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:

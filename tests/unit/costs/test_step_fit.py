@@ -10,6 +10,7 @@ from costs.margin import MARGIN_MAX
 from costs.step_cost import CostParameters, StepCost
 from costs.step_fit import AT_ONCE, LEARN_EVERY, StepFit
 from costs.step_work import StepWork
+from wire.cost_parameters import SECONDS
 
 TRUE = CostParameters(
     base_s=4e-3, prompt_base_s=4e-4, token_s=2.4e-5, pair_s=4e-10, row_s=8e-6, context_s=3e-8, free_tokens=160
@@ -18,8 +19,6 @@ TRUE = CostParameters(
 GUESS = CostParameters(
     base_s=2e-3, prompt_base_s=0.0, token_s=6e-5, pair_s=1e-10, row_s=0.0, context_s=6e-8, free_tokens=160
 )
-
-SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s")
 
 Make = Callable[[np.random.Generator], StepWork]
 
@@ -89,6 +88,18 @@ def test_a_change_is_followed(factor: float) -> None:
     play(fit, slow, mixed, 600, seed=1)
     assert worst(fit, slow, mixed) < 0.12
     assert fit.parameters.error < 0.05
+
+
+def test_the_cost_of_verifying_is_learned_beside_that_of_other_steps() -> None:
+    true, fit = replace(TRUE, verify_base_s=1.5e-3), StepFit(replace(GUESS, verify_base_s=3e-3))
+
+    def some_verify(rng: np.random.Generator) -> StepWork:
+        work = decode(rng)
+        return work.with_drafts(int(rng.integers(1, 4)) * work.decode_rows, 0) if rng.random() < 0.3 else work
+
+    play(fit, true, some_verify, 600)
+    assert worst(fit, true, some_verify) < 0.05
+    assert fit.parameters.verify_base_s == pytest.approx(1.5e-3, rel=0.15)
 
 
 def test_what_was_never_seen_stays_a_guess() -> None:

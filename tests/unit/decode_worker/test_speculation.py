@@ -96,6 +96,18 @@ def test_the_break_even_is_the_cost_of_a_row() -> None:
     assert chosen(DEAR, candidate(6 / 16 - 0.01)) == []
 
 
+def test_a_step_with_drafts_has_a_cost_of_its_own() -> None:
+    """It takes a third more, however many drafts there are: what one does not pay for, several may."""
+    cost = StepCost(replace(CHEAP.parameters, verify_base_s=10.2e-3 / 3))
+    assert cost.seconds(ONE.with_drafts(2, 0)) == pytest.approx(cost.seconds(ONE) * 4 / 3 + 0.4e-3)
+    assert chosen(CHEAP, candidate(0.3)) == [1]
+    assert chosen(cost, candidate(0.3)) == []
+    assert chosen(cost, candidate(0.35), candidate(0.35)) == []
+    assert chosen(cost, candidate(*[0.35] * 4)) == [3]
+    assert 1 / 4 < break_even(cost, ONE) < 0.35
+    assert chosen(cost, candidate(*[0.9] * 7), seconds=14.1e-3) == [2]
+
+
 def test_acceptance_is_learned_by_class_and_position() -> None:
     acceptance = Acceptance()
     assert acceptance.best() == PRIOR

@@ -118,6 +118,7 @@ workers = st.builds(
         text,
         st.lists(text, max_size=3).map(tuple),
         adapters=st.lists(st.builds(messages.AdapterFacts, text, text, text), max_size=2).map(tuple),
+        kv_step_tokens=uint32,
     ),
     uint32,
     uint32,

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from costs.step_fit import LEARN_EVERY
-from engine.steps.batch import StepBatch
-from tests.fake_engine import FakeEngine, answer_to
+from tests.fake_engine import ComputedStep, FakeEngine, answer_to
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.cost_parameters import UNMEASURED
 from wire.messages import SamplingParams
@@ -78,7 +77,7 @@ def has_run(engine: FakeEngine, steps: int) -> bool:
     return len(engine.batches) == steps
 
 
-def is_mixed(batch: StepBatch) -> bool:
+def is_mixed(batch: ComputedStep) -> bool:
     prompts = [row for row in batch.rows if len(row.token_ids) > 1 or row.draw is None]
     return 0 < len(prompts) < len(batch.rows)
 
@@ -134,7 +133,7 @@ async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
         await until(lambda: late.tokens)
         await until(lambda: all(each.finish for each in heard.values()) and late.finish)
         assert late.tokens == answer_to([9, 9, 9], TEN)
-        assert max(len(batch.tokens.newest) for batch in pair.decode.engine.batches if not is_mixed(batch)) <= 3
+        assert max(batch.newest_rows for batch in pair.decode.engine.batches if not is_mixed(batch)) <= 3
         await pair.empty()
 
 

@@ -78,7 +78,7 @@ def test_only_what_the_next_draft_needs_is_computed() -> None:
     assert model.missing("a") == 3
     assert model.room("a", 4) == 4
     drafted = computed(model, {"a": draws(0, 4)})[0]
-    assert [len(batch) for batch in engine.batches] == [3, 1, 1, 1]
+    assert [len(batch.rows) for batch in engine.batches] == [3, 1, 1, 1]
     model.extend("a", [*drafted, 9])
     assert model.missing("a") == 2, "the last draft was drawn and not fed"
     model.extend("a", [10])

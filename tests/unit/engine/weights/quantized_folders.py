@@ -125,6 +125,28 @@ def byte_codes(kind: str, strategy: str, *, block: int = 64, sym: bool = True, n
     return write
 
 
+def without(write: Writer, *names: str, **more: torch.Tensor) -> Writer:
+    """Returns a writer of the same weights without the tensors `names`, and with `more`."""
+
+    def changed(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, np.ndarray]:
+        tensors, weight = write(rng, n, k)
+        return {name: each for name, each in tensors.items() if name not in names} | {
+            name: each.clone() for name, each in more.items()
+        }, weight
+
+    return changed
+
+
+def scalar_scale(write: Writer) -> Writer:
+    """Returns a writer whose only scale has no dimension."""
+
+    def changed(rng: np.random.Generator, n: int, k: int) -> tuple[Tensors, np.ndarray]:
+        tensors, weight = write(rng, n, k)
+        return tensors | {"weight_scale": tensors["weight_scale"].reshape(())}, weight
+
+    return changed
+
+
 def compressed_tensors(stored: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
@@ -141,6 +163,8 @@ def integer_weights(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "data_type": "int"}
+MODELOPT_FP8 = without(scalar_scale(byte_codes("float", "tensor")), input_scale=torch.tensor(0.02))
 PACKED = "pack-quantized"
 GROUPS = {"group_size": GROUP}
 
@@ -198,6 +222,36 @@ CASES: dict[str, tuple[dict[str, Any], Writer]] = {
     "deepseek fp8": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64], "activation_scheme": "dynamic"},
         byte_codes("float", "block", name="weight_scale_inv"),
+    ),
+    "modelopt fp8": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "producer": {"name": "modelopt", "version": "0.33.1"},
+            "ignore": ["lm_head", "*.mlp.gate"],
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        },
+        MODELOPT_FP8,
+    ),
+    "modelopt fp8, a scale a row": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}},
+        byte_codes("float", "channel"),
+    ),
+    "fbgemm_fp8": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        byte_codes("float", "channel"),
+    ),
+    "auto-round": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "autoround_version": "0.5.1"},
+        without(gptq(sym=True), "g_idx"),
+    ),
+    "auto-round asymmetric": (
+        AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "sym": False},
+        without(gptq(), "g_idx"),
+    ),
+    "auto-round with zero points as they are": (
+        AUTO_ROUND | {"packing_format": "auto_round:gptqmodel", "sym": False},
+        without(gptq(v2=True), "g_idx"),
     ),
     "fp8 of one scale": (
         {"quant_method": "fp8", "activation_scheme": "static"},

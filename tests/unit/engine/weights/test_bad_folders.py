@@ -102,7 +102,7 @@ def test_wrong_fields(tmp_path: Path, family: str, changes: dict[str, Any], word
 
 def test_quantized_by_a_file_of_its_own(tmp_path: Path) -> None:
     (write_tiny_model(tmp_path) / "hf_quant_config.json").write_text("{}")
-    assert "is quantized (modelopt)" in refusal(tmp_path)
+    assert "is quantized (modelopt, no quant_algo)" in refusal(tmp_path)
 
 
 def write_multimodal(folder: Path, rename: Callable[[str], str]) -> Path:
@@ -145,6 +145,31 @@ def test_the_text_part_of_a_multimodal_model(
         assert torch.equal(ours, theirs), name
     (line,) = [each.message for each in caplog.records if "text part" in each.message]
     assert "images and the like are not (vision_config)" in line
+
+
+@pytest.mark.parametrize(
+    ("family", "outer"),
+    [
+        ("mistral", {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}),
+        ("qwen2", {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl"}),
+    ],
+)
+def test_the_outer_configuration_may_tie_the_embeddings(tmp_path: Path, family: str, outer: dict[str, Any]) -> None:
+    """As transformers 5 saves such models: the text part says false, which is the default of a text model."""
+    alone = write_tiny_model(tmp_path / "alone", family, tie_word_embeddings=True)
+    folder = tmp_path / "both"
+    folder.mkdir()
+    inner = json.loads((alone / "config.json").read_text()) | {"tie_word_embeddings": False}
+    config = outer | {"tie_word_embeddings": True, "text_config": inner, "vision_config": {"model_type": "pixtral"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    text = {f"language_model.{name}": each for name, each in load_file(alone / WEIGHTS).items()}
+    save_file(text | {"vision_tower.patch.weight": torch.ones(3)}, folder / WEIGHTS)
+    assert not any("lm_head" in name for name in text)
+    spec = check_model(folder)
+    assert spec.tied_embeddings
+    assert spec == check_model(alone)
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert "lacks tensor lm_head.weight" in refusal(folder)
 
 
 def test_a_text_part_that_does_not_stand_alone(tmp_path: Path) -> None:

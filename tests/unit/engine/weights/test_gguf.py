@@ -26,7 +26,7 @@ from engine.models.parameters import named_weights
 from engine.steps.batch import StepBatch
 from engine.weights import gguf as conversion
 from engine.weights.checkpoint import check_model
-from engine.weights.gguf import default_cache, prepare_model
+from engine.weights.gguf import default_cache, prepare_model, refuse_codes
 from engine.weights.gguf_config import huggingface_config, huggingface_name
 from tests.factories import FAMILIES, random_weights, row, tiny_engine_config, write_tiny_model
 from wire.errors import ModelError
@@ -287,6 +287,20 @@ def test_unsupported_models_are_refused(changes: dict[str, object], words: str, 
     path = write_gguf(tmp_path / "tiny.gguf", **changes)
     with pytest.raises(ModelError, match=words):
         prepare_model(path, tmp_path / "cache")
+
+
+def test_codes_are_recognized_by_the_header_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = write_gguf(tmp_path / "plain.gguf")
+    codes = write_gguf(tmp_path / "codes.gguf", kind_of=lambda _: gguf.GGMLQuantizationType.Q8_0)
+    monkeypatch.setattr(conversion, "_convert", lambda *_args, **_named: pytest.fail("it is converted"))
+    refuse_codes(plain)
+    refuse_codes(tmp_path)
+    refuse_codes(tmp_path / "nowhere.gguf")
+    with pytest.raises(ModelError, match=r"codes.gguf is quantized already \(Q8_0\); quantize the model"):
+        refuse_codes(codes)
+    (tmp_path / "cut.gguf").write_bytes(codes.read_bytes()[:200])
+    with pytest.raises(ModelError, match=r"cut.gguf: the file is truncated or corrupt"):
+        refuse_codes(tmp_path / "cut.gguf")
 
 
 def test_a_folder_is_returned_as_it_is(tmp_path: Path) -> None:

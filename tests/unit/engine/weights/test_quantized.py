@@ -202,6 +202,13 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8, weight_block_size [0, 128]"),
     ({"quant_method": "fp8", "weight_block_size": "128x0"}, "fp8, weight_block_size 128x0"),
     ({"quant_method": "compressed-tensors"}, "config_groups"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, NVFP4"),
+    ({"quant_method": "modelopt"}, "modelopt, no quant_algo"),
+    ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}, "auto_round:auto_awq, int"),
+    (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq", "data_type": "mx_fp"},
+        "auto_round:auto_gptq, mx_fp",
+    ),
 ]
 
 
@@ -275,6 +282,48 @@ def test_the_configuration_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
     wanted = loaded(twin)
     for name, found in loaded(folder).items():
         torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+
+
+def test_the_configuration_of_modelopt_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
+    folder, twin = write_quantized(tmp_path, "modelopt fp8")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    inner = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    own = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": inner}
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    wanted = loaded(twin)
+    for name, found in loaded(folder).items():
+        torch.testing.assert_close(found, wanted[name], atol=1e-7, rtol=1e-6)
+
+
+def test_modules_with_settings_of_their_own() -> None:
+    """ModelOpt names modules with wildcards, AutoRound by name or regular expression."""
+    found = parse_quantization(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "exclude_modules": ["*.mlp.gate*", "model.layers.0.self_attn"],
+        }
+    )
+    assert found.scheme_of("model.layers.3.mlp.gate_proj") is None
+    assert found.scheme_of("model.layers.0.self_attn.q_proj") is None
+    assert found.scheme_of("model.layers.1.self_attn.q_proj") is not None
+    own = {"model.layers.0.mlp.up_proj": {"bits": 16}, r"model\.layers\.1\..*": {"bits": 8, "group_size": 64}}
+    found = parse_quantization(
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 128,
+            "packing_format": "auto_round",
+            "extra_config": own,
+        }
+    )
+    assert found.scheme_of("model.layers.0.mlp.up_proj") is None
+    eight, four = (found.scheme_of(f"model.layers.{number}.mlp.down_proj") for number in (1, 0))
+    assert eight is not None
+    assert four is not None
+    assert (eight.codes, eight.group, four.codes, four.group) == ("int8", 64, "int4", 128)
 
 
 def test_scales_that_float16_cannot_follow_are_refused(tmp_path: Path) -> None:

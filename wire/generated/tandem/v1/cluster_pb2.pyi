@@ -46,7 +46,7 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., closing: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., kv_ports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
-    __slots__ = ("name", "vocab_size", "max_context", "eos_token_ids", "dtype", "summary", "kv_windows", "adapters")
+    __slots__ = ("name", "vocab_size", "max_context", "eos_token_ids", "dtype", "summary", "kv_windows", "adapters", "kv_step_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class ModelFacts(_message.Message):
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
     KV_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    KV_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     max_context: int
@@ -63,7 +64,8 @@ class ModelFacts(_message.Message):
     summary: _containers.RepeatedScalarFieldContainer[str]
     kv_windows: _containers.RepeatedScalarFieldContainer[int]
     adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.AdapterFacts]
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., summary: _Optional[_Iterable[str]] = ..., kv_windows: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterFacts, _Mapping]]] = ...) -> None: ...
+    kv_step_tokens: int
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., summary: _Optional[_Iterable[str]] = ..., kv_windows: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.AdapterFacts, _Mapping]]] = ..., kv_step_tokens: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker",)

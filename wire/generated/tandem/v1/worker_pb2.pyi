@@ -160,7 +160,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ..., preemptions: _Optional[int] = ..., decode_speedup: _Optional[float] = ...) -> None: ...
 
 class CostParameters(_message.Message):
-    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens", "mixed_noise", "wave_tokens")
+    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens", "mixed_noise", "wave_tokens", "verify_base_s")
     BASE_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BASE_S_FIELD_NUMBER: _ClassVar[int]
     TOKEN_S_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,7 @@ class CostParameters(_message.Message):
     TILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIXED_NOISE_FIELD_NUMBER: _ClassVar[int]
     WAVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_BASE_S_FIELD_NUMBER: _ClassVar[int]
     base_s: float
     prompt_base_s: float
     token_s: float
@@ -185,7 +186,8 @@ class CostParameters(_message.Message):
     tile_tokens: int
     mixed_noise: float
     wave_tokens: int
-    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_noise: _Optional[float] = ..., wave_tokens: _Optional[int] = ...) -> None: ...
+    verify_base_s: float
+    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_noise: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., verify_base_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "prefill_worker_id", "prefill_incarnation", "answered", "cache_salt", "gap_target_s", "adapter")

@@ -1,0 +1,71 @@
+"""A worker keeps no object of a request that has ended, however it ended, with drafts and without."""
+
+import gc
+from collections import Counter
+
+import pytest
+
+import worker.worker
+from benchmarks.speculation.oracle import OracleProposer
+from decode_worker.batch_slots import BatchSlot
+from decode_worker.request import DecodeRequest
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.proposer import Proposer
+from prefill_worker.request import PrefillRequest
+from tests.fake_engine import FakeEngine, answer_to, whole_text
+from tests.worker_pair import WorkerPair, until
+from wire.messages import SamplingParams
+from wire.speculation_method import SpeculationMethod
+
+REQUESTS = 1000
+TOGETHER = 8
+PROMPT = [20, 21, 22, 23, 24]
+LIMIT = 9
+
+
+@pytest.fixture(params=["no drafts", "right drafts", "wrong drafts", "draft model"])
+def drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How all workers of the test draft."""
+
+    def make(method: SpeculationMethod, **_: object) -> Proposer | None:
+        if request.param == "no drafts":
+            return None
+        if request.param == "draft model":
+            return DraftModel(FakeEngine(pages=100))
+        return OracleProposer(whole_text, 1.0 if request.param == "right drafts" else 0.0)
+
+    monkeypatch.setattr(worker.worker, "make_proposer", make)
+    return str(request.param)
+
+
+def sampling_of(number: int, prompt: list[int]) -> SamplingParams:
+    """Answers end by their limit, by a stop token at any place, or are longer than expected."""
+    if number % 3 == 0:
+        return SamplingParams(LIMIT)
+    if number % 3 == 1:
+        return SamplingParams(LIMIT, stop_token_ids=(answer_to(prompt, SamplingParams(LIMIT))[number % LIMIT],))
+    return SamplingParams(LIMIT + number % 5, presence_penalty=0.5)
+
+
+def alive() -> Counter[str]:
+    gc.collect()
+    kinds = (DecodeRequest, PrefillRequest, BatchSlot)
+    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
+
+
+async def test_no_ended_request_stays_alive(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "asynchronous", True)
+    async with WorkerPair(pages=100) as pair:
+        if (speculation := pair.decode.worker._halves.decode.speculation) is not None:
+            speculation.fixed_drafts = 3
+        for first in range(0, REQUESTS, TOGETHER):
+            heard = {}
+            for number in range(first, first + TOGETHER):
+                prompt = [*PROMPT, 30 + number % 16]
+                heard[f"q{number}"] = pair.send(f"q{number}", prompt, sampling_of(number, prompt))
+            pair.abort(f"q{first + 5}")
+            rest = [each for name, each in heard.items() if name != f"q{first + 5}"]
+            await until(lambda rest=rest: all(each.finish for each in rest))
+        await pair.empty()
+        await until(lambda: not alive())
+        assert speculation is None or drafts == "wrong drafts" or sum(speculation.counts.accepted.values())
