@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
-from engine.steps import draws
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 UNIFORM, REPETITION, PRESENCE, FREQUENCY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
@@ -40,7 +39,8 @@ BELOW_BINS = tl.constexpr((0x3F800000 >> 20) - 255)
 LEAST_TEMPERATURE = tl.constexpr(1e-30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOW_HALF = tl.constexpr(0x7FFFFFFF)
-NO_TOKEN = tl.constexpr(draws.NO_TOKEN)
+NO_TOKEN = tl.constexpr(-1)
+"""`engine.steps.draws.NO_TOKEN`."""
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from engine.steps.batch import PendingStep, StepBatch
 from tests.adapters import TinyAdapter
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
 from tests.unit.worker.adapters.test_adapter_handovers import PROMPT, SAMPLING, made, send
-from tests.worker_pair import WorkerPair, until
+from tests.worker_pair import End, Heard, WorkerPair, until
 from wire.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -136,6 +136,45 @@ async def test_a_cancelled_request_keeps_the_slot_until_no_step_computes_it(
         await until(lambda: not worker._halves.adapters())
         await worker.adapters.load(me, other)
         await pair.empty()
+
+
+async def test_a_prompt_finds_the_adapter_of_its_reservation_on_another_worker(
+    engines: Factory, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """Also if the adapter is unloaded in between, and another one is loaded, as the controller does both."""
+    async with WorkerPair(make_engine=engines, max_step_tokens=32) as pair:
+        paths = [each.write(tmp_path / str(number)) for number, each in enumerate((ONE, OTHER))]
+        for end in pair.ends:
+            one = await end.worker.adapters.load(end.me, facts(paths[0]))
+        heard = pair.heard["it"] = Heard([])
+        reservation = replace(pair.reservation("it", PROMPT, SAMPLING), adapter=one.identity)
+        lease = pair.decode.worker.reserve(reservation).lease
+        for end in pair.ends:
+            end.worker.adapters.unload(end.me, "it")
+        in_use = [end.worker.report.inspect().adapters_in_use for end in pair.ends]
+        assert in_use == [(), (one.identity,)]
+        with pytest.raises(ResourceExhausted, match="'it' still finishes requests"):
+            await load_over_grpc(pair.prefill, paths[1], in_use[1])
+        pair.prefill.worker.prefill(replace(pair.task("it", PROMPT, SAMPLING, lease), adapter=one.identity))
+        await until(lambda: heard.finish)
+        assert heard.tokens == wanted[0]
+        await pair.empty()
+        for end in pair.ends:
+            await load_over_grpc(end, paths[1], ())
+
+
+async def load_over_grpc(end: End, path: Path, in_use: Sequence[str]) -> None:
+    asked = worker_pb2.LoadWorkerAdapterRequest(
+        worker_id=end.me.worker_id,
+        incarnation=end.me.incarnation,
+        adapter=types_pb2.AdapterFacts(name="other", path=str(path)),
+        in_use=in_use,
+    )
+    async with grpc.aio.insecure_channel(end.address) as to:
+        try:
+            await worker_pb2_grpc.WorkerStub(to).LoadAdapter(asked)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, "worker") from error
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["colocated", "handed over"])
