@@ -10,6 +10,7 @@ from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
 from engine.speculation.proposer import Draft
 from engine.steps.batch import TokenRows
+from engine.steps.draws import NO_TOKEN
 from wire.kv_pages import KvPages
 
 
@@ -110,7 +111,7 @@ class DraftingBatch(RunningBatch):
             first_index = slot.position_offset + step.step + 1 - slot.request.prompt_tokens
             tokens, ends = slot.request.ending.cut(run, first_index)
             verified[row] = VerifiedRow(row_drafts, tokens)
-            if ends:
+            if ends or tokens[-1] == NO_TOKEN:
                 with_events.add(row)
             self._append(slot, step.step, tokens)
             if len(tokens) > 1 and not slot.stopped:

@@ -71,6 +71,8 @@ class DecodeRequest:
     """Checking or running, but to be dropped when its pages are no longer read."""
     ended: bool = False
     """Its last token is here; a step that was launched before may still use its pages."""
+    failed: bool = False
+    """It ended with an error: nobody else may read the pages that its answer fills."""
     preempting: bool = False
     """Running, but preempted once the launched steps with a row of it are over."""
     batch: "Batch | None" = None

@@ -158,8 +158,11 @@ class DecodeRequests:
 
     def leave(self, request: DecodeRequest) -> None:
         """End a running request, and its answer with it."""
-        self._budget.learn(request)
-        self._leave(request)
+        if request.failed:
+            self.free(request)
+        else:
+            self._budget.learn(request)
+            self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
         """Let others read the pages that its answer fills."""

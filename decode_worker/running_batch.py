@@ -14,6 +14,7 @@ from decode_worker.batch_slots import BatchSlot, SlotColumns, SlotSchedule
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
 from decode_worker.request import DecodeRequest
 from engine.steps.batch import TokenRows
+from engine.steps.draws import NO_TOKEN
 from wire.kv_pages import KvPages
 
 
@@ -188,6 +189,8 @@ class RunningBatch:
         for slot in self._with_history:
             self._tokens.flush(slot)
         over, with_events = self._rows_with_events(step, snapshot, token_ids)
+        if tokens.min() == NO_TOKEN:
+            with_events |= {row for row, token in enumerate(token_ids) if token == NO_TOKEN} - over
         _ = snapshot.owners  # while all are in their slots
         return CompletedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.running_batch import RunningBatch
+from engine.steps.draws import NO_TOKEN
 from wire.ending import failure_event
-from wire.errors import Internal, InvalidArgument, TandemError
+from wire.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
 from wire.logging.logs import about
 from wire.messages import RequestEvent, RoutedEvent, TokenLogprobs
 
@@ -27,12 +28,12 @@ def event_or_failure(batch: RunningBatch, step: CompletedStep, row: int, scores:
         request = step.tokens(row)[0]
         reservation = request.reservation
         ref = reservation.ref
-        if isinstance(error, InvalidArgument):
+        if isinstance(error, InvalidArgument | NonFiniteLogits):
             reason: TandemError = error
         else:
             reason = Internal("a token of the request could not be handled; see the worker's log")
             log.exception("request %s met a defect", ref.request_id, extra=about(ref.request_id))
-        request.ended = True
+        request.ended = request.failed = True
         batch.drop(request)
         return RoutedEvent(reservation.router_id, failure_event(ref, reason))
 
@@ -41,6 +42,8 @@ def _event_for(batch: RunningBatch, step: CompletedStep, row: int, scores: Score
     request, index, token_ids = step.tokens(row)
     if request.history is not None and request.history.failure is not None:
         raise request.history.failure
+    if token_ids[-1] == NO_TOKEN:
+        raise NonFiniteLogits
     edges, request.edges = tuple(request.edges), []
     reason = request.ending.reason(token_ids[-1], index + len(token_ids) - 1)
     if reason is not None:

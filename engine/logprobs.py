@@ -37,7 +37,8 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
     # Greater for a greater logit, and for the lower token among equal ones.
     packed = (ordered << 32) | (_LOW_HALF - torch.arange(wide.shape[-1], device=wide.device))
     ids = packed.topk(min(top, wide.shape[-1]), dim=-1).indices
-    places = torch.cat((tokens.unsqueeze(-1), ids), dim=-1)
+    # Of a row without a token nobody reads the result.
+    places = torch.cat((tokens.clamp(min=0).unsqueeze(-1), ids), dim=-1)
     return wide.gather(-1, places) - wide.logsumexp(dim=-1, keepdim=True), ids
 
 

@@ -22,6 +22,7 @@ from functools import partial
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.steps.batch import StepRow
+from engine.steps.draws import NO_TOKEN
 from engine.steps.prompt_scoring import PromptScores
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
@@ -33,7 +34,7 @@ from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartRe
 from prefill_worker.registry import PendingTransfers, RequestRegistry
 from prefill_worker.request import Abortable, EventThread, PrefillRequest, ProgressUpdates
 from wire.ending import reason_to_end
-from wire.errors import Internal, InvalidArgument, TandemError
+from wire.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
 from wire.logging.logs import about
 from wire.messages import (
     ModelFacts,
@@ -226,9 +227,13 @@ class PrefillHalf:
 
     def _fail(self, request: PrefillRequest, error: Exception) -> None:
         """Fail a prompt whose result cannot be handled, and no other; its handoff tells the router."""
-        request_id = request.task.ref.request_id
-        log.error("request %s met a defect", request_id, exc_info=error, extra=about(request_id))
-        reason = Internal("the result of the request's prompt could not be handled; see the worker's log")
+        reason: TandemError
+        if isinstance(error, NonFiniteLogits):
+            reason = error
+        else:
+            request_id = request.task.ref.request_id
+            log.error("request %s met a defect", request_id, exc_info=error, extra=about(request_id))
+            reason = Internal("the result of the request's prompt could not be handled; see the worker's log")
         self._updates.add(partial(request.progress.release, reason))
 
     def take_updates(self) -> Sequence[Callable[[], None]]:
@@ -311,7 +316,9 @@ class PrefillHalf:
             return 0
 
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
-        task = request.task
+        task, scores = request.task, request.scores
+        if token_id == NO_TOKEN or (scores is not None and not scores.finite):
+            raise NonFiniteLogits
         index = task.answered
         reason = reason_to_end(token_id, index, task.question_tokens, task.sampling, self._model)
         self._pages.publish(request)
@@ -325,7 +332,7 @@ class PrefillHalf:
             edges=tuple(request.edges),
             logprobs=logprobs,
             cached_tokens=request.cached,
-            prompt_logprobs=None if request.scores is None else request.scores.result(),
+            prompt_logprobs=None if scores is None else scores.result(),
         )
         return RoutedEvent(task.router_id, event)
 

@@ -172,6 +172,21 @@ class ModelError(TandemError):
     http_status = 500
 
 
+class NonFiniteLogits(TandemError):
+    """The logits of a request have no finite maximum, so no token can be drawn; only this request failed."""
+
+    code = "NON_FINITE_LOGITS"
+
+    def __init__(
+        self,
+        message: str = "the model computed NaN or infinite logits for this request, or its bias, min_tokens and grammar"
+        " leave no token; change the request, or its adapter if it names one",
+        *,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+
+
 class Internal(TandemError):
     """An unexpected error inside Tandem; only this request failed."""
 
@@ -180,7 +195,7 @@ _BY_CODE: dict[str, type[TandemError]] = {
     cls.code: cls
     for cls in (
         Unauthenticated, PermissionDenied, NotFound, DeadlineExceeded, ResourceExhausted, RateLimited, Unavailable,
-        Cancelled, RoleClosed, FailedPrecondition, StaleEpoch, TransferFailed, ModelError, Internal,
+        Cancelled, RoleClosed, FailedPrecondition, StaleEpoch, TransferFailed, ModelError, NonFiniteLogits, Internal,
     )
 }  # fmt: skip
 

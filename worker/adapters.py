@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from engine.adapters.slots import AdapterSlots
@@ -33,8 +33,11 @@ class WorkerAdapters:
         """See `AdapterSlots.number`."""
         return self._slots.number(identity)
 
-    async def load(self, meant: PeerRef, wanted: AdapterFacts) -> AdapterFacts:
+    async def load(self, meant: PeerRef, wanted: AdapterFacts, in_use: Collection[str] = ()) -> AdapterFacts:
         """Loads an adapter, whose hash is `wanted.identity` if that is not empty; returns what was loaded.
+
+        `in_use` are the hashes of the adapters that requests use on any worker: such a request may have a reservation
+        there, and its prompt is sent here next.
 
         The same adapter twice is loaded once. ModelError or InvalidArgument for one that cannot be served,
         ResourceExhausted if all slots are in use, FailedPrecondition if its hash or the name's adapter is another,
@@ -42,9 +45,9 @@ class WorkerAdapters:
         the caller no longer waits.
         """
         self._check(meant)
-        return await asyncio.shield(asyncio.ensure_future(self._load(wanted)))
+        return await asyncio.shield(asyncio.ensure_future(self._load(wanted, in_use)))
 
-    async def _load(self, wanted: AdapterFacts) -> AdapterFacts:
+    async def _load(self, wanted: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
         async with self._one_at_a_time:
             path = Path(wanted.path)
             folder = await asyncio.to_thread(self._slots.read, path)
@@ -61,7 +64,7 @@ class WorkerAdapters:
                     if known.identity != adapter.identity:
                         raise FailedPrecondition(f"{adapter.name!r} is another adapter here; unload it first")
                     self._slots.unload(known.name)  # `claim` finds it again, and it gets its new folder
-            number = self._slots.claim(adapter.identity, self._used())
+            number = self._slots.claim(adapter.identity, self._used().union(in_use))
             await asyncio.to_thread(self._slots.fill, number, adapter, folder)
         log.info("adapter %s is loaded from %s", adapter.name, adapter.path)
         self.on_change()

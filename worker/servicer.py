@@ -72,7 +72,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.LoadWorkerAdapterResponse:
         """Loads an adapter; returns when requests may have it."""
         meant = PeerRef(request.worker_id, request.incarnation)
-        loaded = await self._worker.adapters.load(meant, convert.adapter_from_proto(request.adapter))
+        wanted = convert.adapter_from_proto(request.adapter)
+        loaded = await self._worker.adapters.load(meant, wanted, request.in_use)
         return worker_pb2.LoadWorkerAdapterResponse(adapter=convert.adapter_to_proto(loaded))
 
     async def UnloadAdapter(

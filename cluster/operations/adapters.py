@@ -6,12 +6,13 @@ has just started, gets it, and takes no requests until then; one with an adapter
 controller that takes over begins with the list that it followed, or else with the adapters that live workers have.
 
 One change at a time: an adapter is listed once every live worker has loaded it, with the same hash, and if one fails,
-none keeps it. An adapter leaves the list before the workers unload it.
+none keeps it. An adapter leaves the list before the workers unload it, and its slot on any worker is not given to
+another one while a request on any worker uses it.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
@@ -42,8 +43,14 @@ NAME_MAX = 256
 class AdapterCalls(Protocol):
     """Calls to workers. Every failure is a TandemError."""
 
-    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts) -> AdapterFacts:
-        """Has a worker load an adapter, of any hash if its identity is empty; returns what was loaded."""
+    async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
+        """Returns the hashes of the adapters that requests of a worker use, from their reservation on."""
+
+    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
+        """Has a worker load an adapter, of any hash if its identity is empty; returns what was loaded.
+
+        `in_use` are the hashes of the adapters whose slots it may not take.
+        """
 
     async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
         """Has a worker unload an adapter."""
@@ -152,7 +159,9 @@ class Adapters:
     async def _load_everywhere(self, adapter: AdapterFacts) -> AdapterFacts:
         """Returns the adapter when all live workers are registered with it, those that came meanwhile included."""
         while lacking := [info for info in self._members() if adapter not in info.model.adapters]:
-            results = await asyncio.gather(*(self._load_at(info, adapter) for info in lacking), return_exceptions=True)
+            in_use = await self._in_use()
+            loads = (self._load_at(info, adapter, in_use) for info in lacking)
+            results = await asyncio.gather(*loads, return_exceptions=True)
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
@@ -164,9 +173,17 @@ class Adapters:
             raise Unavailable("no worker serves that could load an adapter; try again")
         return adapter
 
-    async def _load_at(self, info: WorkerInfo, adapter: AdapterFacts) -> AdapterFacts:
+    async def _in_use(self) -> Collection[str]:
+        """Returns the hashes of the adapters that requests use on any worker.
+
+        A request with a reservation on one worker may still have its prompt computed by another.
+        """
+        found = await asyncio.gather(*(self._calls.adapters_in_use(info) for info in self._members()))
+        return set[str]().union(*found)
+
+    async def _load_at(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
         try:
-            return await self._calls.load_adapter(info, adapter)
+            return await self._calls.load_adapter(info, adapter, in_use)
         except (InvalidArgument, ModelError, FailedPrecondition) as error:
             worker = f"worker {info.peer.worker_id}"
             raise InvalidArgument("lora_path", f"{worker}: {error.message.removeprefix(f'{worker}: ')}") from error
@@ -226,7 +243,8 @@ class Adapters:
                     await self._calls.unload_adapter(info, known.name)
             for adapter in tuple(self._wanted.values()):
                 if adapter not in info.model.adapters:
-                    self._wanted[adapter.name] = await self._calls.load_adapter(info, adapter)
+                    in_use = await self._in_use()
+                    self._wanted[adapter.name] = await self._calls.load_adapter(info, adapter, in_use)
         except TandemError as error:
             self._failed[info.peer] = error.message
             log.error("worker %s: %s", info.peer.worker_id, error.message, extra=RECURRING)

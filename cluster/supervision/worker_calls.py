@@ -1,6 +1,6 @@
 """The controller's calls to workers, through their own listeners."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -35,11 +35,22 @@ class WorkerCalls:
         )
         await self._call(info, lambda stub: stub.SetAssignment(request, timeout=ANSWER_S))
 
-    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts) -> AdapterFacts:
-        """Has a worker load an adapter, with any hash if its identity is empty; returns what was loaded."""
+    async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
+        """Returns the hashes of the adapters that requests of a worker use, from their reservation on."""
+        reply = await self._call(info, lambda stub: stub.Inspect(worker_pb2.InspectRequest(), timeout=ANSWER_S))
+        return convert.inspection_from_proto(reply).adapters_in_use
+
+    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
+        """Has a worker load an adapter, with any hash if its identity is empty; returns what was loaded.
+
+        `in_use` are the hashes of the adapters whose slots it may not take.
+        """
         peer = info.peer
         request = worker_pb2.LoadWorkerAdapterRequest(
-            worker_id=peer.worker_id, incarnation=peer.incarnation, adapter=convert.adapter_to_proto(adapter)
+            worker_id=peer.worker_id,
+            incarnation=peer.incarnation,
+            adapter=convert.adapter_to_proto(adapter),
+            in_use=in_use,
         )
         reply = await self._call(info, lambda stub: stub.LoadAdapter(request, timeout=LOAD_S))
         return convert.adapter_from_proto(reply.adapter)

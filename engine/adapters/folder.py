@@ -1,17 +1,18 @@
-"""Reading of an adapter's folder as peft writes it: adapter_config.json and adapter_model.safetensors."""
+"""An adapter's folder as peft writes it: adapter_config.json and adapter_model.safetensors.
 
-import hashlib
+`engine/adapters/reader.py` reads it in a process of its own, which should start quickly: nothing here imports torch.
+"""
+
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.weights.safetensors_file import TensorEntry, read_header
-from engine.weights.tensor_reader import FLOATS
-from wire.errors import ModelError
+from wire.errors import ModelError, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
@@ -29,7 +30,9 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
 """Fields of the config that only some values are served of: what others mean, and those values."""
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
 """Initializations that also change the base model's weights, which the adapter's folder does not have."""
-_READ_BYTES = 1 << 20
+_HEADER_BYTES = 1 << 20
+"""The largest header and config that are read: a header has about 150 bytes a tensor, of two for each module."""
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,53 +65,52 @@ class AdapterFolder:
         return max(update.rank for update in self.updates.values())
 
 
-def read_adapter(path: Path) -> AdapterFolder:
-    """Reads the config and the headers, and hashes both files.
+def read_updates(path: Path) -> Mapping[str, LowRank]:
+    """Reads the config and the header of the tensors.
 
-    ModelError says what is missing, malformed, or more than updates of low rank.
+    ModelError says what is missing, malformed, or more than updates of low rank. A config with costly regular
+    expressions may take any time.
     """
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
             raise ModelError(f"{path} is no adapter: it has no {name}; save it with peft in the safetensors format.")
     config = _read_config(path / CONFIG)
     found: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in read_header(path / WEIGHTS).items():
+    for name, entry in read_header(path / WEIGHTS, _HEADER_BYTES).items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ModelError(
-                f"{path / WEIGHTS} has the tensor {name}; only lora_A and lora_B of linear layers are served."
+                f"{path / WEIGHTS} has the tensor {shown(name)}; only lora_A and lora_B of linear layers are served."
             )
-        if entry.dtype not in FLOATS:
-            raise ModelError(f"{path / WEIGHTS}: {name} is stored as {entry.dtype}, not in 16 or 32 bits.")
+        if entry.dtype not in _FLOATS:
+            raise ModelError(f"{path / WEIGHTS}: {name} is stored as {entry.dtype}, not in 16, 32 or 64 bits.")
         found.setdefault(match["module"], {})[match["matrix"]] = entry
     if not found:
         raise ModelError(f"{path / WEIGHTS} has no tensors.")
-    updates = {module: _update(path, module, pair, config) for module, pair in found.items()}
-    return AdapterFolder(path, _hash(path), updates)
-
-
-def check_unchanged(folder: AdapterFolder) -> None:
-    """Raises ModelError if the files are not those that `read_adapter` hashed: tensors read meanwhile may be mixed."""
-    if _hash(folder.path) != folder.identity:
-        raise ModelError(f"{folder.path} changed while it was read; load it once it is written.")
+    scales = _Scales(config)
+    return {module: _update(path, module, pair, scales) for module, pair in found.items()}
 
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_bytes())
+        with file.open("rb") as stream:
+            text = stream.read(_HEADER_BYTES + 1)
+        if len(text) > _HEADER_BYTES:
+            raise ValueError(f"it has more than {_HEADER_BYTES} bytes")
+        config = json.loads(text)
         if not isinstance(config, dict):
             raise TypeError("it is no JSON object")
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{file} cannot be read ({error}); save the adapter again.") from error
     if config.get("peft_type") != "LORA":
-        raise ModelError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA is served.")
+        raise ModelError(f"{file}: peft_type is {shown(config.get('peft_type'))}; only LORA is served.")
     for field, (meaning, served) in _UNSUPPORTED.items():
         if config.get(field) not in served:
-            raise ModelError(f"{file}: {field} is {config[field]!r}: {meaning}, which is not served.")
+            raise ModelError(f"{file}: {field} is {shown(config[field])}: {meaning}, which is not served.")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGE_BASE):
         raise ModelError(
-            f"{file}: init_lora_weights is {start!r}, which changes the base model as well; save the adapter with"
+            f"{file}: init_lora_weights is {shown(start)}, which changes the base model as well; save the adapter with"
             " path_initial_model_for_weight_conversion, which makes it a plain one."
         )
     for field in ("alpha_pattern", "rank_pattern"):
@@ -117,7 +119,29 @@ def _read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _update(path: Path, module: str, pair: Mapping[str, TensorEntry], config: Mapping[str, Any]) -> LowRank:
+class _Scales:
+    """The alpha and the rank that a config gives each module."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._alpha, self._rank = config.get("lora_alpha"), config.get("r")
+        self._alphas = _compiled(config.get("alpha_pattern") or {})
+        self._ranks = _compiled(config.get("rank_pattern") or {})
+        self._by_root = bool(config.get("use_rslora"))
+
+    def alpha(self, module: str) -> Any:
+        return _first(module, self._alphas, self._alpha)
+
+    def rank(self, module: str) -> Any:
+        return _first(module, self._ranks, self._rank)
+
+    def scale(self, alpha: float, rank: int) -> float:
+        return alpha / (math.sqrt(rank) if self._by_root else rank)
+
+
+_Patterns = Iterable[tuple[re.Pattern[str], object]]
+
+
+def _update(path: Path, module: str, pair: Mapping[str, TensorEntry], scales: _Scales) -> LowRank:
     if len(pair) < 2:
         raise ModelError(f"{path / WEIGHTS} has only one of lora_A and lora_B for {module}.")
     a, b = pair["A"], pair["B"]
@@ -126,33 +150,31 @@ def _update(path: Path, module: str, pair: Mapping[str, TensorEntry], config: Ma
             f"{path / WEIGHTS}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {module} are not [rank, inputs]"
             " and [outputs, rank]."
         )
-    alpha = _of_module(module, config.get("alpha_pattern") or {}, config.get("lora_alpha"))
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"{path / CONFIG}: the lora_alpha of {module} is {alpha!r}, not a number.")
-    rank = _of_module(module, config.get("rank_pattern") or {}, config.get("r"))
+    alpha, rank = scales.alpha(module), scales.rank(module)
+    if not _is_finite(alpha):
+        raise ModelError(f"{path / CONFIG}: the lora_alpha of {module} is {shown(alpha)}, not a finite number.")
     if rank != a.shape[0]:
-        raise ModelError(f"{path / CONFIG} gives {module} rank {rank!r}, {WEIGHTS} has {a.shape[0]}.")
-    return LowRank(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+        raise ModelError(f"{path / CONFIG} gives {module} rank {shown(rank)}, {WEIGHTS} has {a.shape[0]}.")
+    return LowRank(a, b, scales.scale(alpha, a.shape[0]))
 
 
-def _of_module(module: str, patterns: Mapping[str, object], default: object) -> Any:
-    """Returns the value of the first pattern that the end of the module's name matches, as in peft."""
+def _is_finite(number: object) -> bool:
+    try:
+        return isinstance(number, int | float) and math.isfinite(number)
+    except OverflowError:
+        return False
+
+
+def _compiled(patterns: Mapping[str, object]) -> _Patterns:
+    found = []
     for pattern, value in patterns.items():
         try:
-            if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
-                return value
+            found.append((re.compile(rf"(?:.*\.)?(?:{pattern})"), value))
         except re.error as error:
-            raise ModelError(f"{CONFIG}: the pattern {pattern!r} is no regular expression ({error}).") from error
-    return default
+            raise ModelError(f"{CONFIG}: the pattern {shown(pattern)} is no regular expression ({error}).") from error
+    return found
 
 
-def _hash(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        for name in (CONFIG, WEIGHTS):
-            with (path / name).open("rb") as stream:
-                while piece := stream.read(_READ_BYTES):
-                    digest.update(piece)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}); is this process allowed to read it?") from error
-    return digest.hexdigest()
+def _first(module: str, patterns: _Patterns, default: object) -> Any:
+    """Returns the value of the first pattern that the end of the module's name matches, as in peft."""
+    return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)

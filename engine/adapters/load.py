@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from engine.adapters.folder import AdapterFolder, check_unchanged, read_adapter
+from engine.adapters.folder import AdapterFolder
 from engine.adapters.modules import AdaptedModules, adapted_modules
+from engine.adapters.reader import check_unchanged, read_adapter
 from engine.adapters.slots import AdapterSlots
 from engine.adapters.tables import AdapterTables
 from engine.config import EngineConfig

@@ -43,6 +43,7 @@ class ModulePlace:
 class PlacedUpdate:
     """An update of a module at its place."""
 
+    module: str
     place: ModulePlace
     update: LowRank
 
@@ -74,7 +75,7 @@ class AdaptedModules:
             raise ModelError(
                 f"{folder.path} changes {module} of shape {list(shape)}; the model's has {list(place.stored_shape)}."
             )
-        return PlacedUpdate(place, update)
+        return PlacedUpdate(module, place, update)
 
 
 def adapted_modules(spec: ModelSpec, parameters: Parameters) -> AdaptedModules:

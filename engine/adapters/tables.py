@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.adapters.modules import PlacedUpdate, Product
 from engine.kernels.lora.tables import LoraTables
 from engine.weights.tensor_reader import check_range, read_tensors
+from wire.errors import ModelError
 
 
 class AdapterTables:
@@ -57,6 +58,16 @@ class AdapterTables:
         self._stream.synchronize()
 
 
+def _check_size(placed: PlacedUpdate, a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
+    """Raises ModelError unless A and the scaled B, and what they may make of an input of length 1, are finite."""
+    gains = [torch.linalg.vector_norm(matrix, dtype=torch.float64).item() for matrix in (a, b)]
+    if not max(*gains, gains[0] * gains[1]) <= torch.finfo(dtype).max:
+        raise ModelError(
+            f"{placed.update.a.file}: the update of {placed.module} has numbers that are not finite, or not within"
+            f" {dtype}, with its scale of {placed.update.scale:g}; check lora_alpha and the weights."
+        )
+
+
 def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tensor, Tensor]:
     """Returns a slot of the tables in host memory: of each update its B, and its A for the parts of its rows."""
     rank = tables.rank
@@ -69,7 +80,8 @@ def _matrices(tables: LoraTables, updates: Sequence[PlacedUpdate]) -> tuple[Tens
             b = place.transform(b)
         b.mul_(update.scale)
         for matrix, entry in ((a, update.a), (b, update.b)):
-            check_range(matrix, tables.b.dtype, f"{entry.file}: an update")
+            check_range(matrix, tables.b.dtype, f"{entry.file}: the update of {each.module}")
+        _check_size(each, a, b, tables.b.dtype)
         end = place.first + len(b)
         into_b[place.first : end, : update.rank] = b.to(into_b)
         for part, rows in enumerate(tables.part_rows):

@@ -70,7 +70,7 @@ class PenaltyCounts:
         )
         prompt, answer = token_ids.to(device, non_blocking=True).tensor_split([len(history.prompt)])
         if late is not None:
-            answer = torch.cat((answer, late))
+            answer = torch.cat((answer, late.clamp(min=0)))  # the request of a row without a token ends
         row.zero_()
         row.index_fill_(0, prompt, IN_PROMPT)
         row.index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))

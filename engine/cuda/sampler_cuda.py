@@ -104,7 +104,7 @@ class DeviceSampler:
         often the answer has each token so far, plus IN_PROMPT where the prompt has it; the token drawn here is added.
         No two rows may share one.
 
-        The ids are in the vocabulary even where logits are NaN. Nothing here waits for the device.
+        The id is NO_TOKEN where the largest logit is not finite. Nothing here waits for the device.
         """
         rows, vocab = logits.shape
         assert rows <= self.max_rows, f"{rows} rows: the sampler was made for {self.max_rows}"

@@ -127,7 +127,7 @@ class Experts:
 class Feed:
     """Tokens that only the device knows: where sources[t] >= 0, token t of the step is drawn[sources[t]].
 
-    sources [T] int32; drawn [n] int64, the tokens that the step before drew.
+    sources [T] int32; drawn [n] int64, the tokens that the step before drew; token 0 stands for NO_TOKEN.
     """
 
     sources: Tensor
@@ -136,7 +136,7 @@ class Feed:
     def tokens(self, token_ids: Tensor) -> Tensor:
         """Returns the step's tokens [T] int64, of which `token_ids` has those that the host knows."""
         sources = self.sources.long()
-        return torch.where(sources >= 0, self.drawn[sources.clamp(min=0)], token_ids)
+        return torch.where(sources >= 0, self.drawn[sources.clamp(min=0)].clamp(min=0), token_ids)
 
 
 class Kernels(ABC):

@@ -193,7 +193,8 @@ class DraftModel(BatchProposer):
             last[key] = len(rows) - 1
         context = sum(row.start + 1 for row in rows)
         drawn = self._run(rows, StepWork(decode_rows=len(rows), decode_context_tokens=context)).token_ids
-        return {key: cast("int", drawn[row]) for key, row in last.items()}
+        # Where the draft model has no token, any does: it is verified.
+        return {key: max(0, cast("int", drawn[row])) for key, row in last.items()}
 
     def _run(self, rows: Sequence[StepRow], work: StepWork) -> StepResult:
         """Run a step and learn from the time that it takes."""

@@ -15,6 +15,11 @@ SETTINGS = 8
 """Columns of `Draws.settings`."""
 TEMPERATURE, NUMBER = 0, 4
 """Two of them; the second is left free for the drawn number."""
+NO_TOKEN = -1
+"""The id that is drawn for a row whose largest logit is not finite: NaN, infinite, or no token was left to draw.
+
+A step that is launched before the host has read it takes token 0 in its place.
+"""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

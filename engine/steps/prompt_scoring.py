@@ -33,6 +33,8 @@ class PromptScores:
     chosen: list[float] = field(default_factory=list)
     top_ids: list[int] = field(default_factory=list)
     top: list[float] = field(default_factory=list)
+    finite: bool = True
+    """False once the logits at any position were not finite."""
 
     def result(self) -> PromptLogprobs:
         """Return the log probabilities so far, to be sent to the router."""
@@ -44,6 +46,7 @@ class PromptScores:
 
     def take(self, values: Tensor, ids: Tensor) -> None:
         """Append the scores of a chunk: values [n, 1 + most] and ids [n, most] on the host, as `Logprobs` returns."""
+        self.finite &= bool(values[:, 0].isfinite().all())
         top = min(self.top_count, ids.shape[1])
         self.chosen += values[:, 0].tolist()
         self.top_ids += ids[:, :top].flatten().tolist()

@@ -31,13 +31,18 @@ class TensorEntry:
     start: int
 
 
-def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Returns all tensors of a file, checked against the file's size; ModelError names a truncated or corrupt file."""
+def read_header(file: Path, largest: int = _LARGEST_HEADER) -> dict[str, TensorEntry]:
+    """Returns all tensors of a file, checked against the file's size.
+
+    ModelError names a truncated or corrupt file, and one whose header has more than `largest` bytes.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+        if size < 8 or length > size - 8:
             raise ModelError(f"{file} is truncated or no safetensors file; download it again.")
+        if length > largest:
+            raise ModelError(f"{file} has a header of {length} bytes, and the limit is {largest}; save it again.")
         raw = stream.read(length)
     try:
         parsed = json.loads(raw)
@@ -53,8 +58,10 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 def _entry(file: Path, data_start: int, described: Mapping[str, object]) -> TensorEntry:
     dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
         raise ValueError("an entry is malformed")
+    if any(type(number) is not int or number < 0 for number in (*shape, *offsets)):
+        raise ValueError("an entry has a size or an offset that is no natural number")
     wanted = _ITEM_BYTES.get(dtype)
     if wanted is not None and offsets[1] - offsets[0] != wanted * math.prod(shape):
         raise ValueError("a tensor's bytes do not match its shape")

@@ -14,7 +14,7 @@ from engine.cuda.sampler_cuda import IN_PROMPT, DeviceSampler
 from engine.cuda.token_draws import Drawn, TokenDraws
 from engine.grammar_masks import GrammarMasks
 from engine.kernels.triton_launch import overlaps_launches
-from engine.steps.draws import Draw, History
+from engine.steps.draws import NO_TOKEN, Draw, History
 from tests.factories import draw
 from tests.fake_engine import small_grammars
 from tests.small_tokenizer import EOS as END
@@ -249,6 +249,12 @@ def test_a_full_store_takes_the_row_that_was_used_longest_ago() -> None:
     assert place(counts, new).data_ptr() == rows[0]
     assert counted(place(counts, old)) == {1: (True, 0)}
     assert len(counts._lent) == 2
+
+
+def test_a_draw_behind_one_without_a_token_is_counted_within_the_vocabulary() -> None:
+    """It is launched before the host knows; its request fails once the host does."""
+    counts = PenaltyCounts(VOCAB, 2, DEVICE)
+    assert counted(place(counts, History((9,), [4]), late=NO_TOKEN)) == {9: (True, 0), 4: (False, 1), 0: (False, 1)}
 
 
 def test_equal_requests_have_rows_of_their_own() -> None:

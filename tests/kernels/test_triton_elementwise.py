@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config.attention import AttentionShape
+from engine.kernels.base import Feed
 from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
 from engine.kernels.reference import ReferenceKernels, activate
 from engine.kernels.reference import rms_norm as reference_rms_norm
@@ -15,6 +16,7 @@ from engine.kernels.rowwise.triton_embed import embed
 from engine.kernels.rowwise.triton_norm import norm_add, rms_norm
 from engine.kernels.rowwise.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
 from engine.kernels.triton_launch import overlaps_launches
+from engine.steps.draws import NO_TOKEN
 from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -112,6 +114,10 @@ def test_embed(tokens: int, width: int, dtype: torch.dtype) -> None:
     late = embed(late_ids.to(DEVICE), sources.to(DEVICE), previous.to(DEVICE), on_device, pdl=PDL)
     wanted = torch.where(sources >= 0, previous[sources.long()], ids)
     assert torch.equal(late.cpu(), table[wanted].to(dtype))
+    feed = Feed(sources.clamp(min=0), torch.full((7,), NO_TOKEN))
+    late = embed(late_ids.to(DEVICE), feed.sources.to(DEVICE), feed.drawn.to(DEVICE), on_device, pdl=PDL)
+    assert torch.equal(late.cpu(), table[torch.zeros(tokens, dtype=torch.int64)].to(dtype))
+    assert not feed.tokens(late_ids).any()
 
 
 def run_rope(

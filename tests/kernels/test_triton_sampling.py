@@ -13,7 +13,7 @@ from engine import sampler
 from engine.cuda.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
 from engine.kernels.sampling.triton_logprobs import logprobs
 from engine.kernels.triton_launch import overlaps_launches
-from engine.steps.draws import Draw, History
+from engine.steps.draws import NO_TOKEN, Draw, History
 from engine.steps.seeded import uniform
 from tests.factories import draw
 from wire.messages import SamplingParams
@@ -121,11 +121,51 @@ def test_greedy_takes_the_lowest_of_equal_ids(rows: int, vocab: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
-def test_an_id_is_always_in_the_vocabulary(value: float) -> None:
-    logits = torch.full((len(MIXED), 5000), value)
-    found = on_device(logits, make_draws(MIXED))
-    assert ((found >= 0) & (found < 5000)).all()
-    assert (on_device(logits[:2], [draw(), draw()]) == 0).all()
+@pytest.mark.parametrize(
+    ("vocab", "mix"),
+    [(2100, MIXED[::3]), (2100, [{"temperature": 0.0}] * 3), (8200, [{"temperature": 0.0}] * 18)],
+    ids=["mixed", "small blocks", "large blocks"],
+)
+def test_a_row_whose_largest_logit_is_not_finite_has_no_token_and_others_have_theirs(
+    value: float, vocab: int, mix: list[dict[str, Any]]
+) -> None:
+    logits, draws = random_logits(len(mix), vocab), make_draws(mix)
+    wanted = on_device(logits, draws)
+    assert (wanted >= 0).all()
+    broken = logits.clone()
+    broken[::2] = value
+    found = on_device(broken, draws)
+    assert (found[::2] == NO_TOKEN).all()
+    assert torch.equal(found[1::2], wanted[1::2])
+    broken = logits.clone()
+    broken[1::2, vocab - 3] = value
+    found = on_device(broken, draws)
+    assert ((found[1::2] == NO_TOKEN) == (value != float("-inf"))).all()
+    assert torch.equal(found[::2], wanted[::2])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_row_without_a_token_counts_none() -> None:
+    logits = torch.full((2, 100), float("nan"))
+    draws = [draw(presence_penalty=1.0), draw(presence_penalty=1.0, temperature=1.0)]
+    for some in ([draws[0]] * 2, draws):
+        counts = torch.zeros(3, 100, dtype=torch.int32, device=DEVICE)
+        assert on_device(logits, some, [1, 2], counts).tolist() == [NO_TOKEN, NO_TOKEN]
+        assert not counts.any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_logprobs_of_a_row_without_a_token_read_nothing_else() -> None:
+    """The logits of the first row have none in front of them, so that the memory there could be anything."""
+    logits = random_logits(2, 100)
+    logits[0] = float("nan")
+    tokens, rows = torch.tensor([NO_TOKEN, 3], device=DEVICE), torch.tensor([0, 1], device=DEVICE)
+    values, ids = logprobs(logits.to(DEVICE), tokens, rows, 2, pdl=PDL)
+    host = host_logprobs.logprobs(logits, tokens.cpu(), 2)
+    assert torch.isnan(values[0, 0])
+    assert torch.isnan(host[0][0, 0])
+    torch.testing.assert_close(values[1].cpu(), host[0][1])
+    assert torch.equal(ids[1].cpu(), host[1][1])
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

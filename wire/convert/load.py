@@ -99,6 +99,7 @@ def inspection_to_proto(value: WorkerInspection) -> worker_pb2.InspectResponse:
         prefix_query_tokens=value.prefix_query_tokens,
         prefix_hit_tokens=value.prefix_hit_tokens,
         step_cost_error=value.step_cost_error,
+        adapters_in_use=value.adapters_in_use,
     )
 
 
@@ -123,4 +124,5 @@ def inspection_from_proto(message: worker_pb2.InspectResponse) -> WorkerInspecti
         prefix_query_tokens=message.prefix_query_tokens,
         prefix_hit_tokens=message.prefix_hit_tokens,
         step_cost_error=message.step_cost_error,
+        adapters_in_use=tuple(message.adapters_in_use),
     )

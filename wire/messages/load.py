@@ -47,3 +47,5 @@ class WorkerInspection:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     step_cost_error: float = 0.0
+    adapters_in_use: tuple[str, ...] = ()
+    """Hashes of the adapters that its requests use, from their reservation on."""

@@ -113,4 +113,5 @@ class WorkerReport:
             prefix_query_tokens=self._cache.query_tokens,
             prefix_hit_tokens=self._cache.hit_tokens,
             step_cost_error=self._meter.parameters.error,
+            adapters_in_use=tuple(sorted(self._halves.adapters() - {""})),
         )

@@ -16,8 +16,8 @@ def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, ta
     """Returns the rows of table [V, H] for the step's tokens → [T, H].
 
     The id of token t is previous[sources[t]] where sources[t] ≥ 0, that is, the id that an earlier step has drawn and
-    the host has not read yet; elsewhere token_ids[t]. token_ids [T] int64, sources [T] int32, previous int64 of any
-    length; without `sources` and `previous` all ids are those of the host.
+    the host has not read yet, 0 in place of NO_TOKEN; elsewhere token_ids[t]. token_ids [T] int64, sources [T] int32,
+    previous int64 of any length; without `sources` and `previous` all ids are those of the host.
 
     It begins a step: its own launch overlaps none, so that the preparation of the step has ended for all kernels after
     it, even those that read before they wait; with `pdl` the next launch overlaps it.
@@ -61,6 +61,7 @@ def _embed(
     row = tl.load(ids_ptr + token)
     if DRAWN:
         source = tl.load(sources_ptr + token)
-        row = tl.where(source >= 0, tl.load(previous_ptr + source, mask=source >= 0, other=0), row)
+        drawn = tl.maximum(tl.load(previous_ptr + source, mask=source >= 0, other=0), 0)
+        row = tl.where(source >= 0, drawn, row)
     values = tl.load(table_ptr + row * width + column, mask=inside)
     tl.store(out_ptr + token.to(tl.int64) * width + column, values, mask=inside)

@@ -17,8 +17,8 @@ from engine.kernels.sampling.triton_sampling import (
     best_of_row,
     count_drawn,
     is_filtered,
+    token_or_none,
     units,
-    unpack_token,
 )
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
@@ -48,11 +48,11 @@ def choose(
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     params_ptr += row * PARAMS
-    token = unpack_token(best_of_row(best_ptr, row, blocks, BLOCKS))
+    token = token_or_none(best_of_row(best_ptr, row, blocks, BLOCKS))
     parts = tl.arange(0, SPLITS)
     masses = tl.load(masses_ptr + row * SPLITS + parts)
     total = tl.sum(masses, axis=0)
-    # Without any mass, as with logits that are NaN, the best stays.
+    # Without any mass, as where the best logit is not finite, the best stays.
     if (tl.load(params_ptr + TEMPERATURE) > 0) & (total > 0):
         weights_ptr += row * room
         if is_filtered(params_ptr):

@@ -118,7 +118,7 @@ def _merge_blocks(
     sums = tl.load(part_ptr + 1, mask=block < blocks, other=0.0)
     largest = tl.max(base, axis=0)
     log_total = largest + tl.log(tl.sum(sums * tl.exp(base - largest), axis=0))
-    token = tl.load(tokens_ptr + row)
+    token = tl.maximum(tl.load(tokens_ptr + row), 0)  # of a row without a token nobody reads the result
     values_ptr += place * (1 + top)
     tl.store(values_ptr, tl.load(logits_ptr + row * logits_stride + token).to(tl.float32) - log_total)
     key = tl.arange(0, KEYS)

@@ -39,6 +39,8 @@ BELOW_BINS = tl.constexpr((0x3F800000 >> 20) - 255)
 LEAST_TEMPERATURE = tl.constexpr(1e-30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOW_HALF = tl.constexpr(0x7FFFFFFF)
+NO_TOKEN = tl.constexpr(-1)
+"""`engine.steps.draws.NO_TOKEN`."""
 
 
 @triton.jit
@@ -80,6 +82,12 @@ def unpack_token(packed):
 
 
 @triton.jit
+def token_or_none(best):
+    """Returns the token of a row's packed best logit, NO_TOKEN where that logit is not finite; int64."""
+    return tl.where(tl.abs(unpack_logit(best)) < float("inf"), unpack_token(best), NO_TOKEN)
+
+
+@triton.jit
 def best_of_block(
     logits_ptr,
     logits_stride,
@@ -91,7 +99,7 @@ def best_of_block(
     PENALTIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64."""
+    """Computes the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if any is NaN."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -105,12 +113,11 @@ def best_of_block(
         column < vocab,
         PENALTIES,
     )
+    # A maximum may ignore NaN, and does not ignore infinity.
+    logits = tl.where(logits < float("inf"), logits, float("inf"))
     best = tl.max(logits, axis=0)
-    # NaN logits equal nothing: the block's first token is used for them, so an id is always valid.
     token = tl.min(tl.where(logits == best, column, LOW_HALF), axis=0)
-    number = token < vocab
-    packed = pack(tl.where(number, best, float("-inf")), tl.where(number, token, block * BLOCK))
-    tl.store(best_ptr + row * tl.num_programs(1) + block, packed)
+    tl.store(best_ptr + row * tl.num_programs(1) + block, pack(best, token))
 
 
 @triton.jit
@@ -137,7 +144,7 @@ def take_best(
     launch_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = unpack_token(best_of_row(best_ptr, row, blocks, BLOCKS))
+    token = token_or_none(best_of_row(best_ptr, row, blocks, BLOCKS))
     tl.store(out_ptr + row, token)
     if PENALTIES:
         count_drawn(counts_ptr, params_ptr + row * PARAMS, vocab, token)
@@ -147,7 +154,7 @@ def take_best(
 def count_drawn(counts_ptr, params_ptr, vocab, token):
     """Counts the drawn token, for a row with penalties; no other program accesses its row of counts."""
     counted = tl.load(params_ptr + COUNTED).to(tl.int64)
-    if counted >= 0:
+    if (counted >= 0) & (token >= 0):
         count_ptr = counts_ptr + counted * vocab + token
         tl.store(count_ptr, tl.load(count_ptr) + 1)
 

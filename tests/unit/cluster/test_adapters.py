@@ -1,7 +1,7 @@
 """The controller's list of adapters: every worker has them before requests may name them, or none has."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 
 import pytest
@@ -28,6 +28,10 @@ class Workers:
         self.hashes: dict[str, str] = {}
         """The hash of what a worker finds in any folder, where it is another one."""
         self.loads: list[tuple[str, str]] = []
+        self.used: dict[str, Collection[str]] = {}
+        """The hashes of the adapters that requests use, by worker."""
+        self.spared: list[tuple[str, list[str]]] = []
+        """The hashes of the adapters whose slots a load may not take, with its worker."""
         self.held = asyncio.Event()
         """Unset: loading does not end."""
         self.held.set()
@@ -53,9 +57,13 @@ class Workers:
     def not_ready(self, name: str) -> str:
         return next(each.not_ready for each in self.registry.membership().workers if each.peer.worker_id == name)
 
-    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts) -> AdapterFacts:
+    async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
+        return self.used.get(info.peer.worker_id, ())
+
+    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
         name = info.peer.worker_id
         self.loads.append((name, adapter.name))
+        self.spared.append((name, sorted(in_use)))
         await self.held.wait()
         if name in self.failures:
             raise self.failures[name]
@@ -131,6 +139,17 @@ async def test_if_one_worker_fails_none_keeps_it(
     assert workers.listed() == workers.loaded("a") == workers.loaded("b") == []
     workers.failures.clear()
     assert await adapters.load("sql", "/sql") == SQL
+
+
+async def test_no_worker_takes_the_slot_of_an_adapter_that_requests_use_on_another(
+    workers: Workers, adapters: Adapters
+) -> None:
+    """Also one that starts late: a prompt may be sent to it after the reservation on another."""
+    workers.used = {"a": ["x", "y"], "b": ["y", "z"]}
+    await adapters.load("sql", "/sql")
+    workers.start("late")
+    await until(lambda: not workers.not_ready("late"))
+    assert workers.spared == [(name, ["x", "y", "z"]) for name in ("a", "b", "late")]
 
 
 async def test_workers_with_other_files_are_refused(workers: Workers, adapters: Adapters) -> None:

@@ -11,7 +11,7 @@ from engine.logprobs import logprobs, score
 from engine.sampler import sample
 from engine.sampling_filters import draw_filtered, invert, keep_best, penalize
 from engine.steps.batch import StepBatch, rows_of
-from engine.steps.draws import Draw, History
+from engine.steps.draws import NO_TOKEN, Draw, History
 from engine.steps.seeded import start_of, uniform, uniforms
 from tests.factories import draw, row
 from wire.messages import SamplingParams, TokenLogprobs
@@ -227,6 +227,27 @@ def test_penalties_come_before_filters_and_temperature() -> None:
     assert sample(logits, draws).tolist() != sample(logits, plain).tolist()
     half = logits.bfloat16()
     assert sample(half, draws).tolist() == sample(half.float(), draws).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_whose_largest_logit_is_not_finite_has_no_token_and_others_have_theirs(
+    value: float, dtype: torch.dtype
+) -> None:
+    logits = random_logits(len(MIXED) + 1, seed=3).to(dtype)
+    draws = [draw(temperature=0.0), *(Draw(each, 0) for each in MIXED)]
+    wanted = sample(logits, draws)
+    for failed in range(len(draws)):
+        broken = logits.clone()
+        broken[failed, :] = value
+        found = sample(broken, draws)
+        assert found[failed] == NO_TOKEN
+        others = torch.arange(len(draws)) != failed
+        assert torch.equal(found[others], wanted[others])
+        broken[failed] = logits[failed]
+        broken[failed, VOCAB - 1] = value
+        assert (sample(broken, draws)[failed] == NO_TOKEN) == (value != float("-inf"))
+    assert sample(torch.full((2, VOCAB), value), [draw(), draw()]).tolist() == [NO_TOKEN, NO_TOKEN]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,14 +3,18 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from engine.adapters.load import check_adapters
+from engine.adapters import reader
+from engine.adapters.load import check_adapters, load_adapters
 from engine.config import AdapterSource
+from engine.models.allocation import allocate_parameters
 from engine.models.load_spec import load_spec
 from tests.adapters import ATTENTION, TinyAdapter, write_adapter
 from tests.factories import tiny_engine_config, write_tiny_model
@@ -45,6 +49,10 @@ def test_one_that_fits(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "base model"),
         ({"lora_alpha": "much"}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "not a finite number"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "not a finite number"),
+        ({"alpha_pattern": {"(" * 5000 + ")" * 5000: 1}}, "cannot be read as an adapter"),
+        ({"revision": "x" * (1 << 20)}, "more than 1048576 bytes"),
         ({"r": 5}, "rank 5"),
         ({"alpha_pattern": {"[": 1}}, "regular expression"),
         ({"rank_pattern": [4]}, "no JSON object"),
@@ -88,6 +96,12 @@ def truncate(adapter: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
 
 
+def with_header(described: tuple[str, list[float], list[int]], adapter: Path) -> None:
+    """Writes a file with one tensor of this dtype, shape and range."""
+    raw = json.dumps({f"{Q}.lora_A.weight": dict(zip(("dtype", "shape", "data_offsets"), described, strict=True))})
+    (adapter / "adapter_model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw.encode() + bytes(8))
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -95,7 +109,11 @@ def truncate(adapter: Path) -> None:
         (lambda adapter: (adapter / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
         (lambda adapter: (adapter / "adapter_config.json").write_text("{"), "cannot be read"),
         (lambda adapter: (adapter / "adapter_config.json").write_text("[]"), "cannot be read"),
+        (lambda adapter: (adapter / "adapter_config.json").write_text("[" * 100_000), "cannot be read"),
         (truncate, "truncated or corrupt"),
+        (partial(with_header, ("F32", [4, 0.5], [0, 8])), "no natural number"),
+        (partial(with_header, ("F32", [2], [-8, 0])), "no natural number"),
+        (partial(with_header, ("F32" * 400_000, [2], [0, 8])), "has a header of .* bytes, and the limit is 1048576"),
     ],
 )
 def test_files(spoil: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
@@ -103,6 +121,53 @@ def test_files(spoil: Callable[[Path], object], reason: str, tmp_path: Path) -> 
     spoil(adapter)
     with pytest.raises(ModelError, match=reason):
         check(tmp_path, adapter)
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_exponential_time_ends_at_a_limit(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process has computed for some seconds then, however long that took on a busy host."""
+    monkeypatch.setattr(reader, "_CPU_S", 1)
+    adapter = replace(TinyAdapter(), config={field: {"((.+)+)+!": 4}}).write(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"takes more than 1 s to read; simplify .* rank_pattern and alpha_pattern"):
+        check(tmp_path, adapter)
+
+
+def test_a_process_that_does_not_answer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_WAIT_S", 0.0)
+    with pytest.raises(ModelError, match="was not read within 0 s"):
+        check(tmp_path, TinyAdapter().write(tmp_path / "adapter"))
+
+
+def filled(number: float) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: matrix + np.float32(number) for name, matrix in matrices().items()}
+
+
+def spoiled(name: str, number: float) -> dict[str, np.ndarray[Any, Any]]:
+    tensors = matrices()
+    tensors[f"{Q}.{name}.weight"][1, 2] = number
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("tensors", "alpha", "dtype"),
+    [
+        (filled(1.0), 1e308, torch.float32),
+        (filled(1.0), 1e308, torch.bfloat16),
+        (filled(1e30), 8, torch.float32),
+        (spoiled("lora_A", float("nan")), 8, torch.float32),
+        (spoiled("lora_A", float("inf")), 8, torch.bfloat16),
+        (spoiled("lora_B", float("-inf")), 8, torch.float32),
+    ],
+)
+def test_values_that_are_not_finite(tensors: dict[str, Any], alpha: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also updates whose matrices are finite, and which are not."""
+    folder = write_tiny_model(tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", tensors, r=4, lora_alpha=alpha)
+    config, spec = tiny_engine_config(folder, adapters=(AdapterSource("one", adapter),)), load_spec(folder)
+    with pytest.raises(ModelError, match=r"the update of model\.layers\.0\.self_attn\.q_proj has numbers"):
+        load_adapters(config, spec, allocate_parameters(spec, dtype, torch.device("cpu")))
 
 
 def test_limits(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.adapters.folder import AdapterFolder, read_adapter
+from engine.adapters.folder import AdapterFolder
 from engine.adapters.load import slot_bytes
+from engine.adapters.reader import read_adapter
 from engine.adapters.slots import AdapterSlots
 from engine.kernels.lora.lora_kernels import LoraReferenceKernels
 from engine.model_runner import ModelRunner

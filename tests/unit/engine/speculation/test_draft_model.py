@@ -15,7 +15,7 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.load_draft import split_kv
 from engine.speculation.load_draft_model import memory_of
 from engine.speculation.proposer import WantedDraft
-from engine.steps.draws import Draw
+from engine.steps.draws import NO_TOKEN, Draw
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, next_token
 from tests.small_tokenizer import save_tokenizer
@@ -109,6 +109,15 @@ def test_drafts_end_with_the_context_of_the_model() -> None:
     assert model.room("a", 7) == 256 - 252
     model.begin("b", [3] * 300)
     assert model.room("b", 7) == 0
+
+
+def test_where_the_draft_model_has_no_token_the_draft_is_a_token_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is fed to the next step, which would take NO_TOKEN for an address; the target model refuses it."""
+    monkeypatch.setattr(FakeEngine, "_row", lambda *_: NO_TOKEN)
+    model = DraftModel(FakeEngine())
+    model.begin("a", [3])
+    assert model.room("a", 3) == 3
+    assert computed(model, {"a": draws(1, 3)}) == [[0, 0, 0]]
 
 
 def test_a_request_is_known_once() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -54,7 +54,10 @@ class Loading(ClusterServicer):
     def list_of(self, *, allowed: bool) -> Adapters:
         return Adapters(self.registry, self, allowed=allowed, model_names=("fake",))
 
-    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts) -> AdapterFacts:
+    async def adapters_in_use(self, _info: WorkerInfo) -> Collection[str]:
+        return ()
+
+    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, _in_use: Collection[str]) -> AdapterFacts:
         self.loads.append(adapter.name)
         found = replace(adapter, identity=self.identity)
         self._register((*info.model.adapters, found))

@@ -1,7 +1,8 @@
 """Adapters that a worker loads and unloads while requests run."""
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,22 @@ import grpc
 import pytest
 
 from engine.model_runner import ModelRunner
+from engine.steps.batch import PendingStep, StepBatch
 from tests.adapters import TinyAdapter
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
 from tests.unit.worker.adapters.test_adapter_handovers import PROMPT, SAMPLING, made, send
-from tests.worker_pair import WorkerPair, until
-from wire.errors import FailedPrecondition, InvalidArgument, ModelError, NotFound, ResourceExhausted, StaleEpoch
+from tests.worker_pair import End, Heard, WorkerPair, until
+from wire.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ModelError,
+    NonFiniteLogits,
+    NotFound,
+    ResourceExhausted,
+    StaleEpoch,
+)
 from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from wire.messages import AdapterFacts, PeerRef, RequestRef
+from wire.messages import AdapterFacts, FinishReason, PeerRef, RequestRef
 from wire.rpc import error_of
 
 ONE, OTHER = TinyAdapter(seed=1), TinyAdapter(seed=2, rank=7)
@@ -46,6 +56,25 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 def facts(path: Path, name: str = "it", identity: str = "") -> AdapterFacts:
     return AdapterFacts(name, identity, str(path))
+
+
+class HeldSteps:
+    def __init__(self) -> None:
+        self.waiting, self.go = threading.Event(), threading.Event()
+
+
+def held_steps(engine: Any, monkeypatch: pytest.MonkeyPatch, after: int) -> HeldSteps:
+    """Has the engine compute `after` steps of prompts and answers, and hold the next one until `go` is set."""
+    held, launch, left = HeldSteps(), engine.launch, iter(range(after))
+
+    def launch_held(batch: StepBatch) -> PendingStep:
+        if next(left, None) is None:
+            held.waiting.set()
+            assert held.go.wait(60)
+        return launch(batch)
+
+    monkeypatch.setattr(engine, "launch", launch_held)
+    return held
 
 
 async def test_a_request_that_runs_keeps_its_adapter_and_another_one_waits_for_its_slot(
@@ -85,18 +114,89 @@ async def test_a_request_that_runs_keeps_its_adapter_and_another_one_waits_for_i
         assert (again.tokens, again.cached_tokens) == (wanted[0], 64), "its cached pages are still its own"
 
 
-async def test_a_cancelled_request_keeps_the_slot_until_no_step_computes_it(engines: Factory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [0, 3], ids=["its prompt is computed", "it decodes"])
+async def test_a_cancelled_request_keeps_the_slot_until_no_step_computes_it(
+    after: int, engines: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with WorkerPair(both=True, make_engine=engines, max_step_tokens=32) as pair:
         worker, me = pair.decode.worker, pair.decode.me
         one = await worker.adapters.load(me, facts(ONE.write(tmp_path / "one")))
-        requests = worker.admission.requests
-        await until(lambda: not requests.adapters())
-        heard = send(pair, "cancelled", one.identity)
-        await until(lambda: heard.tokens or heard.finish)
-        assert one.identity in worker._halves.adapters() or heard.finish
-        worker.abort(pair.reservation("cancelled", PROMPT, SAMPLING).router_id, [RequestRef("cancelled", 1)])
+        other = facts(OTHER.write(tmp_path / "other"))
+        steps = held_steps(pair.decode.engine, monkeypatch, after)
+        send(pair, "cancelled", one.identity)
+        await until(steps.waiting.is_set)
+        assert worker._halves.adapters() == {one.identity}
+        pair.abort("cancelled")
+        worker.adapters.unload(me, "it")
+        assert not worker.admission.refs()
+        assert worker._halves.adapters() == {one.identity}
+        with pytest.raises(ResourceExhausted, match="'it' still finishes requests"):
+            await worker.adapters.load(me, other)
+        steps.go.set()
         await until(lambda: not worker._halves.adapters())
-        await pair.decode.empty()
+        await worker.adapters.load(me, other)
+        await pair.empty()
+
+
+async def test_a_prompt_finds_the_adapter_of_its_reservation_on_another_worker(
+    engines: Factory, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """Also if the adapter is unloaded in between, and another one is loaded, as the controller does both."""
+    async with WorkerPair(make_engine=engines, max_step_tokens=32) as pair:
+        paths = [each.write(tmp_path / str(number)) for number, each in enumerate((ONE, OTHER))]
+        for end in pair.ends:
+            one = await end.worker.adapters.load(end.me, facts(paths[0]))
+        heard = pair.heard["it"] = Heard([])
+        reservation = replace(pair.reservation("it", PROMPT, SAMPLING), adapter=one.identity)
+        lease = pair.decode.worker.reserve(reservation).lease
+        for end in pair.ends:
+            end.worker.adapters.unload(end.me, "it")
+        in_use = [end.worker.report.inspect().adapters_in_use for end in pair.ends]
+        assert in_use == [(), (one.identity,)]
+        with pytest.raises(ResourceExhausted, match="'it' still finishes requests"):
+            await load_over_grpc(pair.prefill, paths[1], in_use[1])
+        pair.prefill.worker.prefill(replace(pair.task("it", PROMPT, SAMPLING, lease), adapter=one.identity))
+        await until(lambda: heard.finish)
+        assert heard.tokens == wanted[0]
+        await pair.empty()
+        for end in pair.ends:
+            await load_over_grpc(end, paths[1], ())
+
+
+async def load_over_grpc(end: End, path: Path, in_use: Sequence[str]) -> None:
+    asked = worker_pb2.LoadWorkerAdapterRequest(
+        worker_id=end.me.worker_id,
+        incarnation=end.me.incarnation,
+        adapter=types_pb2.AdapterFacts(name="other", path=str(path)),
+        in_use=in_use,
+    )
+    async with grpc.aio.insecure_channel(end.address) as to:
+        try:
+            await worker_pb2_grpc.WorkerStub(to).LoadAdapter(asked)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, "worker") from error
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["colocated", "handed over"])
+async def test_an_adapter_that_overflows_fails_its_own_requests(
+    both: bool, model: Path, wanted: list[list[int]], tmp_path: Path
+) -> None:
+    """Its update is finite, what attention makes of it is not. Others share its steps, and then its pages."""
+    config = tiny_engine_config(model, runtime_loras=True, max_loras=2)
+    async with WorkerPair(
+        both=both, make_engine=lambda _: made(ModelRunner.load(config)), max_step_tokens=32, pages=16
+    ) as pair:
+        for end in pair.ends:
+            good = await end.worker.adapters.load(end.me, facts(ONE.write(tmp_path / "one"), "good"))
+            bad = await end.worker.adapters.load(end.me, facts(replace(ONE, alpha=1e30).write(tmp_path / "bad"), "bad"))
+        for attempt in range(3):
+            broken, whole = (send(pair, f"{each.name} {attempt}", each.identity) for each in (bad, good))
+            await until(lambda broken=broken, whole=whole: broken.finish and whole.finish)
+            assert (broken.finish, broken.error) == (FinishReason.ERROR, NonFiniteLogits.code)
+            assert not broken.tokens
+            assert whole.tokens == wanted[0]
+            pair.abort(f"bad {attempt}")  # as its router does
+        await pair.empty()
 
 
 async def test_what_cannot_be_loaded_changes_nothing(engines: Factory, tmp_path: Path) -> None:
