@@ -112,7 +112,7 @@ class _Compiled:
     first: NDArray[np.int32] | None = None
     """The mask of the first token, once an answer has computed it."""
     used_up: bool = False
-    """True once a copy met the limit: later answers need another one."""
+    """True once a copy met a limit: later answers need another one."""
 
 
 class AnswerGrammar:
@@ -177,6 +177,8 @@ class AnswerGrammar:
             tokens, began = len(answer), time.thread_time()
             mask = self._advance(answer)
         if time.thread_time() - began > _TOKEN_S + _REPLAYED_TOKEN_S * tokens:
+            if self._shared is not None:
+                self._shared.used_up = True  # or the next answer gets the mask from the states that it has by now
             raise InvalidArgument(
                 "grammar", f"takes more than {_TOKEN_S:g} s of processor time for a token at this point; simplify it"
             )
@@ -216,12 +218,7 @@ class Grammars:
 
         Raises InvalidArgument if that fails.
         """
-        try:
-            self.begin(grammar).allowed(())
-        except InvalidArgument:
-            with self._lock:
-                self._compiled.pop(grammar, None)
-            raise
+        self.begin(grammar).allowed(())
 
     def begin(self, grammar: str) -> AnswerGrammar:
         """Return the state before the first token of an answer."""
