@@ -103,10 +103,11 @@ class DraftingBatch(RunningBatch):
             return super().complete(token_ids)
         step = super().complete(token_ids[: len(token_ids) - len(drafts)])
         verified, with_events, moved, slots = {}, set(step.event_rows), False, step.snapshot.slots
+        without_tokens = step.excluded_rows - with_events
         for row_drafts, run in drafts.runs(token_ids):
             row = row_drafts.row
             slot = slots[row]
-            if slot.dropped:
+            if row in without_tokens:
                 continue
             first_index = slot.position_offset + step.step + 1 - slot.request.prompt_tokens
             tokens, ends = slot.request.ending.cut(run, first_index)
@@ -145,15 +146,3 @@ class DraftingBatch(RunningBatch):
         else:
             self._tokens.flush(slot)
             slot.request.answer.extend(tokens[1:])
-
-    def _move(self, slot: BatchSlot, positions: int, newest_token: int) -> None:
-        """Have the next row of a request that gained tokens be so many positions later."""
-        self._columns.newest_token[slot.index] = newest_token
-        self._page_steps.remove(slot)
-        slot.position_offset += positions
-        slot.last_step -= positions
-        self._columns.reschedule(slot)
-        self._last_steps.put(slot, slot.last_step)
-        self._schedule_page(slot)
-        if slot.last_step < self._next_step:
-            self._snapshot = None

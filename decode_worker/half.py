@@ -151,7 +151,7 @@ class DecodeHalf:
         sampling = request.reservation.sampling
         request.ending = Ending.of(request.prompt_tokens, sampling, self._model)
         if sampling.needs_history:
-            request.history = History(request.reservation.question, request.token_ids)
+            request.history = History(request.reservation.question, request.token_ids, may_wait=True)
         self._batch.join(request)
         insort(self.gap_targets, request.reservation.gap_target_s)
 

@@ -184,13 +184,23 @@ class RunningBatch:
         """Take the tokens of the oldest step in flight, row by row; those of dropped requests are discarded."""
         step, snapshot = self.in_flight_steps.popleft()
         tokens = np.array(token_ids, dtype=np.int64)
+        waiting = self._waiting_rows(step, snapshot)
+        for row, slot in waiting.items():
+            tokens[row] = self._columns.newest_token[slot.index]
+            slot.buffered_from = step + 1
         self._columns.newest_token[snapshot.indices] = tokens
         self._tokens.store(step, snapshot.indices, tokens, self._slots.values())
         for slot in self._with_history:
             self._tokens.flush(slot)
+        for row, slot in waiting.items():
+            if not slot.stopped:
+                self._move(slot, -1, int(tokens[row]))
+                self._snapshot = None
         over, with_events = self._rows_with_events(step, snapshot, token_ids)
+        over |= waiting.keys()
         if tokens.min() == NO_TOKEN:
-            with_events |= {row for row, token in enumerate(token_ids) if token == NO_TOKEN} - over
+            with_events |= {row for row, token in enumerate(token_ids) if token == NO_TOKEN}
+        with_events -= over
         _ = snapshot.owners  # while all are in their slots
         return CompletedStep(step, snapshot, token_ids, sorted(with_events), over | with_events)
 
@@ -199,6 +209,33 @@ class RunningBatch:
         slot = self._slots[request]
         if slot in self._with_events and request.reservation.sampling.logprobs is None:
             self._with_events.remove(slot)
+
+    def _waiting_rows(self, step: int, snapshot: BatchSnapshot) -> dict[int, BatchSlot]:
+        """Return the rows that drew nothing, as the masks of their grammars were not ready: they are repeated.
+
+        No step that was launched since has a row of these requests (`waits_for_tokens`).
+        """
+        waiting = [
+            slot
+            for slot in self._with_history
+            if (history := slot.request.history) is not None
+            and history.waiting
+            and slot.has_row_in(step)
+            and not slot.dropped
+        ]
+        return {snapshot.slots.index(slot): slot for slot in waiting}
+
+    def _move(self, slot: BatchSlot, positions: int, newest_token: int) -> None:
+        """Have the next row of a request be so many positions later, as it gained one token more, or fewer."""
+        self._columns.newest_token[slot.index] = newest_token
+        self._page_steps.remove(slot)
+        slot.position_offset += positions
+        slot.last_step -= positions
+        self._columns.reschedule(slot)
+        self._last_steps.put(slot, slot.last_step)
+        self._schedule_page(slot)
+        if slot.last_step < self._next_step:
+            self._snapshot = None
 
     def _snapshot_of(self, step: int) -> BatchSnapshot | None:
         """Return the requests with a row in this step; None if there are none."""

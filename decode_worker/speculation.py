@@ -227,6 +227,8 @@ class Speculation:
         sampling = request.reservation.sampling
         if request.leaving or sampling.penalized or not sampling.speculate:
             return False
+        if request.history is not None and request.history.slow:
+            return False
         return self._batch.rows_left(request) > 1 + unknown
 
     def _candidate(self, request: DecodeRequest, unknown: int) -> Candidate:

@@ -39,6 +39,7 @@ from engine.speculation.load_draft import (
 )
 from engine.speculation.load_draft_model import LoadModel
 from engine.steps.batch import PendingStep, StepBatch
+from engine.steps.draws import History
 from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from engine.weights.random_weights import fill_randomly, random_revision
@@ -82,8 +83,8 @@ class LoadedParts:
     """The adapters of the start, and slots for others."""
     stepper: Stepper
     expert_tokens: ExpertTokens
-    compile_grammar: Callable[[str], None]
-    """Compiles a grammar before a step needs it."""
+    begin_answer: Callable[[History, str], None]
+    """See `GrammarMasks.begin`."""
     allowed_drafts: AllowedDrafts
     """See `GrammarMasks.allowed_drafts`."""
     draft_proposer: MakeProposer | None
@@ -169,7 +170,7 @@ def load_parts(
         adapters.slots,
         stepper,
         loaded.model.expert_tokens,
-        grammars.check,
+        masks.begin,
         masks.allowed_drafts,
         proposer,
         loaded.drawn_hidden,

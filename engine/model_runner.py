@@ -36,7 +36,7 @@ class ModelRunner:
         self.device_name = device_name(cache.device)
         self._revision = loaded.revision
         self.stepper, self.expert_tokens, self.drawn_hidden = loaded.stepper, loaded.expert_tokens, loaded.drawn_hidden
-        self.compile_grammar, self.allowed_drafts = loaded.compile_grammar, loaded.allowed_drafts
+        self.begin_answer, self.allowed_drafts = loaded.begin_answer, loaded.allowed_drafts
         self.draft_proposer = loaded.draft_proposer
 
     @classmethod

@@ -22,7 +22,7 @@ from functools import partial
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.steps.batch import StepRow
-from engine.steps.draws import NO_TOKEN
+from engine.steps.draws import NO_TOKEN, History
 from engine.steps.prompt_scoring import PromptScores
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
@@ -96,13 +96,13 @@ class PrefillHalf:
 
     # ---- event loop: requests come and go ----
 
-    def submit(self, task: PrefillTask, adapter: int = 0) -> None:
+    def submit(self, task: PrefillTask, adapter: int = 0, history: History | None = None) -> None:
         """Take a validated task. The same attempt twice is one; an older one is StaleEpoch; a newer one replaces.
 
-        ResourceExhausted when too many are known, RoleClosed while closed, InvalidArgument when the prompt can
-        never fit the page pool.
+        `history` has the grammar's state that the first draw needs, None without a grammar. ResourceExhausted when too
+        many are known, RoleClosed while closed, InvalidArgument when the prompt can never fit the page pool.
         """
-        request = self._make(task, adapter)
+        request = self._make(task, adapter, history)
         with self._lock:
             if self.registry.knows(task):
                 return
@@ -228,7 +228,7 @@ class PrefillHalf:
     def _fail(self, request: PrefillRequest, error: Exception) -> None:
         """Fail a prompt whose result cannot be handled, and no other; its handoff tells the router."""
         reason: TandemError
-        if isinstance(error, NonFiniteLogits):
+        if isinstance(error, InvalidArgument | NonFiniteLogits):
             reason = error
         else:
             request_id = request.task.ref.request_id
@@ -277,7 +277,7 @@ class PrefillHalf:
 
     # ---- inside ----
 
-    def _make(self, task: PrefillTask, adapter: int) -> PrefillRequest:
+    def _make(self, task: PrefillTask, adapter: int, history: History | None) -> PrefillRequest:
         kv, tokens = self._cache.kv, len(task.prompt_token_ids)
         pages = kv.held(tokens)
         if pages > self._pages_total:
@@ -290,7 +290,8 @@ class PrefillHalf:
         edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
         scores = PromptScores(task.question, task.sampling.prompt_logprobs or 0) if task.scores_prompt else None
         return PrefillRequest(
-            task, kv.numbers(tokens), local, Progress(), prefix, token_hash, scores=scores, edges=edges, adapter=adapter
+            task, kv.numbers(tokens), local, Progress(), prefix, token_hash, scores=scores, edges=edges,
+            adapter=adapter, history=history,
         )  # fmt: skip
 
     def _start(self, request: PrefillRequest) -> StartResult:
@@ -317,6 +318,8 @@ class PrefillHalf:
 
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         task, scores = request.task, request.scores
+        if request.history is not None and request.history.failure is not None:
+            raise request.history.failure
         if token_id == NO_TOKEN or (scores is not None and not scores.finite):
             raise NonFiniteLogits
         index = task.answered

@@ -74,6 +74,8 @@ class PrefillRequest:
     scores: PromptScores | None = None
     """The log probabilities of the prompt's tokens if the task asks for them, as far as they are computed."""
     edges: list[EdgeStamp] = field(default_factory=list)
+    history: History | None = None
+    """The tokens that penalties or a grammar look back on, if there are any such."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,8 +102,9 @@ class PrefillRequest:
 
     def _first_draw(self) -> Draw:
         task = self.task
-        history = History(task.question, task.answer) if task.sampling.needs_history else None
-        return Draw(task.sampling, task.answered, history)
+        if task.sampling.needs_history and self.history is None:
+            self.history = History(task.question, task.answer)
+        return Draw(task.sampling, task.answered, self.history)
 
 
 class EventThread(Protocol):

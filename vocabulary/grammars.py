@@ -1,8 +1,8 @@
 """Grammars that an answer follows: which tokens may come next (structured output).
 
 A grammar is a text of llguidance, made of a JSON schema, a regular expression, a list of choices, or a grammar in EBNF.
-Routers check it before a request is admitted, engines apply it to the logits (decision 44). Grammars are hostile input:
-the limits below bound the time and memory of each, and one that exceeds them while an answer grows fails alone.
+Routers have it checked before a request is admitted, engines apply it to the logits (decision 44). Grammars are hostile
+input: the limits below bound the time and memory of each, and one that exceeds them while an answer grows fails alone.
 """
 
 import json
@@ -31,8 +31,15 @@ _DEPTH_MAX = 64
 """Most levels of objects and lists in a JSON schema."""
 _CACHED_CHARS = 1 << 20
 """Characters of the compiled grammars that are kept, at least one."""
-_QUICK_S = 0.02
-"""Seconds of the thread, no more than a step takes, in which grammars of tools and schemas are compiled (0044)."""
+_CACHED_GRAMMARS = 64
+"""Most compiled grammars that are kept: a lexer may take tens of megabytes, however short its grammar is."""
+_ITEMS_MAX = 5_000
+"""Most items of the parser for one mask. Masks within it took at most 25 ms, within llguidance's 50,000 over a second;
+the grammars that llama.cpp ships and 200 generated schemas need none more (0044)."""
+_TOKEN_S = 0.2
+"""Most processor time of one mask, in seconds: twenty times the longest of the same grammars and schemas."""
+_REPLAYED_TOKEN_S = 0.001
+"""Processor time for each token of an answer that goes on here, in seconds: ten times that of ordinary grammars."""
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Whitespace between the parts of JSON. It is limited, because small models go on for ever with it."""
 
@@ -77,8 +84,11 @@ def of_regex(pattern: str) -> str:
 
 
 def of_choices(choices: Sequence[str]) -> str:
-    """Return the grammar of exactly these texts."""
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+    """Return the grammar of exactly these texts.
+
+    They are one terminal, whose mask takes 2 ms for 10,000 texts; as a terminal each it took half a second.
+    """
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
 def of_ebnf(text: str) -> str:
@@ -99,14 +109,14 @@ class _Compiled:
     """A compiled grammar. Copies of its matcher share the states of the lexer, and their limit."""
 
     matcher: LLMatcher
-    quick: bool
-    """True if it was compiled in so little time that steps may wait for it."""
+    first: NDArray[np.int32] | None = None
+    """The mask of the first token, once an answer has computed it."""
     used_up: bool = False
-    """True once a copy met the limit: later answers need another one."""
+    """True once a copy met a limit: later answers need another one."""
 
 
 class AnswerGrammar:
-    """The state of one answer in its grammar."""
+    """The state of one answer in its grammar. One thread uses it at a time; masks are computed without the GIL."""
 
     def __init__(self, compiled: _Compiled, compile_again: Callable[[], LLMatcher]) -> None:
         """`compile_again` returns the grammar with a lexer of its own."""
@@ -114,6 +124,8 @@ class AnswerGrammar:
         self._shared: _Compiled | None = compiled
         self._compile_again = compile_again
         self._consumed = 0
+        self._mask = compiled.first
+        """The mask of the token that follows the first `_consumed` ones."""
         self._behind: list[NDArray[np.int32]] = []
 
     def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
@@ -125,20 +137,15 @@ class AnswerGrammar:
         """
         if drafts:
             return self._behind[drafts - 1]
-        if len(answer) > self._consumed:
-            self._matcher.consume_tokens(list(answer[self._consumed :]))
-            self._consumed = len(answer)
-        try:
-            return _allowed(self._matcher)
-        except InvalidArgument:
-            shared, self._shared = self._shared, None
-            if shared is not None:
-                shared.used_up = True
-            if shared is None or not shared.quick:
-                raise
-        self._matcher = self._compile_again()
-        self._matcher.consume_tokens(list(answer))
-        return _allowed(self._matcher)
+        if self._mask is None or len(answer) > self._consumed:
+            self._mask = self._compute(answer)
+            if not answer and self._shared is not None:
+                self._shared.first = self._mask
+        return self._mask
+
+    def known(self, answer: Sequence[int]) -> bool:
+        """Return True if the mask behind `answer` is computed."""
+        return self._mask is not None and len(answer) == self._consumed
 
     def follow(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
         """Return how many of the first `drafts` may follow `answer`; raises as `allowed` does.
@@ -147,7 +154,7 @@ class AnswerGrammar:
         """
         self.allowed(answer)
         ahead, self._behind = self._matcher.deep_copy(), []
-        for token_id in drafts if self._shared is not None and self._shared.quick else ():
+        for token_id in drafts if self._shared is not None else ():
             if not ahead.try_consume_tokens([token_id]):
                 break
             try:
@@ -156,14 +163,45 @@ class AnswerGrammar:
                 break
         return len(self._behind)
 
+    def _compute(self, answer: Sequence[int]) -> NDArray[np.int32]:
+        """Return the mask behind `answer`, with a lexer of its own where the shared one has met its limit."""
+        tokens, began, self._mask = len(answer) - self._consumed, time.thread_time(), None
+        try:
+            mask = self._advance(answer)
+        except InvalidArgument:
+            shared, self._shared = self._shared, None
+            if shared is None:
+                raise
+            shared.used_up = True
+            self._matcher, self._consumed = self._compile_again(), 0
+            tokens, began = len(answer), time.thread_time()
+            mask = self._advance(answer)
+        if time.thread_time() - began > _TOKEN_S + _REPLAYED_TOKEN_S * tokens:
+            if self._shared is not None:
+                self._shared.used_up = True  # or the next answer gets the mask from the states that it has by now
+            raise InvalidArgument(
+                "grammar", f"takes more than {_TOKEN_S:g} s of processor time for a token at this point; simplify it"
+            )
+        return mask
+
+    def _advance(self, answer: Sequence[int]) -> NDArray[np.int32]:
+        for token_id in answer[self._consumed :]:
+            # One by one: llguidance holds the GIL while it consumes tokens.
+            self._matcher.consume_token(token_id)
+        self._consumed = len(answer)
+        return _allowed(self._matcher)
+
 
 class Grammars:
     """The grammars over the tokens of one model. Thread-safe; compiling does not hold the GIL."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int], cached_chars: int = _CACHED_CHARS
+    ) -> None:
         """Load the tokenizer in `folder`; `vocab_size` is the number of logits. Raises ModelError without a tokenizer.
 
-        It takes about half a second.
+        `cached_chars` limits the characters of the compiled grammars that are kept; the newest always is. It takes
+        about half a second.
         """
         inner = load_tokenizer(folder).inner
         self._tokens = LLTokenizer(
@@ -171,11 +209,15 @@ class Grammars:
             n_vocab=max(vocab_size, inner.get_vocab_size(with_added_tokens=True)),
             eos_token=list(eos_token_ids),
         )
+        self._cached_chars = cached_chars
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar, so that answers can begin at once; raises InvalidArgument if that fails."""
+        """Compile a grammar and compute the mask of the first token, so that answers can begin at once.
+
+        Raises InvalidArgument if that fails.
+        """
         self.begin(grammar).allowed(())
 
     def begin(self, grammar: str) -> AnswerGrammar:
@@ -185,12 +227,12 @@ class Grammars:
             if known is not None and not known.used_up:
                 self._compiled.move_to_end(grammar)
                 return AnswerGrammar(known, partial(self._compile, grammar))
-        began = time.thread_time()
-        matcher = self._compile(grammar)
-        known = _Compiled(matcher, time.thread_time() - began < _QUICK_S)
+        known = _Compiled(self._compile(grammar))
         with self._lock:
             self._compiled[grammar] = known
-            while len(self._compiled) > 1 and sum(map(len, self._compiled)) > _CACHED_CHARS:
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > _CACHED_GRAMMARS or sum(map(len, self._compiled)) > self._cached_chars
+            ):
                 self._compiled.popitem(last=False)
             return AnswerGrammar(known, partial(self._compile, grammar))
 
@@ -230,21 +272,23 @@ class LazyGrammars:
 
 
 def limits() -> LLParserLimits:
-    """Return limits of a tenth or less of llguidance's defaults where those allow seconds or hundreds of megabytes."""
-    return LLParserLimits(max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False)
+    """Return limits of a fifth or less of llguidance's defaults where those allow seconds or hundreds of megabytes."""
+    return LLParserLimits(
+        step_max_items=_ITEMS_MAX, max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False
+    )
 
 
 def _allowed(matcher: LLMatcher) -> NDArray[np.int32]:
     bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
     if matcher.is_error():
-        raise InvalidArgument("grammar", _reason(matcher.get_error()))
+        raise InvalidArgument("grammar", f"is too complex at this point ({_reason(matcher.get_error())}); simplify it")
     if not bits.any():
         raise InvalidArgument("grammar", "allows none of the model's tokens here")
     return bits
 
 
 def _reason(error: str) -> str:
-    return " ".join(error.split())[:300]
+    return " ".join(error.removesuffix("<non-verbose/>").split())[:300]
 
 
 def _depth(value: Any) -> int:

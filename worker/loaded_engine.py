@@ -76,8 +76,11 @@ class LoadedEngine(Runner, Protocol):
         """Makes a proposer of drafts with the trained weights that were loaded beside the model; None without."""
         ...
 
-    def compile_grammar(self, grammar: str, /) -> None:
-        """Compiles a grammar before a step needs it; InvalidArgument if that fails. Any thread may call it."""
+    def begin_answer(self, history: History, grammar: str, /) -> None:
+        """Compiles a grammar and follows it up to an answer's newest token, before a step needs it.
+
+        Raises InvalidArgument if that fails. Any thread may call it.
+        """
         ...
 
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int], /) -> int:

@@ -35,14 +35,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Reserve(self, request: worker_pb2.ReserveRequest, _context: _Context) -> worker_pb2.ReserveResponse:
         """Makes a reservation for a request and returns what was granted."""
         reservation = convert.reservation_from_proto(request)
-        await self._worker.compile_grammar(reservation.sampling)
+        await self._worker.begin_answer(reservation)
         return convert.granted_to_proto(self._worker.reserve(reservation))
 
     async def Prefill(self, request: worker_pb2.PrefillRequest, _context: _Context) -> worker_pb2.PrefillResponse:
         """Queues a prompt for prefill."""
         task = convert.prefill_task_from_proto(request)
-        await self._worker.compile_grammar(task.sampling)
-        self._worker.prefill(task)
+        self._worker.prefill(task, await self._worker.begin_answer(task))
         return worker_pb2.PrefillResponse()
 
     async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:

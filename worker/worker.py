@@ -9,12 +9,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.half import DecodeHalf
 from engine.cache.prefix_cache import PrefixCache
 from engine.speculation.methods import make_proposer
+from engine.steps.draws import History
 from kv_transfer.base import NoticeHandler, Transport
 from kv_transfer.checksums import PageChecks
 from kv_transfer.handshake import make_handshake
@@ -29,7 +31,6 @@ from wire.messages import (
     RequestEvent,
     RequestRef,
     Reservation,
-    SamplingParams,
     WorkerInfo,
     WorkerLoad,
 )
@@ -52,6 +53,9 @@ from worker.validation import check_prefill, check_reservation
 
 log = logging.getLogger(__name__)
 
+_GRAMMAR_THREADS = 2
+"""Threads that compile the grammars of new requests; routers admit only those that compile within seconds."""
+
 
 class Worker:
     """Owns both halves, the loop and the outbox; `close` ends them. Engine and transport are used, not owned."""
@@ -66,7 +70,8 @@ class Worker:
     ) -> None:
         self.me = me
         self.facts = engine.facts
-        self._compile_grammar = engine.compile_grammar
+        self._begin_answer = engine.begin_answer
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammars")
         self._config = config
         self._events = asyncio.get_running_loop()
         self.died: asyncio.Future[BaseException] = self._events.create_future()
@@ -128,10 +133,17 @@ class Worker:
         """The stream ended: its router's requests are over."""
         self._outbox.detach(stream)
 
-    async def compile_grammar(self, sampling: SamplingParams) -> None:
-        """Compile the grammar of a request before a step needs it; InvalidArgument if that fails."""
-        if sampling.grammar:
-            await asyncio.to_thread(self._compile_grammar, sampling.grammar)
+    async def begin_answer(self, work: Reservation | PrefillTask) -> History | None:
+        """Return the history of an answer that needs one, its grammar followed so far, before a step needs it.
+
+        Raises InvalidArgument if that fails.
+        """
+        if not work.sampling.needs_history:
+            return None
+        history, grammar = History(work.question, work.answer), work.sampling.grammar
+        if grammar:
+            await self._events.run_in_executor(self._grammar_threads, self._begin_answer, history, grammar)
+        return history
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take, NotFound for its adapter."""
@@ -145,10 +157,13 @@ class Worker:
         self._outbox.expect(reservation.router_id)
         return granted
 
-    def prefill(self, task: PrefillTask) -> None:
-        """See `PrefillHalf.submit`; InvalidArgument for what no worker would take, NotFound for its adapter."""
+    def prefill(self, task: PrefillTask, history: History | None = None) -> None:
+        """See `PrefillHalf.submit`; InvalidArgument for what no worker would take, NotFound for its adapter.
+
+        `history` is what `begin_answer` returned for the task.
+        """
         check_prefill(task, self.facts)
-        self._halves.prefill.submit(task, self.adapters.number(task.adapter))
+        self._halves.prefill.submit(task, self.adapters.number(task.adapter), history)
         self._outbox.expect(task.router_id)
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
@@ -206,6 +221,7 @@ class Worker:
         await self._handovers.settle()
         self._outbox.close()
         await self.peers.close()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- inside ----
 

@@ -59,7 +59,7 @@ class NoEngine:
         self._params = np.zeros((STEP_TOKENS, PARAMS))
         self._drawn = torch.randint(_TOKENS_FROM, MODEL.vocab_size, (STEP_TOKENS,))
 
-    def compile_grammar(self, grammar: str) -> None:
+    def begin_answer(self, history: History, grammar: str) -> None:
         """See `LoadedEngine`; no request has a grammar."""
 
     def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int]) -> int:

@@ -178,7 +178,7 @@ class DraftModel(BatchProposer):
         history = draws[0].history
         if history is None:
             return draws
-        own = History(history.prompt, [*history.answer])
+        own = History(history.prompt, [*history.answer], may_wait=True)  # a draft may be any token
         return [replace(each, history=own) for each in draws]
 
     def _draw(

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.steps.seeded import start_of, uniforms
-from wire.errors import InvalidArgument
 from wire.messages import SamplingParams
 
 SETTINGS = 8
@@ -33,7 +32,13 @@ class History:
 
     prompt: Sequence[int]
     answer: Sequence[int]
-    failure: InvalidArgument | None = None
+    may_wait: bool = False
+    """True if the half can discard a draw, and repeat its row in the next step, where `waiting` is set."""
+    waiting: bool = False
+    """Set by the engine with each draw: the grammar's mask was not ready, so that the token is to be discarded."""
+    slow: bool = False
+    """Set by the engine once a mask took longer than a step waits: the answer gets no drafts from then on."""
+    failure: Exception | None = None
     """Set by the engine if the grammar can go on no more: the request fails when it gets its next token."""
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from router.config import RouterConfig
 from router.text.tokenizing import TokenizerPool
-from vocabulary.grammar_process import GrammarKind, GrammarProcess
-from vocabulary.grammars import GRAMMAR_CHARS_MAX, Grammars, LazyGrammars
-from wire.errors import InvalidArgument, ModelError
+from vocabulary.grammar_process import GrammarKind, GrammarProcess, GrammarTokens
+from vocabulary.grammars import GRAMMAR_CHARS_MAX
+from wire.errors import InvalidArgument
 from wire.messages import ModelFacts
+
+_PROCESSES = 2
+"""Processes that compile grammars, so that one that takes its two seconds does not stop the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,40 +37,69 @@ class AnswerFormat:
 
 
 class FormatCompiler:
-    """Makes grammars of formats, in the tokenizer's threads."""
+    """Makes grammars of formats in processes of their own, fairly between tenants. Belongs to the event loop."""
 
-    def __init__(self, folder: Path, pool: TokenizerPool) -> None:
-        """`folder` has the model's tokenizer."""
-        self._folder = folder
-        self._pool = pool
-        self._process = GrammarProcess()
-        self._of: tuple[ModelFacts, LazyGrammars] | None = None
+    def __init__(self, config: RouterConfig) -> None:
+        """`config.tokenizer_folder` has the model's tokenizer."""
+        self._folder = config.tokenizer_folder
+        waits = "formats of answers wait to be compiled"
+        self._pool = TokenizerPool(_PROCESSES, config.max_tokenizing_bytes, config.retry_after_s, waits)
+        self._processes: _Processes | None = None
+        self._unwanted: set[threading.Event] = set()
+        """Set to end the compilation of a request; one for each that waits or is compiled."""
 
     async def grammar(self, tenant: str, wanted: AnswerFormat, facts: ModelFacts) -> str:
-        """Return the checked grammar.
+        """Return the checked grammar. Cancelling the caller ends its compilation.
 
-        Raises InvalidArgument with the format's field for one that is malformed, not supported or too large.
+        Raises InvalidArgument with the format's field for one that is malformed, not supported or too large, Refused
+        if too many wait.
         """
-        if self._of is None or self._of[0] != facts:
-            make = partial(Grammars, self._folder, facts.vocab_size, facts.eos_token_ids)
-            self._of = facts, LazyGrammars(make)
-        return await self._pool.run(tenant, wanted.chars, partial(self._compile, wanted, self._of[1]))
+        tokens = GrammarTokens(self._folder, facts.vocab_size, tuple(facts.eos_token_ids))
+        processes = self._processes
+        if processes is None or processes.tokens != tokens:
+            if processes is not None:
+                await self._pool.run(tenant, 0, processes.close)
+            processes = self._processes = _Processes(tokens)
+        unwanted = threading.Event()
+        self._unwanted.add(unwanted)
+        try:
+            return await self._pool.run(tenant, wanted.chars, partial(processes.make, wanted, unwanted))
+        finally:
+            unwanted.set()
+            self._unwanted.discard(unwanted)
 
     def close(self) -> None:
-        """End the process that makes grammars."""
-        self._process.close()
+        """End the processes that make grammars."""
+        self._pool.close()
+        for unwanted in self._unwanted:
+            unwanted.set()
+        if self._processes is not None:
+            self._processes.close()
 
-    def _compile(self, wanted: AnswerFormat, known: LazyGrammars) -> str:
+
+class _Processes:
+    """The processes that compile for one set of tokens. Thread-safe."""
+
+    def __init__(self, tokens: GrammarTokens) -> None:
+        self.tokens = tokens
+        self._all = [GrammarProcess(tokens) for _ in range(_PROCESSES)]
+        self._idle = [*self._all]
+        """The last one is used next: another one starts only for grammars at the same time."""
+
+    def make(self, wanted: AnswerFormat, unwanted: threading.Event) -> str:
+        """Return the checked grammar; raises InvalidArgument with the format's field."""
+        process = self._idle.pop()
         try:
-            grammar = self._process.make(wanted.kind, _value(wanted))
-            known.check(grammar)
-        except InvalidArgument as error:
-            raise InvalidArgument(wanted.field, f"cannot be followed: {error.problem}") from error
+            return process.make(wanted.kind, _value(wanted), unwanted)
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(wanted.field, str(error)) from error
-        except ModelError as error:
-            raise InvalidArgument(wanted.field, f"needs the model's tokenizer: {error.message}") from error
-        return grammar
+        finally:
+            self._idle.append(process)
+
+    def close(self) -> None:
+        """End the processes; each waits for the grammar that it compiles."""
+        for process in self._all:
+            process.close()
 
 
 def _value(wanted: AnswerFormat) -> Any:

@@ -18,6 +18,7 @@ from wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
+    InvalidArgument,
     RoleClosed,
     StaleEpoch,
     TandemError,
@@ -79,9 +80,11 @@ class RequestEnds:
         self._end(request)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """End the answer with `error`."""
+        """End the answer with `error`; one of its grammar names the field of the client's request."""
         if request.ended:
             return
+        if isinstance(error, InvalidArgument) and error.field == "grammar" and request.admitted.format_field:
+            error = InvalidArgument(request.admitted.format_field, error.problem)
         log.info("request %s failed: %s", request.wire_id, error.message, extra=about(request.wire_id))
         self._tell(request, error)
         self._metrics.failed(request, error)

@@ -160,6 +160,8 @@ class Admitted:
     """The same as in `ClientRequest`."""
     syntax: AnswerSyntax | None = None
     """The syntax in which the answers are parsed; None = they are text."""
+    format_field: str = ""
+    """The client's name of the field of the answers' format, for errors; "" without a format."""
 
     def model_name(self, base: str) -> str:
         """Return the name of the model that answers: `base`, or that of the adapter."""

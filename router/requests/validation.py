@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from router.access.tenants import tenant_salt
 from router.config import RouterConfig
-from router.requests.answer_format import FormatCompiler
+from router.requests.answer_format import AnswerFormat, FormatCompiler
 from router.requests.answer_syntaxes import AnswerSyntaxes, wanted_format
 from router.requests.prompts import PromptEncoder, check_json, check_text, check_token_ids, field_of, too_long
 from router.requests.request import Admitted, ClientRequest, Conversation, Options
@@ -88,7 +88,7 @@ class RequestValidator:
         self._pool = TokenizerPool(config.tokenizer_threads, config.max_tokenizing_bytes, config.retry_after_s)
         self._prompts = PromptEncoder(tokenizer, self._pool, config.max_messages)
         self._syntaxes = AnswerSyntaxes(config, tokenizer)
-        self._formats = FormatCompiler(config.tokenizer_folder, self._pool)
+        self._formats = FormatCompiler(config)
         self.reader = RequestReader(config, self._pool, self._context)
         """The parser of requests, which uses the same threads."""
 
@@ -148,7 +148,8 @@ class RequestValidator:
         ids = await self._prompts.token_ids(request, served, self._last(request.options, served))
         max_tokens = self._checked_length(field_of(request), len(ids), request.options, served)
         _check_range("min_tokens", request.options.min_tokens, 0, max_tokens)
-        grammar = await self._grammar(request, served) if like is None else like.sampling.grammar
+        wanted = wanted_format(request)
+        grammar = await self._grammar(request, wanted, served) if like is None else like.sampling.grammar
         salt = tenant_salt(request.tenant, request.options.cache_salt, "" if adapter is None else adapter.identity)
         digests = await self._prompts.page_digests(request.tenant, ids, salt, served.page_tokens)
         sampling = self._sampling(request.options, max_tokens, grammar)
@@ -170,6 +171,7 @@ class RequestValidator:
             context=TraceContext.of(request.traceparent),
             operation=request.operation,
             syntax=self._syntaxes.of(request, ids),
+            format_field="" if wanted is None else wanted.field,
         )
 
     def close(self) -> None:
@@ -275,8 +277,7 @@ class RequestValidator:
             raise InvalidArgument("stop_token_ids", f"has {len(options.stop_token_ids)} ids, the limit is {limit}")
         check_token_ids("stop_token_ids", options.stop_token_ids, served.facts.vocab_size)
 
-    async def _grammar(self, request: ClientRequest, served: ServedModel) -> str:
-        wanted = wanted_format(request)
+    async def _grammar(self, request: ClientRequest, wanted: AnswerFormat | None, served: ServedModel) -> str:
         if wanted is None:
             return ""
         for name in ("min_tokens", "ignore_eos"):

@@ -32,9 +32,16 @@ class TokenizerPool:
     to the event loop; close it to stop its threads.
     """
 
-    def __init__(self, threads: int, waiting_bytes_max: int, retry_after_s: float) -> None:
-        """`retry_after_s` is the retry hint of rejections."""
+    def __init__(
+        self,
+        threads: int,
+        waiting_bytes_max: int,
+        retry_after_s: float,
+        waits: str = "prompts wait to be tokenized",
+    ) -> None:
+        """`retry_after_s` is the retry hint of rejections, `waits` says in them what the bytes are."""
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="router-tokenizer")
+        self._waits = waits
         self._idle = threads
         self._waiting_bytes_max = waiting_bytes_max
         self._retry_after_s = retry_after_s
@@ -86,7 +93,7 @@ class TokenizerPool:
         while self._bytes.total() + size > self._waiting_bytes_max:
             full = Refused(
                 Refusal.QUEUE_FULL,
-                f"more than {self._waiting_bytes_max} bytes of prompts wait to be tokenized; try again later",
+                f"more than {self._waiting_bytes_max} bytes of {self._waits}; try again later",
                 retry_after_s=self._retry_after_s,
             )
             largest, most = self._bytes.most_common(1)[0] if self._bytes else (tenant, 0)

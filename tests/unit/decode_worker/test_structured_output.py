@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,9 +100,72 @@ async def test_a_grammar_that_fails_takes_nobody_along(monkeypatch: pytest.Monke
         await pair.empty()
 
 
-async def test_a_worker_refuses_a_grammar_that_does_not_compile() -> None:
+@pytest.mark.parametrize("speculate", [SpeculationMethod.NGRAM, SpeculationMethod.OFF])
+async def test_an_answer_whose_mask_is_not_ready_repeats_its_row_and_no_other_waits(
+    speculate: SpeculationMethod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drawn without the mask is in no answer; the steps of others go on meanwhile."""
+    run_before, tries = FakeEngine.run, Counter[tuple[History, int]]()
+
+    def run(self: FakeEngine, batch: Any) -> Any:
+        result = run_before(self, batch)
+        tokens = list(result.token_ids)
+        for number, row in enumerate(batch.rows):
+            history = None if row.draw is None else row.draw.history
+            if history is None or not history.may_wait or not row.draw.sampling.grammar:
+                continue
+            length = len(history.answer)
+            if row.start == len(history.prompt) + length - 1:  # no draft
+                tries[history, length] += 1
+                history.waiting = tries[history, length] <= length % 4
+            tokens[number] = EOS if history.waiting else tokens[number]
+        return type(result)(tokens, result.logprobs)
+
+    monkeypatch.setattr(FakeEngine, "run", run)
+    async with WorkerPair(pages=256, speculate=speculate, max_batch_requests=16) as pair:
+        heard = [pair.send(f"q{n}", prompt, sampling_of(n)) for n, prompt in enumerate(PROMPTS)]
+        await until(lambda: all(each.finish for each in heard))
+        for number, prompt in enumerate(PROMPTS):
+            assert_whole(heard[number], prompt, sampling_of(number))
+        assert max(tries.values()) == 4
+        await pair.empty()
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["", "one worker"])
+async def test_a_grammar_that_fails_at_the_first_token_ends_with_its_error(
+    both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the answer ended with `stop` and without an error."""
+    run_before = FakeEngine.run
+
+    def run(self: FakeEngine, batch: Any) -> Any:
+        result = run_before(self, batch)
+        tokens = list(result.token_ids)
+        for number, row in enumerate(batch.rows):
+            if row.draw is not None and row.draw.sampling.grammar == SAMPLINGS[1].grammar:
+                row.draw.history.failure = InvalidArgument("grammar", "is too complex")
+                tokens[number] = EOS
+        return type(result)(tokens, result.logprobs)
+
+    monkeypatch.setattr(FakeEngine, "run", run)
+    async with WorkerPair(pages=256, both=both) as pair:
+        heard = [pair.send(f"q{n}", PROMPTS[n], sampling_of(n)) for n in range(4)]
+        await until(lambda: all(each.finish for each in heard))
+        assert (heard[1].finish, heard[1].error) == (FinishReason.ERROR, "INVALID_ARGUMENT")
+        assert (heard[1].message, heard[1].tokens) == ("grammar: is too complex", [])
+        for number in (0, 2, 3):
+            assert_whole(heard[number], PROMPTS[number], sampling_of(number))
+        await pair.empty()
+
+
+async def test_a_worker_refuses_a_grammar_that_does_not_compile_or_that_the_answer_does_not_follow() -> None:
     async with WorkerPair() as pair:
-        await pair.decode.worker.compile_grammar(SamplingParams(4))
-        await pair.decode.worker.compile_grammar(SAMPLINGS[0])
+        worker = pair.decode.worker
+        assert await worker.begin_answer(pair.reservation("q", [5], SamplingParams(4))) is None
         with pytest.raises(InvalidArgument, match="grammar"):
-            await pair.decode.worker.compile_grammar(SamplingParams(4, grammar=of_regex("((")))
+            await worker.begin_answer(pair.reservation("q", [5], SamplingParams(4, grammar=of_regex("(("))))
+        with pytest.raises(InvalidArgument, match="grammar"):
+            await worker.begin_answer(pair.reservation("q", [5, EOS], SAMPLINGS[1], answered=1))
+        history = await worker.begin_answer(pair.reservation("q", [5], SAMPLINGS[1]))
+        assert history is not None
+        assert (list(history.prompt), list(history.answer)) == ([5], [])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,14 +20,15 @@ from engine.steps.draws import Draw, Draws, History
 from tests.factories import draw
 from tests.fake_engine import VOCAB, small_grammars
 from tests.small_tokenizer import EOS
-from vocabulary.grammars import LazyGrammars, of_choices, of_regex
+from vocabulary.grammars import AnswerGrammar, Grammars, LazyGrammars, of_choices, of_regex
+from wire.errors import InvalidArgument
 
 DIGITS = of_regex("[0-9]{3}")
 
 
 @pytest.fixture
 def masks() -> GrammarMasks:
-    return GrammarMasks(LazyGrammars(small_grammars), [EOS])
+    return GrammarMasks(LazyGrammars(small_grammars), [EOS], step_wait_s=None)
 
 
 def random_logits(rows: int) -> torch.Tensor:
@@ -101,7 +106,115 @@ def test_states_end_with_their_requests(masks: GrammarMasks) -> None:
     histories = [History([5], []) for _ in range(3)]
     asked = draw(grammar=DIGITS).sampling
     sample(random_logits(3), [Draw(asked, 0, each) for each in histories], [EOS], masks)
-    assert len(masks._states) == 3
+    assert len(masks._answers) == 3
     del histories
     gc.collect()
-    assert not masks._states
+    assert not masks._answers
+
+
+class SlowMasks:
+    """Has the masks of one grammar wait for `go`, and notes the threads that compute any."""
+
+    def __init__(self, grammar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.threads: set[str] = set()
+        allowed, begin = AnswerGrammar.allowed, Grammars.begin
+        slow: set[int] = set()
+
+        def noting(grammars: Grammars, text: str) -> AnswerGrammar:
+            state = begin(grammars, text)
+            if text == grammar:
+                slow.add(id(state))
+            self.states.append(state)
+            return state
+
+        def waiting(state: AnswerGrammar, answer: Sequence[int], drafts: int = 0) -> np.ndarray[Any, Any]:
+            if not state.known(answer):
+                self.threads.add(threading.current_thread().name)
+                assert id(state) not in slow or self.go.wait(60)
+            return allowed(state, answer, drafts)
+
+        self.states: list[AnswerGrammar] = []
+        monkeypatch.setattr(Grammars, "begin", noting)
+        monkeypatch.setattr(AnswerGrammar, "allowed", waiting)
+
+
+def test_an_answer_whose_mask_takes_long_waits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of others are drawn in the same step, those that come after it in the order as well."""
+    slow_grammar, masks = of_regex("[a-f]{3}"), GrammarMasks(LazyGrammars(small_grammars), [EOS], step_wait_s=0.01)
+    slow = SlowMasks(slow_grammar, monkeypatch)
+    histories = [History([5], [], may_wait=True) for _ in range(3)]
+    asked = [draw(grammar=grammar).sampling for grammar in (slow_grammar, DIGITS, DIGITS)]
+
+    def step() -> list[int]:
+        rows = [Draw(sampling, 0, each) for sampling, each in zip(asked, histories, strict=True)]
+        return sample(random_logits(3), rows, [EOS], masks).tolist()
+
+    drawn = step()
+    while any(each.waiting for each in histories[1:]):
+        drawn = step()
+    assert histories[0].waiting
+    assert masks.allowed_drafts(histories[0], slow_grammar, [5]) == 0
+    assert drawn[1:] == step()[1:]
+    slow.go.set()
+    while histories[0].waiting:
+        drawn = step()
+    assert all(each.failure is None for each in histories)
+    allowed = small_grammars().begin(slow_grammar).allowed(())
+    assert allowed[drawn[0] // 32] >> (drawn[0] % 32) & 1
+    assert threading.current_thread().name not in slow.threads
+
+
+def test_a_row_that_cannot_wait_gets_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks, history = GrammarMasks(LazyGrammars(small_grammars), [EOS], step_wait_s=0.0), History([5], [])
+    threading.Timer(0.1, SlowMasks(DIGITS, monkeypatch).go.set).start()
+    token = sample(random_logits(1), [Draw(draw(grammar=DIGITS).sampling, 0, history)], [EOS], masks)
+    assert not history.waiting
+    assert token != EOS
+
+
+def test_a_mask_that_took_too_much_processor_time_ends_its_answer(
+    masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History([5], [], may_wait=True)
+    monkeypatch.setattr("vocabulary.grammars._TOKEN_S", -1.0)
+    token = sample(random_logits(1), [Draw(draw(grammar=of_regex("b{3}")).sampling, 0, history)], [EOS], masks)
+    assert token == EOS
+    assert isinstance(history.failure, InvalidArgument)
+    assert "simplify it" in str(history.failure)
+
+
+def test_no_step_compiles_a_grammar(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that was dropped from the cache, nor one whose answer was begun before."""
+    threads: list[str] = []
+    compile_before = Grammars._compile
+
+    def noting(grammars: Grammars, grammar: str) -> Any:
+        threads.append(threading.current_thread().name)
+        return compile_before(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "_compile", noting)
+    grammar, begun, new = of_regex("[a-f]{7}"), History([5], []), History([5], [])
+    masks.begin(begun, grammar)
+    small_grammars()._compiled.clear()
+    asked = draw(grammar=grammar).sampling
+    sample(random_logits(2), [Draw(asked, 0, each) for each in (begun, new)], [EOS], masks)
+    assert len(threads) == 2
+    assert threads[0] == threading.current_thread().name != threads[1]
+    with pytest.raises(InvalidArgument):
+        masks.begin(History([5], []), of_regex("(("))
+
+
+def test_a_defect_in_a_mask_ends_its_answer_alone(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    histories, grammars = [History([5], []) for _ in range(2)], (of_regex("c{3}"), DIGITS)
+    begin = Grammars.begin
+
+    def failing(known: Grammars, grammar: str) -> AnswerGrammar:
+        assert grammar == DIGITS
+        return begin(known, grammar)
+
+    monkeypatch.setattr(Grammars, "begin", failing)
+    rows = [Draw(draw(grammar=grammar).sampling, 0, each) for grammar, each in zip(grammars, histories, strict=True)]
+    sample(random_logits(2), rows, [EOS], masks)
+    assert isinstance(histories[0].failure, AssertionError)
+    assert histories[1].failure is None

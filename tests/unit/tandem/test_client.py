@@ -30,7 +30,7 @@ from tandem.client.requests import FORMATS, GenerateOptions, Options
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, script
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import until
-from vocabulary.grammar_process import GrammarKind, GrammarProcess
+from vocabulary.grammars import of_choices, of_json_schema, of_regex
 from wire.generate import ROOT
 from wire.generated.tandem.v1 import inference_pb2
 
@@ -185,18 +185,14 @@ async def test_token_ids_there_and_back(talker: Talker, tokenizer: Tokenizer) ->
 
 async def test_answers_follow_a_format(cluster: Cluster, talker: Talker) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    process = GrammarProcess()
-    try:
-        for options, made in (
-            ({"json_schema": schema}, (GrammarKind.JSON_SCHEMA, schema)),
-            ({"json_schema": json.dumps(schema)}, (GrammarKind.JSON_SCHEMA, schema)),
-            ({"regex": "a+"}, (GrammarKind.REGEX, "a+")),
-            ({"choice": ["yes", "no"]}, (GrammarKind.CHOICE, ["yes", "no"])),
-        ):
-            await talker.call("generate", "Hello", max_tokens=2, **options)
-            assert cluster.prefill.prefills[-1].sampling.grammar == process.make(*made)
-    finally:
-        process.close()
+    for options, grammar in (
+        ({"json_schema": schema}, of_json_schema(schema)),
+        ({"json_schema": json.dumps(schema)}, of_json_schema(schema)),
+        ({"regex": "a+"}, of_regex("a+")),
+        ({"choice": ["yes", "no"]}, of_choices(["yes", "no"])),
+    ):
+        await talker.call("generate", "Hello", max_tokens=2, **options)
+        assert cluster.prefill.prefills[-1].sampling.grammar == grammar
 
 
 @pytest.mark.parametrize("leave", ["close", "abort"])

@@ -251,11 +251,43 @@ def test_what_is_not_supported_is_named(grammars: Grammars, schema: dict[str, An
 
 def test_the_cache_is_bounded(folder: Path) -> None:
     grammars = Grammars(folder, VOCAB, [EOS])
-    for number in range(30):
-        grammars.check(of_regex(f"a{{{number}}}{'b' * 100_000}"))
+    for number in range(12):
+        grammars.check(of_choices([f"{number} {each:09}" for each in range(8_000)]))
     assert 2 <= len(grammars._compiled) <= 10
-    grammars.check(of_regex("b"))
-    assert of_regex("b") in grammars._compiled
+    for number in range(100):
+        grammars.check(of_regex(f"b{{{number}}}"))
+    assert len(grammars._compiled) == 64
+    assert of_regex("b{99}") in grammars._compiled
+
+
+def test_a_grammar_that_took_too_long_fails_each_time(folder: Path) -> None:
+    """The states that its lexer has by now would give the second answer a mask in less time."""
+    grammars = Grammars(folder, VOCAB, [EOS])
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="processor time"):
+            grammars.check(of_regex("a{200000}"))
+
+
+def test_thousands_of_choices_are_followed(grammars: Grammars, folder: Path) -> None:
+    choices = [f"number {each * 7919} of them" for each in range(9_000)]
+    for seed in range(3):
+        assert text_of(folder, walk(grammars, of_choices(choices), seed)) in choices
+    assert {text_of(folder, walk(grammars, of_choices(["a", "ab"]), seed)) for seed in range(9)} == {"a", "ab"}
+
+
+@pytest.mark.parametrize(
+    "text", ["root ::= root root root | [a-z] | [a-z ]+", 'root ::= x+\nx ::= x x x | [a-z ]+ | x? "a"']
+)
+def test_an_ambiguous_grammar_fails_before_its_masks_take_long(grammars: Grammars, text: str) -> None:
+    """Over 49,152 tokens the masks of such ones took more than a second."""
+    state, dice, answer = grammars.begin(of_ebnf(text)), random.Random(0), list[int]()
+
+    def go_on() -> None:
+        while len(answer) < 60:
+            answer.append(dice.choice([token for token in allowed(state.allowed(answer)) if token != EOS]))
+
+    with pytest.raises(InvalidArgument, match=r"too complex at this point \(.*\); simplify it"):
+        go_on()
 
 
 def test_the_tokenizer_is_loaded_with_the_first_grammar(folder: Path) -> None:

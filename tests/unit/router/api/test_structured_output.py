@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +14,8 @@ import pytest
 
 from router.api.openai_requests import parse_chat
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import channel_to
+from tests.unit.router.fake_cluster import channel_to, until
+from vocabulary.grammar_process import GrammarKind, GrammarProcess
 from vocabulary.grammars import of_choices, of_ebnf, of_json_schema, of_regex
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import inference_pb2 as pb
@@ -96,6 +99,42 @@ async def test_a_format_that_is_not_served_is_refused_by_name(
     assert len(reply.content) < 1000
     assert not any(worker.reservations for worker in cluster.workers)
     assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+
+async def test_compiling_formats_stops_no_other_request_and_ends_with_its_clients(
+    cluster: Cluster, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling: list[threading.Event] = []
+    ended: list[threading.Event] = []
+
+    def make(_process: GrammarProcess, _kind: GrammarKind, _value: Any, unwanted: threading.Event) -> str:
+        compiling.append(unwanted)
+        assert unwanted.wait(60)
+        ended.append(unwanted)
+        raise ValueError("is not wanted any longer")
+
+    monkeypatch.setattr(GrammarProcess, "make", make)
+    body = {**CHAT, "guided_regex": "a?" * 1000}
+    calls = [asyncio.ensure_future(http.post("/v1/chat/completions", json=body)) for _ in range(8)]
+    await until(lambda: len(compiling) == 2, "two compile")
+    for _ in range(8):
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    assert not ended
+    for call in calls:
+        call.cancel()
+    formats = cluster.router._validator._formats
+    await until(lambda: not formats._unwanted and len(ended) == len(compiling), "all compilations have ended")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_fails_on_a_worker_names_the_field_of_the_request(
+    cluster: Cluster, http: httpx.AsyncClient, stream: bool
+) -> None:
+    cluster.prefill.switches.prefill_error = InvalidArgument("grammar", "is too complex at this point; simplify it")
+    reply = await http.post("/v1/chat/completions", json={**CHAT, "guided_choice": ["a", "b"], "stream": stream})
+    assert "guided_choice: is too complex at this point; simplify it" in reply.text
+    if not stream:
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "guided_choice")
 
 
 def test_unknown_fields_of_a_format_are_refused_where_requests_are_strict() -> None:

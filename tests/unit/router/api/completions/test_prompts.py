@@ -205,9 +205,9 @@ async def test_the_grammar_of_a_call_is_made_once(
     made: list[str] = []
     make = GrammarProcess.make
 
-    def noting(process: GrammarProcess, kind: GrammarKind, value: Any) -> str:
+    def noting(process: GrammarProcess, kind: GrammarKind, *given: Any) -> str:
         made.append(kind)
-        return make(process, kind, value)
+        return make(process, kind, *given)
 
     monkeypatch.setattr(GrammarProcess, "make", noting)
     body = {"model": "fake", "prompt": [[5], [6], [7]], "max_tokens": 2, "guided_choice": ["yes", "no"]}
