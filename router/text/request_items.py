@@ -27,8 +27,8 @@ _LONG_NUMBER = b"0" * (_DIGITS_MAX + 1)
 def check_json_items(body: bytes, limit: int, parts_max: int | None = None) -> None:
     """Raise InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists, and commas.
 
-    At most `parts_max` of them may be strings, objects and lists; None = all. It consists of searches in C that take milliseconds each, so that other threads run between them. Invalid JSON is
-    left to the parser.
+    At most `parts_max` of them may be strings, objects and lists; None = all. It consists of searches in C that take
+    milliseconds each, so that other threads run between them. Invalid JSON is left to the parser.
     """
     if b"\0" in body:
         raise InvalidArgument("body", "is not JSON in UTF-8: it contains a NUL byte")

@@ -25,8 +25,8 @@ from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.errors import InvalidArgument
+from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.messages import Role
 
 MIB = 1 << 20
