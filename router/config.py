@@ -63,7 +63,8 @@ class RouterConfig:
     max_request_items: int = 1 << 18
     """Most fields, strings and list entries of a request, counted before it is parsed.
 
-    A prompt that is a list of token ids may have as many ids as the model's context.
+    A quarter of those of a JSON body may be strings, lists and objects. A prompt that is a list of token ids may have
+    as many ids as the model's context.
     """
     max_tokenizing_bytes: int = 32 << 20
     """Most bytes of prompts that wait to be parsed and tokenized, which takes about a second per MiB.

@@ -13,7 +13,13 @@ _DRAIN_BYTES = 64 << 20
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the whole body; raises InvalidArgument if it exceeds `limit` bytes, Cancelled if the client leaves."""
+    """Return the whole body; raises InvalidArgument if it exceeds `limit` bytes, Cancelled if the client leaves.
+
+    Nothing is kept of a body over the limit, and one that says that it is longer than `_DRAIN_BYTES` is not read.
+    """
+    declared = int(request.headers.get("content-length", 0))
+    if declared > _DRAIN_BYTES:
+        check_size(declared, limit)
     parts: list[bytes] = []
     size, more = 0, True
     while more and size <= _DRAIN_BYTES:
@@ -22,8 +28,10 @@ async def read_body(request: Request, limit: int) -> bytes:
             raise Cancelled("the client left while it sent the request")
         part = message.get("body", b"")
         size += len(part)
-        if size <= limit:
+        if max(size, declared) <= limit:
             parts.append(part)
+        else:
+            parts.clear()
         more = message.get("more_body", False)
     check_size(size, limit)
     return b"".join(parts)

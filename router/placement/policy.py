@@ -64,6 +64,11 @@ class PlacementPolicy:
         decodes, allowed = [worker for worker in ready if _can_decode(worker, request)], self._allowed(fleet)
         return any(allowed(prefill, decode) for prefill, decode in product(prefills, decodes))
 
+    def waits_for_decode(self, request: QueuedRequest, fleet: Fleet) -> bool:
+        """Return True if workers could decode its answer, and none of them has a slot and pages for it now."""
+        able = [worker for worker in fleet.live if request.decodes and _can_decode(worker, request)]
+        return bool(able) and all(worker.refusing or not _takes_decode(worker, request) for worker in able)
+
     def prefill_workers(self, request: QueuedRequest, fleet: Fleet) -> int:
         """Return the number of workers that share prompts like that of `request`."""
         reserved = self._reserved(request, fleet)

@@ -1,6 +1,7 @@
 """The queue of requests that wait for workers: fair between tenants, by priority and slack within each.
 
-Retried and preempted requests go first: their client reads already, and has been charged for them. Then the tenant that
+Retried and preempted requests go first: their client reads already, and has been charged for them. Those that gave
+their slot to another tenant wait among their tenant's. Then the tenant that
 was given the fewest tokens is next (virtual token counters: Sheng et al., Fairness in Serving Large Language Models,
 OSDI 2024); one that comes, or comes back, begins level with those that wait. A tenant's requests are ordered by
 priority, lower first as in vLLM, then by the time at which their prompt must start to meet the target.
@@ -39,6 +40,8 @@ class QueuedRequest:
     """Answer tokens that an earlier attempt generated; they are prefilled behind the prompt."""
     resumed: bool = False
     """True for a retried or preempted request whose client has received tokens: it goes first."""
+    yielded: bool = False
+    """True for a resumed request whose slot another tenant needs: it does not go first."""
     expected_tokens: int | None = None
     """The forecast of the answer's length, which one answer in five exceeds; None = `max_tokens`."""
     mean_tokens: float = 0.0
@@ -49,6 +52,8 @@ class QueuedRequest:
     """The predicted seconds to compute its prompt."""
     charged: int = 0
     """The prompt tokens that its tenant was charged for."""
+    charged_answer: int = 0
+    """The answer tokens that its tenant was charged for."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -125,7 +130,7 @@ class RequestQueue:
     def push(self, request: QueuedRequest) -> None:
         """Add `request`; one that comes back has its old position."""
         self._waiting[request.wire_id] = request
-        if request.resumed:
+        if request.resumed and not request.yielded:
             self._resumed[request.wire_id] = request
             return
         if request.tenant not in self._tenants:

@@ -163,10 +163,16 @@ class RequestScheduler:
         self.queue.skip(request)
         return True
 
+    def generated(self, request: QueuedRequest, answer_tokens: int) -> None:
+        """Charge the tokens of an answer that runs, `answer_tokens` so far: they count before it ends."""
+        if answer_tokens > request.charged_answer:
+            self.queue.charge(request.tenant, answer_tokens - request.charged_answer)
+            request.charged_answer = answer_tokens
+
     def ended(self, request: QueuedRequest, answer_tokens: int) -> None:
         """Charge and learn from an answer that has ended."""
         if answer_tokens:
-            self.queue.charge(request.tenant, answer_tokens)
+            self.generated(request, answer_tokens)
             self._lengths.learn(request.max_tokens, answer_tokens)
 
     def expect_answer(self, request: QueuedRequest) -> None:

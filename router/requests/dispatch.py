@@ -27,6 +27,7 @@ from router.requests.ends import RequestEnds
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.request import Admitted, RoutedRequest
+from router.requests.slot_shares import SlotShares
 from router.requests.stream import EventStream
 from router.requests.sweeper import Sweeper
 from router.requests.worker_calls import DispatchCalls
@@ -78,6 +79,7 @@ class Dispatcher:
             tell=self._tell,
             forget=self._forget,
         )
+        self._slots = SlotShares(policy, self.pool.fleet, self._ends)
         self._calls = DispatchCalls(config, self._ends)
         self._events = EventStream(config, self._ends)
         self._sweeper = Sweeper(config, self, self._ends, time.monotonic)
@@ -242,8 +244,12 @@ class Dispatcher:
         return self._live.values()
 
     def swept(self) -> None:
-        """Expire old load reports, and place waiting requests that fit now."""
+        """Expire old load reports, share slots among tenants, and place waiting requests that fit now."""
         self.pool.sweep()
+        for request in self._live.values():
+            self._scheduler.generated(request.queued, request.assembler.count)
+        if (queued := self._scheduler.head()) is not None:
+            self._slots.make_room(self._live[queued.wire_id], self._live.values())
         self._schedule_pump()
 
     # ---- observer of the worker links ----

@@ -166,15 +166,24 @@ class RequestEnds:
             self._scheduler.queue.push(each.queued)
             self._pump()
 
-    def requeue(self, request: RoutedRequest) -> None:
-        """Return the request to the queue for another attempt, which continues after the tokens in order so far."""
+    def preempt(self, request: RoutedRequest) -> None:
+        """Return a running answer to the queue, because another tenant needs its slot."""
+        log.info("request %s gives its slot to another tenant", request.wire_id, extra=about(request.wire_id))
+        request.waiting_since = time.monotonic()
+        self.requeue(request, yielded=True)
+
+    def requeue(self, request: RoutedRequest, *, yielded: bool = False) -> None:
+        """Return the request to the queue for another attempt, which continues after the tokens in order so far.
+
+        `yielded` is that of `QueuedRequest`.
+        """
         self._leave_workers(request)
         request.edges.append(EdgeStamp.now(Edge.REQUEUED))
         request.transfer = None
         request.attempt += 1
         request.preempted_at = None
         request.assembler.restart()
-        request.queued.resumed = request.assembler.count > 0
+        request.queued.resumed, request.queued.yielded = request.assembler.count > 0, yielded
         self._scheduler.queue.push(request.queued)
         self._pump()
 

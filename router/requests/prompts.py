@@ -75,7 +75,7 @@ class PromptEncoder:
             text = self._tokenizer.render_chat(prompt.turns, prompt.variables, prompt.tools.shown, prompt.end)
         else:
             text = prompt
-        if last is None:
+        if last is None or last >= served.facts.max_context:
             self._check_text_length(field_of(request), text, served)
         if isinstance(prompt, Conversation):
             return self._tokenizer.encode_rendered(text, add_special_tokens=bool(special), last=last)

@@ -71,7 +71,8 @@ class Sweeper:
             self._ends.break_off(request, error)
 
     def _end_wait(self, request: RoutedRequest, now: float) -> None:
-        if now - request.waiting_since > self._config.queue_timeout_s:
+        # An answer that gave its slot to another tenant waits for answers of its own tenant, which run.
+        if not request.queued.yielded and now - request.waiting_since > self._config.queue_timeout_s:
             message = f"no worker had capacity for {self._config.queue_timeout_s:g} s; try again later"
             self._ends.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
 

@@ -2,15 +2,18 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
+from threading import local
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 from wire.errors import InvalidArgument, ModelError
@@ -20,6 +23,13 @@ _GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
 """Variables that clients cannot set, because the server sets them or they are arguments in transformers."""
+_RENDER_CPU_S = 2.0
+"""Most CPU time of one rendering, in seconds, so that a busy host does not count.
+
+The largest request takes a tenth of it; a template with loops within loops over thousands of messages takes more.
+"""
+_RENDERED_CHARS_MAX = 64 << 20
+"""Most characters of a rendered conversation, sixteen times the largest request by default."""
 
 
 class PromptEnd(Enum):
@@ -52,8 +62,8 @@ class ChatTemplate:
     """Renders conversations to prompt text. Safe from several threads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        environment = _DeadlineEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Deadline, _Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -74,7 +84,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt up to `end`; the assistant may call `tools`.
 
-        Raises InvalidArgument if the template rejects `turns`, or if `variables` has a variable that the server sets.
+        Raises InvalidArgument if the template rejects `turns` or takes too long for them, or if `variables` has a
+        variable that the server sets.
         """
         if taken := next((name for name in variables if name in self._given), None):
             raise InvalidArgument(
@@ -89,8 +100,11 @@ class ChatTemplate:
             "add_generation_prompt": end is PromptEnd.NEXT_TURN,
             **self._special_tokens,
         }
+        _deadline.cpu_s = time.thread_time() + _RENDER_CPU_S
         try:
-            return self._template.render({**variables, **given})
+            return _joined(self._template.generate({**variables, **given}))
+        except _TooMuch as error:
+            raise InvalidArgument("messages", f"{error.args[0]}; send fewer or shorter ones") from None
         except Exception as error:  # a template is a program and may raise anything
             raise InvalidArgument("messages", f"the model's chat template refuses them: {error}") from error
 
@@ -111,6 +125,46 @@ class ChatTemplate:
             raise InvalidArgument("continue_final_message", message)
         before = before.replace(f"{mark} ", "").replace(mark, "")  # a template may repeat the content
         return before if after.startswith(" ") else before.rstrip()
+
+
+class _TooMuch(BaseException):
+    """A rendering is over a limit. No `Exception`, so that no filter takes it for an error of its argument."""
+
+
+_deadline = local()
+"""`cpu_s` is the CPU time of this thread at which its rendering ends."""
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    kept, chars = list[str](), 0
+    for piece in pieces:
+        chars += len(piece)
+        if chars > _RENDERED_CHARS_MAX:
+            raise _TooMuch(f"make more than {_RENDERED_CHARS_MAX} characters in the model's chat template")
+        kept.append(piece)
+    return "".join(kept)
+
+
+class _DeadlineEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Checks the deadline at each round of a loop and at each call of a macro, without which no template runs long."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        template = super()._parse(source, name, filename)
+        for node in template.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
+            check = jinja2.nodes.ExtensionAttribute(_Deadline.identifier, _Deadline.check.__name__)
+            call = jinja2.nodes.Call(check, [], [], None, None)
+            node.body.insert(0, jinja2.nodes.ExprStmt(call, lineno=node.lineno))
+        return template
+
+
+class _Deadline(jinja2.ext.Extension):
+    """Makes the check of the deadline known to templates' code, under no name that a template could use or change."""
+
+    @staticmethod
+    def check() -> None:
+        """Raise _TooMuch once the deadline has passed."""
+        if time.thread_time() > _deadline.cpu_s:
+            raise _TooMuch(f"took the model's chat template more than {_RENDER_CPU_S:g} s")
 
 
 class _Generation(jinja2.ext.Extension):

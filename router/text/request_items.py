@@ -24,28 +24,33 @@ _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_NUMBER = b"0" * (_DIGITS_MAX + 1)
 
 
-def check_json_items(body: bytes, limit: int) -> None:
+def check_json_items(body: bytes, limit: int, parts_max: int | None = None) -> None:
     """Raise InvalidArgument if a JSON text has more than `limit` items: strings, objects, lists, and commas.
 
-    It consists of searches in C that take milliseconds each, so that other threads run between them. Invalid JSON is
-    left to the parser.
+    At most `parts_max` of them may be strings, objects and lists; None = all. It consists of searches in C that take
+    milliseconds each, so that other threads run between them. Invalid JSON is left to the parser.
     """
     if b"\0" in body:
         raise InvalidArgument("body", "is not JSON in UTF-8: it contains a NUL byte")
     body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # each remaining quote begins or ends a string
     zeros = body.translate(_AS_ZEROS)
-    count = at = 0
+    parts_max = limit if parts_max is None else parts_max
+    parts = commas = at = 0
     while True:
         begin = body.find(b'"', at)
         end = begin if begin >= 0 else len(body)
-        count += sum(body.count(sign, at, end) for sign in (b",", b"[", b"{"))
+        commas += body.count(b",", at, end)
+        parts += body.count(b"[", at, end) + body.count(b"{", at, end)
         if zeros.find(_LONG_NUMBER, at, end) >= 0:
             raise InvalidArgument("body", f"has a number of more than {_DIGITS_MAX} digits")
         if begin >= 0:
-            count += 1
+            parts += 1
             at = body.find(b'"', begin + 1) + 1
-        if count > limit:
+        if parts + commas > limit:
             raise _too_many("body", limit)
+        if parts > parts_max:
+            message = f"has more than {parts_max} strings, lists and objects; send fewer in one request"
+            raise InvalidArgument("body", message)
         if begin < 0 or not at:
             return
 

@@ -24,6 +24,10 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
 }
 """The byte of each character of byte-level tokenizers: itself if printable, else the next one from U+0100 on."""
+_CHARS_PER_TOKEN = 6
+"""The characters that are encoded first for each of the last tokens that are kept; English text has about four."""
+_CUT_TOKENS = 256
+"""The tokens that are dropped after a cut within the text, as they may differ from those of the whole text."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -72,9 +76,10 @@ class Tokenizer:
 
         Special tokens in the text are encoded as such, because clients with templates of their own send plain prompts.
         `last` is the largest number of ids: tokens at the beginning of the text are left out, special tokens before it
-        are not.
+        are not. Only the end of a long text is encoded then. Its ids are those of the whole text, because tokenizers
+        merge within words, unless a single run without a word's end is longer than `_CUT_TOKENS` tokens.
         """
-        return self._last(self._encode(text, add_special_tokens=add_special_tokens), last, special=add_special_tokens)
+        return self._encode_last(text, last, special=add_special_tokens)
 
     def encode_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
         """Return the token ids of a conversation: `encode_rendered` of `render_chat`."""
@@ -113,10 +118,7 @@ class Tokenizer:
 
         `add_special_tokens` and `last` are those of `encode`.
         """
-        ids = self._encode(text, add_special_tokens=add_special_tokens)
-        if self._break in text:
-            ids = [i for i in ids if i != self._break_id]
-        return self._last(ids, last, special=add_special_tokens)
+        return self._encode_last(text, last, special=add_special_tokens)
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text` without encoding it; 0 if none is known."""
@@ -154,11 +156,23 @@ class Tokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode_last(self, text: str, last: int | None, *, special: bool) -> list[int]:
+        """Return the last `last` ids of `text`, or all; encodes at most twice the text that they need, from its end."""
+        if last is None:
+            return self._encode(text, special=special)
+        chars = _CHARS_PER_TOKEN * (last + _CUT_TOKENS)
+        while chars < len(text):
+            ids = self._encode(text[-chars:], special=special)
+            if len(ids) >= last + _CUT_TOKENS:
+                return self._last(ids, last, special=special)
+            chars *= 2
+        return self._last(self._encode(text, special=special), last, special=special)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
         # The library's `encode` holds the GIL for its whole run, which would block the event loop.
-        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
-        return ids
+        return [i for i in ids if i != self._break_id] if self._break in text else ids
 
     def _last(self, ids: list[int], count: int | None, *, special: bool) -> list[int]:
         """Return the last `count` ids, or all; `special` is true if special tokens are before the text, which stay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any
@@ -35,12 +36,17 @@ class _Waits(Enum):
 
 
 class Connections:
-    """All connections of one server that wait for a request, the longest wait first."""
+    """All connections of one server: those that wait for a request, the longest wait first, and large bodies' turns.
+
+    One connection with a large body is read per iteration of the event loop. Reading all of them in each iteration
+    would delay every other client by their number.
+    """
 
     def __init__(self, limits: ListenerLimits) -> None:
         self.limits = limits
         self._most = limits.connections
         self._waiting: dict[GuardedProtocol, None] = {}
+        self._bodies: deque[GuardedProtocol] = deque()
 
     def admit(self, new: GuardedProtocol, count: int) -> bool:
         """Return True if a new connection, number `count`, is accepted; may close the one that waited longest."""
@@ -61,13 +67,27 @@ class Connections:
         """Mark a connection as no longer waiting."""
         self._waiting.pop(connection, None)
 
+    def await_turn(self, connection: GuardedProtocol) -> None:
+        """Read more of a connection's body after the other large bodies."""
+        connection.transport.pause_reading()
+        self._bodies.append(connection)
+        if len(self._bodies) == 1:
+            connection.loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        connection = self._bodies.popleft()
+        if not connection.flow.read_paused:  # otherwise the application has not taken the body so far
+            connection.transport.resume_reading()
+        if self._bodies:
+            connection.loop.call_soon(self._next_turn)
+
 
 class GuardedProtocol(H11Protocol):
     """The protocol of uvicorn with deadlines for headers and bodies; uvicorn has one between requests only."""
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _CountedChunks(h11.SERVER)
+        self.conn: _CountedBody = _CountedBody(h11.SERVER)
         self._all = connections
         self._limits = connections.limits
         self._waits: tuple[_Waits, object] | None = None
@@ -97,6 +117,8 @@ class GuardedProtocol(H11Protocol):
         """Process received data and update the deadline."""
         super().data_received(data)
         self._follow()
+        if self.conn.their_state is h11.SEND_BODY and self.conn.body_bytes > READ_BYTES:
+            self._all.await_turn(self)
 
     def on_response_complete(self) -> None:
         """Update the deadline after a response."""
@@ -175,22 +197,24 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
 
-class _CountedChunks(h11.Connection):
+class _CountedBody(h11.Connection):
     """Rejects bodies in so many small chunks that reading them would dominate the request's cost."""
 
-    _chunks = _bytes = 0
+    _chunks = 0
+    body_bytes = 0
+    """Bytes of the current request's body so far."""
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self._chunks = self._bytes = 0
+            self._chunks = self.body_bytes = 0
             if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
                 # A proxy before this server may have used the other header (RFC 9112, section 6.1).
                 raise h11.RemoteProtocolError("a request has Content-Length or Transfer-Encoding, not both")
         elif isinstance(event, h11.Data):
             self._chunks += 1
-            self._bytes += len(event.data)
-            if self._chunks > _CHUNKS_FREE and self._bytes < _CHUNK_BYTES_MIN * self._chunks:
+            self.body_bytes += len(event.data)
+            if self._chunks > _CHUNKS_FREE and self.body_bytes < _CHUNK_BYTES_MIN * self._chunks:
                 raise h11.RemoteProtocolError("the body comes in too many small chunks")
         return event
 

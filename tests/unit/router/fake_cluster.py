@@ -127,6 +127,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     page_tokens: int = 16
     max_context: int = 2048
     max_step_tokens: int = 512
+    max_batch_requests: int = 64
     token: str = ""
     not_ready: str = ""
     closing: Role | None = None
@@ -181,7 +182,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         facts = ModelFacts("fake", VOCAB_SIZE, self.max_context, (EOS,), "float32", summary, adapters=self.adapters)
         return WorkerInfo(
             PeerRef(self.worker_id, self.incarnation), self.role, self.address, facts, self.pages_total,
-            self.page_tokens, 64, self.max_step_tokens, "cpu", "in-memory", self.not_ready, closing=self.closing,
+            self.page_tokens, self.max_batch_requests, self.max_step_tokens, "cpu", "in-memory", self.not_ready,
+            closing=self.closing,
         )  # fmt: skip
 
     @property

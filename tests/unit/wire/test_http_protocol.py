@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.router.fake_cluster import until
+from wire.http.protocol import READ_BYTES, GuardedProtocol
 from wire.http.server import HttpServer, Listener
 from wire.limits.listener_limits import ListenerLimits
 
@@ -203,6 +205,34 @@ async def test_no_connection_goes_while_it_has_a_request() -> None:
         for reader, writer in busy:
             assert b"200" in await answer(reader)
             writer.close()
+
+
+async def test_one_large_body_is_read_per_iteration_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    iteration, reads, received = 0, Counter[int](), GuardedProtocol.data_received
+
+    async def count_iterations() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    def noted(self: GuardedProtocol, data: bytes) -> None:
+        received(self, data)
+        if self.conn.body_bytes > 2 * READ_BYTES:
+            reads[iteration] += 1
+
+    monkeypatch.setattr(GuardedProtocol, "data_received", noted)
+    size = 40 * READ_BYTES
+    post = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
+    counting = asyncio.create_task(count_iterations())
+    async with serving(App(), PATIENT) as address:
+        streams = [await connect(address, post) for _ in range(16)]
+        for reader, writer in streams:
+            assert (await answer(reader)).endswith(b"hello")
+            writer.close()
+    counting.cancel()
+    assert reads.total() >= 16 * 30
+    assert max(reads.values()) <= 2  # the turn itself, and one after which the application has taken a full buffer
 
 
 async def test_a_body_in_single_bytes_is_refused() -> None:

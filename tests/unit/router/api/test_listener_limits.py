@@ -17,6 +17,7 @@ BODY = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 4}
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS_FRAME, HEADERS_FRAME, DATA_FRAME = 4, 1, 0
 END_STREAM, END_HEADERS = 1, 4
+MAX_CONCURRENT_STREAMS = b"\0\3"
 
 
 @pytest.fixture
@@ -61,6 +62,18 @@ async def test_grpc_calls_are_bounded(cluster: Cluster) -> None:
         assert dict(error.trailing_metadata() or ())[RETRY_AFTER] == "1"
         cluster.decode.go.set()
         await running
+
+
+async def test_a_client_is_told_how_many_calls_a_connection_may_have(cluster: Cluster) -> None:
+    host, port = cluster.endpoints.grpc_address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(PREFACE + frame(SETTINGS_FRAME, 0, 0))
+    head = await reader.readexactly(9)
+    assert head[3] == SETTINGS_FRAME
+    sent = await reader.readexactly(int.from_bytes(head[:3], "big"))
+    settings = {sent[at : at + 2]: int.from_bytes(sent[at + 2 : at + 6], "big") for at in range(0, len(sent), 6)}
+    assert settings[MAX_CONCURRENT_STREAMS] == 1024
+    writer.close()
 
 
 async def test_the_answer_of_a_client_that_is_gone_without_a_word_is_aborted(cluster: Cluster) -> None:

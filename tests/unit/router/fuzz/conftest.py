@@ -70,6 +70,11 @@ class FuzzedRouter:
         """Returns the router's current state."""
         return RouterState(**self._ask("state"))
 
+    def memory_mib(self) -> float:
+        """Returns the resident memory of the router's process."""
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
     def send(
         self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
     ) -> tuple[int, http.client.HTTPMessage, bytes]:

@@ -15,10 +15,19 @@ from functools import partial
 import grpc
 import pytest
 
+from tests.unit.router.api.test_listener_limits import (
+    END_HEADERS,
+    HEADERS_FRAME,
+    PREFACE,
+    SETTINGS_FRAME,
+    frame,
+    headers,
+)
 from tests.unit.router.fuzz.conftest import HOSTILE_AUTHORIZATION, FuzzedRouter
 from tests.unit.router.fuzz.test_http_connections import replies, whole
 from wire.generated.tandem.v1 import inference_pb2 as pb
 
+RST_STREAM_FRAME, CONTINUATION_FRAME = 3, 9
 LIMIT_S = float(os.environ.get("TANDEM_FUZZ_TURN_S", "0.1"))
 """The most CPU time in seconds of one turn of the event loop under one hostile client, without other processes' time.
 
@@ -27,6 +36,18 @@ The measured maximum is a quarter of it.
 TOGETHER_LIMIT_S = 2 * LIMIT_S
 """The limit under all of them at once, whose calls may fall into one turn; the measured value is printed."""
 _NEARLY_4_MIB = 4_000_000
+_FRAMES = 40_000
+"""HTTP/2 frames of one hostile client."""
+_RESETS_MIB_MAX = 100
+"""The most memory in MiB that `rapid_resets` may take, which took more than 250 before streams were limited."""
+_CALL = {
+    ":method": "POST",
+    ":scheme": "http",
+    ":path": "/tandem.v1.Inference/Generate",
+    ":authority": "a",
+    "content-type": "application/grpc",
+    "te": "trailers",
+}
 _KEY = (("authorization", HOSTILE_AUTHORIZATION),)
 _EMPTY_MESSAGE = pb.ChatRequest(messages=[pb.ChatMessage()]).SerializeToString()
 
@@ -127,6 +148,47 @@ def resets(router: FuzzedRouter) -> None:
         replies(router.http_listener, [whole(body, HOSTILE_AUTHORIZATION)], "reset")
 
 
+def http2(router: FuzzedRouter, *parts: bytes) -> None:
+    """Sends the bytes of an HTTP/2 connection to the gRPC port, reads the replies meanwhile, and resets it."""
+    host, port = router.grpc_address.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection, ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(_read_to_the_end, connection)
+        with contextlib.suppress(OSError):  # gRPC may close it
+            for part in (PREFACE + frame(SETTINGS_FRAME, 0, 0), *parts):
+                connection.sendall(part)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        reading.result()
+
+
+def _read_to_the_end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while connection.recv(1 << 16):
+            pass
+
+
+def rapid_resets(router: FuzzedRouter) -> None:
+    """Opens streams and resets them at once (CVE-2023-44487)."""
+    reset = (8).to_bytes(4, "big")
+    opened = headers({**_CALL, "authorization": HOSTILE_AUTHORIZATION})
+    streams = range(1, 2 * _FRAMES, 2)
+    pairs = (
+        frame(HEADERS_FRAME, END_HEADERS, each, opened) + frame(RST_STREAM_FRAME, 0, each, reset) for each in streams
+    )
+    http2(router, *(b"".join(some) for some in zip(*[pairs] * 100, strict=True)))
+
+
+def continuations(router: FuzzedRouter) -> None:
+    """Sends a header that does not end, 10 kB a frame."""
+    more = frame(CONTINUATION_FRAME, 0, 1, headers({"x": "y" * 100}) * 100)
+    http2(router, frame(HEADERS_FRAME, 0, 1, headers(_CALL)), *[more] * (_FRAMES // 10))
+
+
+def settings_frames(router: FuzzedRouter) -> None:
+    """Sends settings, each of which gRPC must acknowledge."""
+    http2(router, *[frame(SETTINGS_FRAME, 0, 0, b"\0\4" + (1 << 16).to_bytes(4, "big")) * 1000] * (_FRAMES // 1000))
+
+
 HOSTILE: list[Callable[[FuzzedRouter], None]] = [
     chat_of_empty_messages,
     generate_of_token_ids,
@@ -135,6 +197,9 @@ HOSTILE: list[Callable[[FuzzedRouter], None]] = [
     over_the_limit,
     pipelined,
     resets,
+    rapid_resets,
+    continuations,
+    settings_frames,
     large_bodies,
 ]
 
@@ -193,3 +258,14 @@ def test_each_alone(router: FuzzedRouter, act: Callable[[FuzzedRouter], None], t
     state = router.assert_quiet()
     tell(f"late by at most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms")
     assert state.turn_cpu_s < LIMIT_S
+
+
+def test_streams_that_are_reset_take_little_memory(start_router: Callable[[int], FuzzedRouter]) -> None:
+    router = start_router(0)
+    router.assert_next_one_works()
+    before = router.memory_mib()
+    for _ in range(2):
+        rapid_resets(router)
+    assert router.memory_mib() - before < _RESETS_MIB_MAX
+    router.assert_next_one_works()
+    router.assert_quiet()

@@ -43,6 +43,12 @@ def test_what_is_no_json_is_counted_too(body: bytes) -> None:
         check_json_items(body, 40)
 
 
+def test_fewer_items_may_be_strings_lists_and_objects() -> None:
+    check_json_items(b'{"a": [1, 2, 3, 4], "b": []}', 9, 5)
+    with pytest.raises(InvalidArgument, match="more than 4 strings, lists and objects"):
+        check_json_items(b'{"a": [1, 2, 3, 4], "b": []}', 9, 4)
+
+
 def test_a_body_in_another_encoding_is_refused() -> None:
     """In another encoding, the counter would find its quotes at other positions than the parser does."""
     with pytest.raises(InvalidArgument, match="UTF-8"):
