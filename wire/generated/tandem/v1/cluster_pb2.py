@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from wire.generated.tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\x8a\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12$\n\x05model\x18\x05 \x01(\x0b\x32\x15.tandem.v1.ModelFacts\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x1a\n\x12max_batch_requests\x18\x08 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x11\n\tnot_ready\x18\x0c \x01(\t\x12\x10\n\x08warnings\x18\r \x03(\t\x12)\n\nassignment\x18\x0e \x01(\x0b\x32\x15.tandem.v1.Assignment\x12\x0f\n\x07\x63losing\x18\x0f \x01(\t\x12\x1a\n\x12started_unix_nanos\x18\x10 \x01(\x03\x12\x10\n\x08kv_ports\x18\x11 \x03(\t\"\xb9\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07summary\x18\x06 \x03(\t\x12\x12\n\nkv_windows\x18\x07 \x03(\r\x12)\n\x08\x61\x64\x61pters\x18\x08 \x03(\x0b\x32\x17.tandem.v1.AdapterFacts\"8\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x12\n\x10RegisterResponse\";\n\x11UnregisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x14\n\x12UnregisterResponse\"\x0e\n\x0cWatchRequest\"~\n\nMembership\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0c\n\x04mode\x18\x03 \x01(\t\x12(\n\x08\x61\x64\x61pters\x18\x04 \x01(\x0b\x32\x16.tandem.v1.AdapterList\"8\n\x0b\x41\x64\x61pterList\x12)\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x17.tandem.v1.AdapterFacts\"\x90\x01\n\x0eSetModeRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\r\x12\x13\n\x0bstep_policy\x18\x04 \x01(\t\x12\x13\n\x0bstep_budget\x18\x05 \x01(\r\x12\x14\n\x0citl_target_s\x18\x06 \x01(\x01\x12\x0f\n\x07grace_s\x18\x07 \x01(\x01\"J\n\x0fSetModeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"m\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\x12\x0f\n\x07restart\x18\x03 \x01(\x08\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x12\x13\n\x0bnode_leaves\x18\x05 \x01(\x08\"b\n\rResizeRequest\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07workers\x18\x03 \x01(\r\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"I\n\x0eResizeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"&\n\x13\x44rainWorkerResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"\x13\n\x11ListAbsentRequest\"9\n\x12ListAbsentResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Absence\"<\n\x07\x41\x62sence\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x63oming\x18\x03 \x01(\x08\x32\x90\x05\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12I\n\nUnregister\x12\x1c.tandem.v1.UnregisterRequest\x1a\x1d.tandem.v1.UnregisterResponse\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.Membership0\x01\x12@\n\x07SetMode\x12\x19.tandem.v1.SetModeRequest\x1a\x1a.tandem.v1.SetModeResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12=\n\x06Resize\x12\x18.tandem.v1.ResizeRequest\x1a\x19.tandem.v1.ResizeResponse\x12L\n\x0bLoadAdapter\x12\x1d.tandem.v1.LoadAdapterRequest\x1a\x1e.tandem.v1.LoadAdapterResponse\x12R\n\rUnloadAdapter\x12\x1f.tandem.v1.UnloadAdapterRequest\x1a .tandem.v1.UnloadAdapterResponse\x12I\n\nListAbsent\x12\x1c.tandem.v1.ListAbsentRequest\x1a\x1d.tandem.v1.ListAbsentResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\x8a\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12$\n\x05model\x18\x05 \x01(\x0b\x32\x15.tandem.v1.ModelFacts\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x1a\n\x12max_batch_requests\x18\x08 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x11\n\tnot_ready\x18\x0c \x01(\t\x12\x10\n\x08warnings\x18\r \x03(\t\x12)\n\nassignment\x18\x0e \x01(\x0b\x32\x15.tandem.v1.Assignment\x12\x0f\n\x07\x63losing\x18\x0f \x01(\t\x12\x1a\n\x12started_unix_nanos\x18\x10 \x01(\x03\x12\x10\n\x08kv_ports\x18\x11 \x03(\t\"\xb9\x01\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07summary\x18\x06 \x03(\t\x12\x12\n\nkv_windows\x18\x07 \x03(\r\x12)\n\x08\x61\x64\x61pters\x18\x08 \x03(\x0b\x32\x17.tandem.v1.AdapterFacts\"8\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x12\n\x10RegisterResponse\";\n\x11UnregisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x14\n\x12UnregisterResponse\"\x0e\n\x0cWatchRequest\"\xab\x01\n\nMembership\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0c\n\x04mode\x18\x03 \x01(\t\x12(\n\x08\x61\x64\x61pters\x18\x04 \x01(\x0b\x32\x16.tandem.v1.AdapterList\x12+\n\x08\x65xpected\x18\x05 \x03(\x0b\x32\x19.tandem.v1.ExpectedWorker\"1\n\x0e\x45xpectedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"8\n\x0b\x41\x64\x61pterList\x12)\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x17.tandem.v1.AdapterFacts\"\x90\x01\n\x0eSetModeRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\r\x12\x13\n\x0bstep_policy\x18\x04 \x01(\t\x12\x13\n\x0bstep_budget\x18\x05 \x01(\r\x12\x14\n\x0citl_target_s\x18\x06 \x01(\x01\x12\x0f\n\x07grace_s\x18\x07 \x01(\x01\"J\n\x0fSetModeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"m\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\x12\x0f\n\x07restart\x18\x03 \x01(\x08\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x12\x13\n\x0bnode_leaves\x18\x05 \x01(\x08\"b\n\rResizeRequest\x12\x0f\n\x07prefill\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07workers\x18\x03 \x01(\r\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\"I\n\x0eResizeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"&\n\x13\x44rainWorkerResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\"\x13\n\x11ListAbsentRequest\"9\n\x12ListAbsentResponse\x12#\n\x07workers\x18\x01 \x03(\x0b\x32\x12.tandem.v1.Absence\"<\n\x07\x41\x62sence\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x63oming\x18\x03 \x01(\x08\x32\x90\x05\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12I\n\nUnregister\x12\x1c.tandem.v1.UnregisterRequest\x1a\x1d.tandem.v1.UnregisterResponse\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.Membership0\x01\x12@\n\x07SetMode\x12\x19.tandem.v1.SetModeRequest\x1a\x1a.tandem.v1.SetModeResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponse\x12=\n\x06Resize\x12\x18.tandem.v1.ResizeRequest\x1a\x19.tandem.v1.ResizeResponse\x12L\n\x0bLoadAdapter\x12\x1d.tandem.v1.LoadAdapterRequest\x1a\x1e.tandem.v1.LoadAdapterResponse\x12R\n\rUnloadAdapter\x12\x1f.tandem.v1.UnloadAdapterRequest\x1a .tandem.v1.UnloadAdapterResponse\x12I\n\nListAbsent\x12\x1c.tandem.v1.ListAbsentRequest\x1a\x1d.tandem.v1.ListAbsentResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,28 +46,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UNREGISTERRESPONSE']._serialized_end=805
   _globals['_WATCHREQUEST']._serialized_start=807
   _globals['_WATCHREQUEST']._serialized_end=821
-  _globals['_MEMBERSHIP']._serialized_start=823
-  _globals['_MEMBERSHIP']._serialized_end=949
-  _globals['_ADAPTERLIST']._serialized_start=951
-  _globals['_ADAPTERLIST']._serialized_end=1007
-  _globals['_SETMODEREQUEST']._serialized_start=1010
-  _globals['_SETMODEREQUEST']._serialized_end=1154
-  _globals['_SETMODERESPONSE']._serialized_start=1156
-  _globals['_SETMODERESPONSE']._serialized_end=1230
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1232
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1341
-  _globals['_RESIZEREQUEST']._serialized_start=1343
-  _globals['_RESIZEREQUEST']._serialized_end=1441
-  _globals['_RESIZERESPONSE']._serialized_start=1443
-  _globals['_RESIZERESPONSE']._serialized_end=1516
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1518
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1556
-  _globals['_LISTABSENTREQUEST']._serialized_start=1558
-  _globals['_LISTABSENTREQUEST']._serialized_end=1577
-  _globals['_LISTABSENTRESPONSE']._serialized_start=1579
-  _globals['_LISTABSENTRESPONSE']._serialized_end=1636
-  _globals['_ABSENCE']._serialized_start=1638
-  _globals['_ABSENCE']._serialized_end=1698
-  _globals['_CLUSTER']._serialized_start=1701
-  _globals['_CLUSTER']._serialized_end=2357
+  _globals['_MEMBERSHIP']._serialized_start=824
+  _globals['_MEMBERSHIP']._serialized_end=995
+  _globals['_EXPECTEDWORKER']._serialized_start=997
+  _globals['_EXPECTEDWORKER']._serialized_end=1046
+  _globals['_ADAPTERLIST']._serialized_start=1048
+  _globals['_ADAPTERLIST']._serialized_end=1104
+  _globals['_SETMODEREQUEST']._serialized_start=1107
+  _globals['_SETMODEREQUEST']._serialized_end=1251
+  _globals['_SETMODERESPONSE']._serialized_start=1253
+  _globals['_SETMODERESPONSE']._serialized_end=1327
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1329
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1438
+  _globals['_RESIZEREQUEST']._serialized_start=1440
+  _globals['_RESIZEREQUEST']._serialized_end=1538
+  _globals['_RESIZERESPONSE']._serialized_start=1540
+  _globals['_RESIZERESPONSE']._serialized_end=1613
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1615
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1653
+  _globals['_LISTABSENTREQUEST']._serialized_start=1655
+  _globals['_LISTABSENTREQUEST']._serialized_end=1674
+  _globals['_LISTABSENTRESPONSE']._serialized_start=1676
+  _globals['_LISTABSENTRESPONSE']._serialized_end=1733
+  _globals['_ABSENCE']._serialized_start=1735
+  _globals['_ABSENCE']._serialized_end=1795
+  _globals['_CLUSTER']._serialized_start=1798
+  _globals['_CLUSTER']._serialized_end=2454
 # @@protoc_insertion_point(module_scope)
