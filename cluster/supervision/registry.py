@@ -85,9 +85,13 @@ class Registry:
         return True
 
     def membership(self) -> Membership:
-        """Returns all serving workers, and those that are expected, by id."""
+        """Returns all serving workers, and those that are expected, by id.
+
+        A worker that drains is expected if it is to be started again.
+        """
         workers = tuple(self._whole(self._workers[key]) for key in sorted(self._workers))
-        own = (ExpectedWorker(*each) for each in sorted(self.wanted().items()) if each[0] not in self._workers)
+        taking = {name for name, info in self._workers.items() if info.open is not None}
+        own = (ExpectedWorker(*each) for each in sorted(self.wanted().items()) if each[0] not in taking)
         return Membership(self._revision, workers, self._mode, self._adapters, tuple(own) or self._mirrored)
 
     async def watch(self) -> AsyncIterator[Membership]:

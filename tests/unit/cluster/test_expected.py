@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+from cluster.supervision.health import Phase
 from cluster.supervision.registry import Registry
 from cluster.supervision.size import SizeChange
 from wire import convert
@@ -66,6 +68,20 @@ async def test_a_new_worker_is_expected_until_it_is_given_up() -> None:
     while (await anext(watching)).expected:
         pass
     await asyncio.gather(growing, return_exceptions=True)
+    await crew.stop()
+
+
+async def test_a_worker_that_drains_to_be_restarted_is_expected() -> None:
+    crew = await Crew.of(Workers(ROLES, DISAGGREGATED))
+    workers = crew.workers
+    crew.drains.clear()
+    restart = asyncio.create_task(crew.operator.drain_worker("decode-0", 1.0, restart=True, force=False))
+    await until(lambda: crew.keepers["decode-0"].phase is Phase.DRAINING)
+    workers._say(replace(workers.infos["decode-0"], closing=D))
+    assert expected(workers.registry) == {"decode-0": D}
+    crew.drains.set()
+    await restart
+    assert expected(workers.registry) == {}
     await crew.stop()
 
 
