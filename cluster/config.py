@@ -216,6 +216,13 @@ class ClusterConfig:
     It applies to workers, router and controller. While a process starts the deadline is at least 120 s. A step may take
     longer, up to `step_deadline_s`. A debugger that stops processes needs 0.
     """
+    worker_silence_s: float = 4.0
+    """Seconds without a response after which a worker's requests move to others; 0 = when its process has ended.
+
+    See `RouterConfig.worker_silence_s`.
+    """
+    recovery_timeout_s: float = 180.0
+    """Longest time for which requests wait while the only worker of a role is replaced, in seconds; 0 = they fail."""
     prefix_cache: bool = True
     """True if workers keep full KV pages for prefix reuse while memory allows."""
     speculate: str = "auto"
@@ -312,6 +319,8 @@ class ClusterConfig:
             ("--stop-grace", self.stop_grace_s),
             ("--workers-outlive", self.workers_outlive_s),
             ("--hang-deadline", self.hang_deadline_s),
+            ("--worker-silence", self.worker_silence_s),
+            ("--recovery-timeout", self.recovery_timeout_s),
         ):
             if not 0 <= seconds < math.inf:
                 raise InvalidArgument(option, f"{seconds:g} is no number of seconds")

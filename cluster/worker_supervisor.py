@@ -125,6 +125,7 @@ class WorkerSupervisor:
         await self._until_they_follow()
         self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
         self.operator.resume(handover)
+        self._registry.look_again()
         self.adapters.inherit()
         self._tasks = [
             begin(going_on(self._assignments.run, _ASSIGNMENTS), _ASSIGNMENTS),

@@ -134,6 +134,17 @@ class RouterConfig:
     """Deadline of one call to a worker, in seconds."""
     queue_timeout_s: float = 120.0
     """Longest wait in the queue, in seconds."""
+    recovery_timeout_s: float = 180.0
+    """Longest time for which requests wait while the only worker of a role is replaced, in seconds; 0 = they fail.
+
+    It is as long as a start of a worker may take. Waits of this kind do not count as waits in the queue.
+    """
+    worker_silence_s: float = 4.0
+    """Seconds without a response after which a worker's requests move to others; 0 = when its process has ended.
+
+    A worker responds while a step computes. With the interval between heartbeats this is at most 5 s, and longer than
+    the waits for a core on a busy host of two; if the worker does respond later, its requests cost a prefill each.
+    """
     stall_timeout_s: float = 120.0
     """Longest time without an event of a placed request from its workers, in seconds."""
     chunks_per_s: float = 5000.0
@@ -157,6 +168,9 @@ class RouterConfig:
         for setting, value in _positive(self):
             if value <= 0:
                 raise InvalidArgument(setting, f"is {value:g}, it must be above 0")
+        for setting in ("recovery_timeout_s", "worker_silence_s"):
+            if getattr(self, setting) < 0:
+                raise InvalidArgument(setting, f"is {getattr(self, setting):g}, it must be at least 0")
         if self.max_queued_per_tenant is not None and self.max_queued_per_tenant < 1:
             raise InvalidArgument("max_queued_per_tenant", f"is {self.max_queued_per_tenant}, it must be at least 1")
         if self.default_max_tokens is not None and self.default_max_tokens < 1:

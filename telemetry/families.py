@@ -71,6 +71,13 @@ REQUEST_FAILURES = counter(
     "request_failures_total", "Admitted requests that ended with an error, by error code.", "code"
 )
 REQUEST_RETRIES = counter("request_retries_total", "Failed attempts that were retried; the client does not see them.")
+STALE_EVENTS = counter(
+    "stale_events_total",
+    "Messages of workers about attempts that were over, dropped: their request had moved to another worker, or ended.",
+)
+DEGRADED = gauge(
+    "degraded", "1 = requests wait for a worker that is being started, because no other has its role; 0 = they do not."
+)
 PROMPT_TOKENS = counter("prompt_tokens_total", "Prompt tokens of completed answers.")
 CACHED_PROMPT_TOKENS = counter(
     "cached_prompt_tokens_total",

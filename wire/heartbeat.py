@@ -39,3 +39,10 @@ class Heartbeat:
             self._ask()
             await asyncio.sleep(self._every_s)
             silent = 0 if self._responded else silent + 1
+
+    async def resumes(self) -> None:
+        """Return once there is a response again, at most `every_s` after it."""
+        self._responded = False
+        while not self._responded:
+            self._ask()
+            await asyncio.sleep(self._every_s)

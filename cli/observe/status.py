@@ -91,8 +91,8 @@ def worker_table(view: "ServerView") -> "Table":
 
 
 def remarks(view: "ServerView") -> list[str]:
-    """Returns a line for each problem: workers that take no new requests, and slow transports."""
-    lines = []
+    """Returns a line for each problem: requests that wait, workers that take no new ones, and slow transports."""
+    lines = [f"degraded: {view.info.degraded}"] if view.info.degraded else []
     for worker in sorted(view.info.workers, key=_role_and_id):
         lines += [f"{worker.worker_id} is not ready: {worker.not_ready}"] if worker.not_ready else []
         lines += [f"{worker.worker_id}: {warning}" for warning in worker.warnings]

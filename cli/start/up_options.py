@@ -56,6 +56,19 @@ class PlaceOptions:
             " debuggers that stop it."
         ),
     ] = 30.0
+    worker_silence: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a response after which the router moves a worker's requests to others; 0 = when its"
+            " process has ended."
+        ),
+    ] = 4.0
+    recovery_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that requests may wait while the only worker of a role is replaced; 0 = they fail at once."
+        ),
+    ] = 180.0
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """Returns the config with these settings."""
@@ -67,6 +80,8 @@ class PlaceOptions:
             start_timeout_s=self.start_timeout,
             stop_grace_s=self.stop_grace,
             hang_deadline_s=self.hang_deadline,
+            worker_silence_s=self.worker_silence,
+            recovery_timeout_s=self.recovery_timeout,
         )
 
 

@@ -55,11 +55,20 @@ class Operator:
         """Workers that leave for good."""
         self._one_size_at_a_time = asyncio.Lock()
         self._changes = Changes("a change of the workers")
+        registry.wanted = self.wanted
 
     @property
     def coming(self) -> int:
         """The number of workers that will serve, but do not yet or not again."""
         return sum(self._is_coming(keeper) for keeper in self._keepers.values())
+
+    def wanted(self) -> dict[str, Role]:
+        """Returns the workers that serve or will serve without intervention, with their roles."""
+        return {
+            name: self._assignments.wanted(name).role
+            for name, keeper in self._keepers.items()
+            if name not in self._leaving and (keeper in self._awaited or keeper.will_serve)
+        }
 
     def absent(self) -> tuple[Absence, ...]:
         """Returns the workers that do not serve now, with reasons."""
@@ -158,6 +167,7 @@ class Operator:
         self._assignments.expect(slot.worker_id, slot.role)
         keeper = self._fleet.add(slot)
         self._awaited.add(keeper)
+        self._registry.look_again()
         self._changes.begin(self._arrive(keeper))
 
     async def _counted_in(self, keeper: ProcessSupervisor, within_s: float) -> None:
@@ -179,6 +189,7 @@ class Operator:
     async def _leave(self, worker_id: str, grace_s: float) -> None:
         """Removes a worker for good."""
         self._leaving.add(worker_id)
+        self._registry.look_again()
         try:
             await self._leave_for_good(worker_id, grace_s)
         finally:
@@ -209,6 +220,7 @@ class Operator:
                 await self._draining.run(keeper, info, grace_s)
         self._awaited.add(keeper)
         keeper.restart()
+        self._registry.look_again()
         arriving = self._changes.begin(self._arrive(keeper))
         await keeper.until(Phase.SERVING, BACK_S)
         await arriving

@@ -143,6 +143,8 @@ class RouterProcess:
             grpc_port=self._cluster.grpc_port,
             http_port=self._cluster.http_port,
             front_processes=self._cluster.front_processes,
+            worker_silence_s=self._cluster.worker_silence_s,
+            recovery_timeout_s=self._cluster.recovery_timeout_s,
             log=self._cluster.log_of("router"),
         )
         if config.front_processes:

@@ -159,6 +159,11 @@ class ProcessSupervisor:
         """True if a process runs or is to run; False once it has been retired."""
         return self._wanted.is_set()
 
+    @property
+    def will_serve(self) -> bool:
+        """True if the process serves, or one is being started or will be; False once it is retired or stopped."""
+        return self.wanted and not self._stopping.is_set()
+
     def retire(self) -> None:
         """Marks the process as retired: it ends by itself, and no other is started until `restart`."""
         self._wanted.clear()

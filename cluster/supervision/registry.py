@@ -5,11 +5,11 @@ One event loop owns a registry; no call blocks.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import replace
 
 from wire.errors import StaleEpoch
-from wire.messages import AdapterFacts, Membership, PeerRef, WorkerInfo
+from wire.messages import AdapterFacts, ExpectedWorker, Membership, PeerRef, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,10 @@ class Registry:
         self._adapters: tuple[AdapterFacts, ...] | None = None
         self.lack: Callable[[WorkerInfo], str] = lambda _: ""
         """Returns what a worker lacks, so that routers send it no new requests; empty = nothing."""
+        self.wanted: Callable[[], Mapping[str, Role]] = dict
+        """Returns the workers that serve or will serve without intervention, with their roles."""
+        self._mirrored: tuple[ExpectedWorker, ...] = ()
+        """The expected workers of another registry."""
 
     def set_mode(self, mode: str) -> None:
         """Sets the mode that routers follow from now on."""
@@ -40,19 +44,20 @@ class Registry:
             self._publish()
 
     def look_again(self) -> None:
-        """Publishes the membership again, because what workers lack may have changed."""
+        """Publishes the membership again, because what workers lack or which are wanted may have changed."""
         self._publish()
 
     def mirror(self, membership: Membership) -> None:
-        """Copies the membership, mode and adapters of another registry."""
+        """Copies the membership, mode, adapters and expected workers of another registry."""
         workers = {info.peer.worker_id: info for info in membership.workers}
-        copied = workers, membership.mode, membership.adapters
-        if copied != (self._workers, self._mode, self._adapters):
-            self._workers, self._mode, self._adapters = copied
+        copied = workers, membership.mode, membership.adapters, membership.expected
+        if copied != (self._workers, self._mode, self._adapters, self._mirrored):
+            self._workers, self._mode, self._adapters, self._mirrored = copied
             self._publish()
 
     def keep(self, peers: Collection[PeerRef]) -> None:
-        """Removes all workers except `peers` for good."""
+        """Removes all workers except `peers` for good, and what was mirrored of expected ones."""
+        self._mirrored = ()
         for info in self.membership().workers:
             if info.peer not in peers:
                 self.unregister(info.peer)
@@ -80,9 +85,14 @@ class Registry:
         return True
 
     def membership(self) -> Membership:
-        """Returns all serving workers, by id."""
+        """Returns all serving workers, and those that are expected, by id.
+
+        A worker that drains is expected if it is to be started again.
+        """
         workers = tuple(self._whole(self._workers[key]) for key in sorted(self._workers))
-        return Membership(self._revision, workers, self._mode, self._adapters)
+        taking = {name for name, info in self._workers.items() if info.open is not None}
+        own = (ExpectedWorker(*each) for each in sorted(self.wanted().items()) if each[0] not in taking)
+        return Membership(self._revision, workers, self._mode, self._adapters, tuple(own) or self._mirrored)
 
     async def watch(self) -> AsyncIterator[Membership]:
         """Yields the membership now and after each change; a slow watcher skips outdated versions."""

@@ -134,8 +134,17 @@ _TRAFFIC = Row(
         Panel(
             "Retried attempts",
             Unit.REQUESTS,
-            (Query(rate(series(f.REQUEST_RETRIES)), "retries"),),
-            "Failures that clients do not see, but that cost time.",
+            (
+                Query(rate(series(f.REQUEST_RETRIES)), "retries"),
+                Query(rate(series(f.STALE_EVENTS)), "late messages dropped"),
+            ),
+            "Failures that clients do not see, but that cost time, and messages about attempts that were over.",
+        ),
+        Panel(
+            "Degraded",
+            Unit.NUMBER,
+            (Query(total(series(f.DEGRADED)), "routers"),),
+            "Routers whose requests wait for the replacement of the only worker of a role.",
         ),
     ),
 )

@@ -1,6 +1,7 @@
 """The probes of the HTTP listener, which need no key.
 
-`/health`, `/ready` and `/ping` succeed if a request would be served now, `/live` while this process responds.
+`/health`, `/ready` and `/ping` succeed if a request would be served, `/live` while this process responds. Their status
+is "degraded" while requests wait for a worker that is being started.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def add_probes(app: FastAPI, dispatcher: Dispatcher) -> None:
 
     async def ready() -> JSONResponse:
         refusal = dispatcher.refusal
+        if refusal is None and (reason := dispatcher.degraded):
+            return JSONResponse({"status": "degraded", "reason": reason}, headers=_NOT_STORED)
         if refusal is None:
             return JSONResponse({"status": "ready"}, headers=_NOT_STORED)
         body = {"status": "not ready", "reason": refusal.message}

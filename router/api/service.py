@@ -118,13 +118,14 @@ class InferenceServicer:
             version=installed_version(),
             started_unix_nanos=self._started_unix_nanos,
             mode=self._dispatcher.pool.mode,
+            degraded=self._dispatcher.degraded,
             workers=[
                 inference_pb2.WorkerStatus(
                     worker_id=link.info.peer.worker_id,
                     role=link.info.role.value,
                     incarnation=link.info.peer.incarnation,
                     address=link.info.address,
-                    connected=link.connected,
+                    connected=link.connected and not link.silent,
                     requests=len(link.request_ids),
                     pages_used=link.info.pages_total - link.state.pages_free,
                     pages_total=link.info.pages_total,

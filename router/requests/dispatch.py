@@ -32,8 +32,11 @@ from router.requests.stream import EventStream
 from router.requests.sweeper import Sweeper
 from router.requests.worker_calls import DispatchCalls
 from router.text.answer_text import TokenText
+from router.workers.recovery import Recovery
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_pool import WorkerPool
+from telemetry import families as f
+from telemetry.registry import Facts
 from wire.errors import InvalidArgument, StaleEpoch, TandemError, Unavailable
 from wire.messages import FinishReason, Lease, StepEvents
 from wire.mode import Mode
@@ -63,11 +66,11 @@ class Dispatcher:
         self._draining = False
         self._policy = policy
         self.pool = WorkerPool(config, self)
+        self._recovery = Recovery(config.recovery_timeout_s, time.monotonic)
         self._scheduler = RequestScheduler(config, policy, self.pool.fleet, time.monotonic)
         self.prediction_quality = PredictionQuality()
         """The accuracy of placement's predictions."""
         self.metrics = RouterMetrics(config)
-        self.metrics.watch(lambda: self.running, lambda: self.waiting)
         self._ends = RequestEnds(
             config,
             self._live,
@@ -82,6 +85,7 @@ class Dispatcher:
         self._slots = SlotShares(policy, self.pool.fleet, self._ends)
         self._calls = DispatchCalls(config, self._ends)
         self._events = EventStream(config, self._ends)
+        self.metrics.registry.read(self._facts)
         self._sweeper = Sweeper(config, self, self._ends, time.monotonic)
 
     # ---- calls of the listeners ----
@@ -90,7 +94,8 @@ class Dispatcher:
         """Queue a request and return its future answers, which the caller must close.
 
         Each of `admitted` is one prompt of the request, all with the same id. All are queued or none is. Raises
-        Unavailable if no worker can serve it, and `Refused` if the queue is full or its SLO cannot be met.
+        Unavailable if no worker can serve it and none is coming, and `Refused` if the queue is full or its SLO cannot
+        be met.
         """
         try:
             return self._submit(admitted)
@@ -153,13 +158,20 @@ class Dispatcher:
 
     @property
     def refusal(self) -> Unavailable | None:
-        """The reason why even the shortest request could not be served now; None if it could.
+        """The reason why even the shortest request could not be served; None if it could, now or after a recovery.
 
         Rejections by the queue limits or by an SLO class depend on the request and are not considered.
         """
-        if (closed := self._closed()) is not None:
+        if (closed := self._closed()) is not None or self._recovery.waits:
             return closed
         return None if self._policy.could_serve(_SHORTEST, self.pool.fleet) else self._no_worker()
+
+    @property
+    def degraded(self) -> str:
+        """The reason why requests wait for a worker that is coming; "" if they are served."""
+        if not self._recovery.waits:
+            return ""
+        return f"{self._missing()}; requests wait until it does: {', '.join(sorted(self.pool.coming))}"
 
     async def drain(self, grace_s: float) -> None:
         """Reject new requests, wait up to `grace_s` seconds for the running ones, then fail the rest."""
@@ -190,7 +202,7 @@ class Dispatcher:
     def _pump(self) -> None:
         """Place requests while a worker has capacity for the next one."""
         self._pump_scheduled = False
-        if not self.pool.staffed:
+        if not self._serves_or_waits:
             for request in list(self.waiting_requests()):
                 self._ends.fail(request, self._no_worker())
         while (queued := self._scheduler.head()) is not None:
@@ -243,6 +255,10 @@ class Dispatcher:
         """Return all requests, waiting and running."""
         return self._live.values()
 
+    def waited_s(self, request: RoutedRequest) -> float:
+        """Return for how many seconds a request has been in the queue while others were served."""
+        return self._recovery.waited_s(request.waiting_since)
+
     def swept(self) -> None:
         """Expire old load reports, share slots among tenants, and place waiting requests that fit now."""
         self.pool.sweep()
@@ -251,6 +267,8 @@ class Dispatcher:
         if (queued := self._scheduler.head()) is not None:
             self._slots.make_room(self._live[queued.wire_id], self._live.values())
         self._schedule_pump()
+        if self._follow_recovery():
+            self._on_readiness()
 
     # ---- observer of the worker links ----
 
@@ -260,18 +278,31 @@ class Dispatcher:
         self._schedule_pump()
 
     def on_lost(self, link: WorkerLink) -> None:
-        """Fail or retry every request of a worker whose event stream broke."""
-        lost = Unavailable(
-            f"{link.name} went away while it served the request; send it again",
-            retry_after_s=self._config.retry_after_s,
-        )
-        elsewhere = self.pool.staffed
+        """Retry every request of a worker whose event stream broke; they fail if no other is live or coming."""
+        self._follow_recovery()
+        self._end_attempts(link, "went away while it served the request", retry=self._serves_or_waits)
+
+    def _leave_silent_workers(self) -> None:
+        """Retry the requests of workers that do not respond on others; requests that only these can serve stay."""
+        for link in self.pool.links:
+            if link.silent and link.request_ids:
+                self._end_attempts(link, "does not respond", retry=True, where=self._has_other_worker)
+
+    def _has_other_worker(self, request: RoutedRequest) -> bool:
+        return self._policy.could_serve(request.queued, self.pool.fleet)
+
+    def _end_attempts(
+        self, link: WorkerLink, why: str, *, retry: bool, where: Callable[[RoutedRequest], bool] = lambda _: True
+    ) -> None:
+        """End the attempts of the requests of a worker for which `where` is true, as failed ones."""
+        lost = Unavailable(f"{link.name} {why}; send it again", retry_after_s=self._config.retry_after_s)
         for request_id in link.request_ids:
             request = self._live.get(request_id)
             if request is None:
                 continue
             try:
-                self._ends.fail_attempt(request, lost, retry=elsewhere)
+                if where(request):
+                    self._ends.fail_attempt(request, lost, retry=retry)
             except Exception as error:
                 self._ends.break_off(request, error)
 
@@ -294,8 +325,22 @@ class Dispatcher:
 
     def on_change(self) -> None:
         """Place waiting requests after a change of the workers, and update readiness."""
+        self._follow_recovery()
+        self._leave_silent_workers()
         self._schedule_pump()
         self._on_readiness()
+
+    def _follow_recovery(self) -> bool:
+        """Update whether requests wait for workers that are coming; returns True if that has changed."""
+        changed = self._recovery.update(recovering=self.pool.recovering)
+        if changed and self._recovery.waits:
+            log.warning("%s", self.degraded)
+        return changed
+
+    @property
+    def _serves_or_waits(self) -> bool:
+        """True if queued requests can be served, now or once a worker that is coming serves."""
+        return self.pool.staffed or self._recovery.waits
 
     # ---- small parts ----
 
@@ -327,19 +372,31 @@ class Dispatcher:
         """Drop the undelivered tokens of a request that is over."""
         self._events.forget(request)
 
+    def _facts(self) -> Facts:
+        """Return the dispatcher's own figures for the metrics."""
+        return {
+            f.REQUESTS_RUNNING: self.running,
+            f.REQUESTS_WAITING: self.waiting,
+            f.DEGRADED: self._recovery.waits,
+            f.STALE_EVENTS: self._events.stale,
+        }
+
     def _closed(self) -> Unavailable | None:
         """Return the reason why no new request is accepted; None if requests are accepted."""
         if self._draining:
             return self._leaving()
-        return None if self.pool.ready else self._no_worker()
+        return None if self.pool.ready or self._recovery.waits else self._no_worker()
 
     def _leaving(self) -> Unavailable:
         message = "the router is shutting down; send the request again"
         return Unavailable(message, retry_after_s=self._config.retry_after_s)
 
-    def _no_worker(self) -> Unavailable:
+    def _missing(self) -> str:
         missing = "decode" if any(view.prefills for view in self.pool.views()) else "prefill"
-        message = f"no {missing} worker is serving now; try again in a moment"
+        return f"no {missing} worker is serving now"
+
+    def _no_worker(self) -> Unavailable:
+        message = f"{self._missing()}; try again in a moment"
         if misfit := self.pool.misfit:
             message = misfit
         elif self.pool.staffed:

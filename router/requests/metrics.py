@@ -55,10 +55,6 @@ class RouterMetrics:
         self._begin_at_zero()
         registry.read(lambda: {f.GOODPUT: {(name,): rate for name, rate in self.goodput.per_second().items()}})
 
-    def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Export the numbers of running and waiting requests, read at each scrape."""
-        self.registry.read(lambda: {f.REQUESTS_RUNNING: running(), f.REQUESTS_WAITING: waiting()})
-
     # At the listener
 
     def offered(self, answers: int, prompt_tokens: int, answer_tokens: float) -> None:

@@ -60,6 +60,8 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, RequestText] = {}
         """First tokens held to be sent with the second, by wire id."""
+        self.stale = 0
+        """Number of dropped events and tokens' messages of attempts that were over."""
 
     async def close(self) -> None:
         """Stop the text thread."""
@@ -77,6 +79,7 @@ class EventStream:
         for event in step.events:
             request = live.get(event.ref.request_id)
             if request is None or event.ref.attempt != request.attempt or request.prefill is None:
+                self.stale += 1
                 continue
             try:
                 self._take_event(request, event, urgent, now)
@@ -87,6 +90,7 @@ class EventStream:
         for request_id, attempt, first_index, token_ids in chain.from_iterable(each.rows() for each in step.tokens):
             request = live.get(request_id)
             if request is None or attempt != request.attempt or request.prefill is None:
+                self.stale += 1
                 continue
             job = self._jobs.get(request_id)
             if job is not None and request.only_continues_at(first_index):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
 from router.config import RouterConfig
@@ -26,6 +27,9 @@ class SweptRequests(Protocol):
 
     def live_requests(self) -> Iterable[RoutedRequest]:
         """Return all requests, waiting and running."""
+
+    def waited_s(self, request: RoutedRequest) -> float:
+        """Return for how many seconds a waiting request has waited while others were served."""
 
     def swept(self) -> None:
         """Called after each round: expire old load reports, and place waiting requests that fit now."""
@@ -58,21 +62,21 @@ class Sweeper:
 
     def _sweep(self, now: float) -> None:
         for request in list(self._owner.waiting_requests()):
-            self._each(self._end_wait, request, now)
+            self._each(self._end_wait, request)
         for request in list(self._owner.live_requests()):
-            self._each(self._end_silence, request, now)
+            self._each(partial(self._end_silence, now=now), request)
         self._owner.swept()
 
-    def _each(self, sweep: Callable[[RoutedRequest, float], None], request: RoutedRequest, now: float) -> None:
+    def _each(self, sweep: Callable[[RoutedRequest], None], request: RoutedRequest) -> None:
         """Sweep one request; if that raises, the request ends, so that it does not stop every later round."""
         try:
-            sweep(request, now)
+            sweep(request)
         except Exception as error:
             self._ends.break_off(request, error)
 
-    def _end_wait(self, request: RoutedRequest, now: float) -> None:
+    def _end_wait(self, request: RoutedRequest) -> None:
         # An answer that gave its slot to another tenant waits for answers of its own tenant, which run.
-        if not request.queued.yielded and now - request.waiting_since > self._config.queue_timeout_s:
+        if not request.queued.yielded and self._owner.waited_s(request) > self._config.queue_timeout_s:
             message = f"no worker had capacity for {self._config.queue_timeout_s:g} s; try again later"
             self._ends.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
 

@@ -13,6 +13,7 @@ import grpc.aio
 from router.placement.fleet import Fleet
 from router.placement.worker_state import BACK_OFF_S, WorkerState
 from router.workers.lease_keeper import LeaseKeeper
+from router.workers.liveness import LivenessProbe
 from router.workers.prefix_feed import PrefixFeed
 from wire import convert
 from wire.errors import DeadlineExceeded, TandemError, Unavailable
@@ -52,7 +53,7 @@ class LinkObserver(Protocol):
         """Called when the worker no longer holds a lease whose request was not admitted."""
 
     def on_change(self) -> None:
-        """Called when a worker connects, disconnects or has capacity again, so that waiting requests may fit."""
+        """Called when a worker connects, disconnects, falls silent, responds again or has capacity again."""
 
 
 class WorkerLink:
@@ -67,6 +68,7 @@ class WorkerLink:
         router_id: str,
         token: str,
         rpc_timeout_s: float,
+        silence_s: float,
     ) -> None:
         self.connected = False
         self.retired = False
@@ -84,7 +86,14 @@ class WorkerLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._listing: asyncio.Task[None] | None = None
         self.leases = LeaseKeeper(self._heartbeat, lambda lease: observer.on_lease_lost(self, lease))
+        self._probe = LivenessProbe(
+            lambda: self._heartbeat((), rpc_timeout_s),
+            silence_s,
+            needed=self._needs_reply,
+            on_change=self._follow_probe,
+        )
         self._stream = asyncio.create_task(self._attach_forever(), name=f"attach-{info.peer.worker_id}")
+        self._probing = asyncio.create_task(self._probe.run(), name=f"liveness-{info.peer.worker_id}")
 
     @property
     def info(self) -> WorkerInfo:
@@ -93,8 +102,19 @@ class WorkerLink:
 
     @property
     def live(self) -> bool:
-        """True if the worker may get new requests; False while it drains."""
-        return self.connected and not self.retired and self.info.open is not None
+        """True if the worker may get new requests; False while it drains or is silent."""
+        return self.connected and not self.silent and not self.retired and self.info.open is not None
+
+    @property
+    def silent(self) -> bool:
+        """True while the worker is connected and does not respond to heartbeats."""
+        return self.connected and self._probe.silent
+
+    @property
+    def may_return(self) -> bool:
+        """True if the worker is not live, and will be once it responds: its supervisor replaces it otherwise."""
+        gone = self.retired or self.info.open is None
+        return not (self.live or gone or self.info.not_ready)
 
     @property
     def request_ids(self) -> set[str]:
@@ -176,6 +196,18 @@ class WorkerLink:
         """The worker's name in log and error texts."""
         return f"worker {self.info.peer.worker_id}"
 
+    # ---- liveness ----
+
+    def _needs_reply(self) -> bool:
+        """Return True while it matters whether the worker responds."""
+        return self.connected and (bool(self.request_ids) or self._probe.silent)
+
+    def _follow_probe(self) -> None:
+        self._fleet.set_live(self.state, live=self.live)
+        if self.connected:
+            log.warning("%s %s", self.name, "does not respond" if self._probe.silent else "responds again")
+        self._observer.on_change()
+
     # ---- the event stream ----
 
     async def _attach_forever(self) -> None:
@@ -197,6 +229,7 @@ class WorkerLink:
         await call.initial_metadata()
         self._set_connected(True)
         async for message in call:
+            self._probe.heard()
             step = convert.step_events_from_proto(message)
             self._learn(step)
             self._observer.on_step(self, step)
@@ -250,7 +283,7 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Send the last aborts, end the stream and close the channel; requests still on the worker are lost."""
-        asked = [self._stream] if self._listing is None else [self._stream, self._listing]
+        asked = [self._stream, self._probing] if self._listing is None else [self._stream, self._probing, self._listing]
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)

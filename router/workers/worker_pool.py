@@ -18,7 +18,7 @@ from wire import convert
 from wire.ending import answer_tokens
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.logging.recurring import RECURRING
-from wire.messages import AdapterFacts, Membership, ModelFacts, PeerRef, WorkerInfo
+from wire.messages import AdapterFacts, ExpectedWorker, Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.mode import Mode
 from wire.rpc import is_refused_peer, open_channel
 
@@ -62,6 +62,7 @@ class WorkerPool:
         """The placement mode set by the controller, the value of a `Mode`."""
         self.adapters: tuple[AdapterFacts, ...] = ()
         """The adapters that the controller lists, where they may change while the cluster serves."""
+        self._expected: tuple[ExpectedWorker, ...] = ()
         self._channel = open_channel(config.controller_address, config.token)
         self.controller: Any = cluster_pb2_grpc.ClusterStub(self._channel)
         """The controller's service."""
@@ -88,6 +89,24 @@ class WorkerPool:
     def staffed(self) -> bool:
         """True if compatible workers of both roles are live, ready or not."""
         return self._serve(self._live())
+
+    @property
+    def coming(self) -> dict[str, Role]:
+        """The workers that do not serve now and will without intervention, with their roles.
+
+        They are being started, or are members without a connection or a response: their supervisor replaces these.
+        """
+        absent = {link.info.peer.worker_id: link.info.role for link in self._links.values() if link.may_return}
+        return absent | {each.worker_id: each.role for each in self._expected}
+
+    @property
+    def recovering(self) -> bool:
+        """True if no request can be served now, but will be once all `coming` workers serve."""
+        if self._model is None or self.ready:
+            return False
+        serving = [link.info.role for link in self._live() if not link.info.not_ready]
+        roles, coming = [*serving, *self.coming.values()], self.coming
+        return bool(coming) and any(role.prefills for role in roles) and any(role.decodes for role in roles)
 
     @property
     def misfit(self) -> str:
@@ -205,6 +224,7 @@ class WorkerPool:
         if membership.mode not in {"", self.mode}:
             self.mode = membership.mode
             self._observer.on_mode(self.mode)
+        self._expected = membership.expected
         self._learn_model(membership)
         self._drop_retired()
         self._observer.on_change()
@@ -220,6 +240,7 @@ class WorkerPool:
             router_id=config.router_id,
             token=config.token,
             rpc_timeout_s=config.rpc_timeout_s,
+            silence_s=config.worker_silence_s,
         )
 
     def _drop(self, link: WorkerLink) -> None:

@@ -13,8 +13,8 @@ import grpc
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_client_channel
 
-DEADLINE_S = 120.0
-"""The deadline of each request in seconds: one that takes longer hangs."""
+DEADLINE_S = 300.0
+"""The deadline of each request in seconds: one that takes longer hangs. A worker's replacement may be among it."""
 LONG_PROMPT_TOKENS = 3000
 SHORT_PROMPT_TOKENS = (20, 33, 48, 64, 90, 17)
 ANSWER_TOKENS = 400

@@ -1,6 +1,6 @@
 """A worker, router or controller that is suspended lives and keeps its sockets open, but does nothing.
 
-Its supervisor kills it and continues as after any other death.
+Its supervisor kills it and continues as after any other death. The streams of a worker leave it before.
 """
 
 from __future__ import annotations
@@ -62,6 +62,25 @@ def test_a_worker_that_hangs(cluster: Any) -> None:
     assert after.restarts == victim.restarts + 1
     assert "no sign of life" in after.error
     cluster.assert_idle_and_sound()
+
+
+@pytest.mark.timeout(900)
+def test_streams_leave_a_suspended_worker_and_it_continues(
+    running_cluster: Callable[..., Any], small_model: Path
+) -> None:
+    """Here nothing kills it: its streams go on at once, and when it runs again it drops its work for them."""
+    cluster = running_cluster(model=small_model, decode=2, dtype="float32", page_tokens=16, hang_deadline_s=0.0)
+    expected = asyncio.run(undisturbed(cluster.grpc_address, QUESTIONS))
+    streams, victim = asyncio.run(stopped_amid(cluster))
+    try:
+        assert psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED
+        for stream, tokens in zip(streams, expected, strict=True):
+            stream.check(tokens)
+        assert f"worker {victim.name} does not respond" in cluster.log("router")
+    finally:
+        os.kill(victim.pid, signal.SIGCONT)
+    cluster.assert_idle_and_sound()
+    assert cluster.named(victim.name) == victim
 
 
 @pytest.mark.timeout(900)

@@ -34,6 +34,8 @@ from wire.messages import FinishReason, SamplingParams
 from wire.tracing.timeline import Edge, EdgeStamp
 
 STALL_S = QUEUE_S = 10.0
+SILENCE_S = 2.0
+"""Longer than a call may take, and shorter than a stall: workers count as silent where heartbeats get lost."""
 CLEAR_ERRORS = (Unavailable, TransferFailed, StaleEpoch, DeadlineExceeded, ResourceExhausted)
 """The errors that a client may get while processes die; any other is a defect."""
 
@@ -147,6 +149,7 @@ class RouterProcess:
             rpc_timeout_s=RPC_TIMEOUT_S,
             queue_timeout_s=QUEUE_S,
             stall_timeout_s=STALL_S,
+            worker_silence_s=SILENCE_S,
             max_queued_requests=16,
         )
         self.clients: list[Client] = []

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.model.virtual_loop import Process, VirtualLoop
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2
 from wire.kv_pages import held_pages
-from wire.messages import Lease, Membership, PeerRef, RequestRef, Role, RoutedEvent, WorkerInfo
+from wire.messages import ExpectedWorker, Lease, Membership, PeerRef, RequestRef, Role, RoutedEvent, WorkerInfo
 from worker.config import WorkerConfig
 from worker.loop import StepLoop
 from worker.servicer import WorkerServicer
@@ -237,8 +237,10 @@ class Controller:
 
     ADDRESS = "controller"
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, loop: VirtualLoop, roles: Mapping[str, Role]) -> None:
+        """`roles` has the role of each worker, also of those that are dead: they are restarted."""
         self.process = Process("controller", loop)
+        self._roles = roles
         self.members: dict[str, WorkerInfo] = {}
         self._revision = 0
         self._watchers: list[asyncio.Queue[Membership]] = []
@@ -267,7 +269,8 @@ class Controller:
             queue.put_nowait(self._membership())
 
     def _membership(self) -> Membership:
-        return Membership(self._revision, tuple(self.members.values()))
+        expected = (ExpectedWorker(*each) for each in self._roles.items() if each[0] not in self.members)
+        return Membership(self._revision, tuple(self.members.values()), expected=tuple(expected))
 
 
 class Addresses:

@@ -110,7 +110,7 @@ class World:
         self._alarms = Alarms()
         self._patches = pytest.MonkeyPatch()
         self._patch()
-        self.controller = Controller(self.loop)
+        self.controller = Controller(self.loop, self.roles)
         self.network.listen(Controller.ADDRESS, self.controller.process, self.controller)
         for worker_id in roles:
             self._start(worker_id, 1, reuse=False)

@@ -2,7 +2,17 @@
 
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import cluster_pb2, types_pb2
-from wire.messages import Absence, AdapterFacts, Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import (
+    Absence,
+    AdapterFacts,
+    Assignment,
+    ExpectedWorker,
+    Membership,
+    ModelFacts,
+    PeerRef,
+    Role,
+    WorkerInfo,
+)
 from wire.policy_name import PolicyName
 
 
@@ -115,6 +125,9 @@ def membership_to_proto(value: Membership) -> cluster_pb2.Membership:
         adapters=None
         if value.adapters is None
         else cluster_pb2.AdapterList(adapters=map(adapter_to_proto, value.adapters)),
+        expected=[
+            cluster_pb2.ExpectedWorker(worker_id=each.worker_id, role=each.role.value) for each in value.expected
+        ],
     )
 
 
@@ -125,6 +138,7 @@ def membership_from_proto(message: cluster_pb2.Membership) -> Membership:
         tuple(worker_info_from_proto(w) for w in message.workers),
         message.mode,
         tuple(map(adapter_from_proto, message.adapters.adapters)) if message.HasField("adapters") else None,
+        tuple(ExpectedWorker(each.worker_id, Role(each.role)) for each in message.expected),
     )
 
 

@@ -9,7 +9,14 @@ from wire.messages.events import RequestEvent, RoutedEvent, RoutedTokens, StepEv
 from wire.messages.finish import ErrorDetail, FinishReason
 from wire.messages.leases import GrantedLease, Lease
 from wire.messages.load import WorkerInspection, WorkerLoad
-from wire.messages.membership import Absence, AdapterFacts, Membership, ModelFacts, WorkerInfo
+from wire.messages.membership import (
+    Absence,
+    AdapterFacts,
+    ExpectedWorker,
+    Membership,
+    ModelFacts,
+    WorkerInfo,
+)
 from wire.messages.references import PeerRef, RequestRef
 from wire.messages.sampling import (
     CACHE_SALT_MAX,
@@ -43,6 +50,7 @@ __all__ = [
     "Assignment",
     "Destination",
     "ErrorDetail",
+    "ExpectedWorker",
     "FinishReason",
     "GrantedLease",
     "Handshake",

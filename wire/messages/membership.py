@@ -104,6 +104,14 @@ class Absence:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedWorker:
+    """A worker that does not serve now and will without intervention, with the role with which it starts."""
+
+    worker_id: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
 class Membership:
     """All serving workers; `revision` grows with each change, `mode` "" = the mode of the router's own settings."""
 
@@ -112,3 +120,5 @@ class Membership:
     mode: str = ""
     adapters: tuple[AdapterFacts, ...] | None = None
     """The adapters of the cluster where they change while it serves; None = those that its workers started with."""
+    expected: tuple[ExpectedWorker, ...] = ()
+    """The workers that do not serve now and will without intervention."""

@@ -104,11 +104,12 @@ def test_what_somebody_should_look_at_is_said_in_whole_sentences() -> None:
         inference_pb2.WorkerStatus(worker_id="decode-0", role="decode", connected=True, not_ready="8 of 9 are lost"),
     ]
     view = ServerView(
-        inference_pb2.GetServerInfoResponse(workers=workers),
+        inference_pb2.GetServerInfoResponse(workers=workers, degraded="no prefill worker is serving now"),
         inference_pb2.GetLoadsResponse(),
         inference_pb2.GetModelInfoResponse(),
     )
     assert remarks(view) == [
+        "degraded: no prefill worker is serving now",
         "decode-0 is not ready: 8 of 9 are lost",
         "decode-1 is not ready: gone",
         "prefill-0: slow; do this",

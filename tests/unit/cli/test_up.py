@@ -56,6 +56,8 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--places-timeout 9": ("places_timeout_s", 9.0),
     "--start-timeout 99": ("start_timeout_s", 99.0),
     "--stop-grace 9": ("stop_grace_s", 9.0),
+    "--worker-silence 9": ("worker_silence_s", 9.0),
+    "--recovery-timeout 9": ("recovery_timeout_s", 9.0),
     "--planner dry-run --planner-window 22 --planner-workers 2:8 --planner-prefill 1:3 --planner-decode 1:4": (
         "planner",
         PlannerConfig(PlannerMode.DRY_RUN, 22.0, Limits(Range(1, 3), Range(1, 4), Range(2, 8))),

@@ -63,6 +63,8 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"places_timeout_s": float("nan")}, "--places-timeout"),
         ({"start_timeout_s": -1.0}, "--start-timeout"),
         ({"stop_grace_s": -1.0}, "--stop-grace"),
+        ({"worker_silence_s": -1.0}, "--worker-silence"),
+        ({"recovery_timeout_s": float("inf")}, "--recovery-timeout"),
         ({"metrics_port": 9464, "controller_port": 9464}, "--controller-port"),
         ({"token": "ö"}, "--token"),
         ({"workers_outlive_s": 9.0, "token": "t"}, "--workers-outlive"),

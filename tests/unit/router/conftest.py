@@ -40,6 +40,10 @@ def tokenizer(model: Path) -> Tokenizer:
     return Tokenizer(model)
 
 
+WITHOUT_RECOVERY = {"recovery_timeout_s": 0.0}
+"""Settings with which requests fail at once if no live worker has a role."""
+
+
 @dataclass
 class Cluster:
     """A router over fake workers. `restart` replaces workers; tests may change its fields."""

@@ -21,6 +21,7 @@ from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, 
 from wire.messages import (
     AdapterFacts,
     ErrorDetail,
+    ExpectedWorker,
     FinishReason,
     GrantedLease,
     Lease,
@@ -144,6 +145,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.aborted: list[RequestRef] = []
         self.go = asyncio.Event()
+        self.runs = asyncio.Event()
+        """Unset: the process is suspended, as after SIGSTOP."""
+        self.runs.set()
         self.heartbeats: list[list[Lease]] = []
         self.reservations: list[Reservation] = []
         self.prefills: list[PrefillTask] = []
@@ -199,6 +203,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         await context.send_initial_metadata(())
         try:
             while (events := await queue.get()) is not None:
+                await self.runs.wait()
                 yield convert.step_events_to_proto(events)
         finally:
             if self.streams.get(request.router_id) is queue:
@@ -224,6 +229,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
         reservation = convert.reservation_from_proto(request)
+        await self.runs.wait()
         self.reservations.append(reservation)
         self._check_open(Role.DECODE)
         if self.switches.silent_reserve:
@@ -241,6 +247,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
         task = convert.prefill_task_from_proto(request)
+        await self.runs.wait()
         self.prefills.append(task)
         self._check_open(Role.PREFILL)
         if self.switches.prefill_error is not None:
@@ -253,6 +260,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             raise RoleClosed(f"the {half} half is closed")
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
+        await self.runs.wait()
         if self.switches.silent_aborts > 0:
             self.switches.silent_aborts -= 1
             await asyncio.sleep(60)
@@ -268,8 +276,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.AbortWorkResponse()
 
     async def Heartbeat(self, request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
+        await self.runs.wait()
         leases = [convert.lease_from_proto(lease) for lease in request.leases]
-        self.heartbeats.append(leases)
+        if leases:
+            self.heartbeats.append(leases)
         forgotten = self.switches.forgotten_attempts
         unknown = [x for x in leases if x.attempt <= forgotten or self.leases.get(x.request_id) != x]
         return worker_pb2.HeartbeatResponse(unknown=[convert.lease_to_proto(lease) for lease in unknown])
@@ -334,6 +344,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if index == self.switches.held_at:
                 await self.go.wait()
             await asyncio.sleep(self.switches.step_s)
+            await self.runs.wait()
             ids = (self._token(task.question, index),)
             reason = FinishReason.LENGTH if index == task.sampling.max_tokens - 1 else None
             if self.switches.stop_at == index:
@@ -379,6 +390,8 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
     def __init__(self, token: str = "") -> None:
         self.token = token
         self.workers: dict[str, WorkerInfo] = {}
+        self.expected: tuple[ExpectedWorker, ...] = ()
+        """The workers that are being started, unless they are registered."""
         self.revision = 0
         self.mode = ""
         self.adapters: tuple[AdapterFacts, ...] | None = None
@@ -413,7 +426,8 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
                 while self.revision <= seen:
                     await self.changed.wait()
                 seen = self.revision
-                membership = Membership(seen, tuple(self.workers.values()), self.mode, self.adapters)
+                coming = tuple(each for each in self.expected if each.worker_id not in self.workers)
+                membership = Membership(seen, tuple(self.workers.values()), self.mode, self.adapters, coming)
             yield convert.membership_to_proto(membership)
 
     async def LoadAdapter(self, request: Any, context: Any) -> Any:

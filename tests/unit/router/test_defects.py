@@ -14,7 +14,7 @@ from router.requests.dispatch import Dispatcher
 from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
 from router.requests.stream import EventStream
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import answer_token, channel_to, until
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
@@ -165,6 +165,7 @@ async def test_a_request_that_cannot_be_swept_keeps_no_other_from_it(
     assert told(caplog) == [BAD]
 
 
+@pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
 async def test_a_lost_worker_is_told_to_all_of_its_requests(
     cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

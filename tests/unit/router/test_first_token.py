@@ -11,7 +11,7 @@ import pytest
 
 from router.requests.first_token import hold_s
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
 from wire.cost_parameters import UNMEASURED
@@ -58,7 +58,7 @@ def test_nothing_is_held_where_nothing_was_promised_between_tokens() -> None:
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    return {"slo_classes": (*DEFAULT_CLASSES, PATIENT, SOON, ANY)}
+    return {"slo_classes": (*DEFAULT_CLASSES, PATIENT, SOON, ANY), **WITHOUT_RECOVERY}
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from router.requests.request import RoutedRequest
 from router.server import RouterServer, serve
 from router.text.tokenizer import Tokenizer
 from tests.clocks import jump
-from tests.unit.router.conftest import TEXT, Cluster
+from tests.unit.router.conftest import TEXT, WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
 from wire.ending import failure_event
 from wire.errors import FailedPrecondition, TransferFailed, Unavailable
@@ -511,6 +511,7 @@ class TestSilentWorkers:
         cluster.decode.switches.silent_reserve = False
 
 
+@pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 async def test_a_dead_worker_ends_its_requests_and_its_successor_serves(
     cluster: Cluster, client: Client, role: Role
@@ -544,6 +545,7 @@ async def test_prefill_worker_may_die_after_the_hand_over(cluster: Cluster, clie
     assert ids == expected(40)
 
 
+@pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
 async def test_a_broken_stream_fails_its_requests_and_comes_back(cluster: Cluster, client: Client) -> None:
     cluster.decode.switches.break_after = 3
     error = await client.error(ask(20))

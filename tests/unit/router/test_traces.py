@@ -26,7 +26,7 @@ from router.requests.answer import AnswerChunk
 from router.requests.request import ClientRequest, Options
 from telemetry import families as f
 from telemetry.registry import EXEMPLAR_CHARS, Histogram
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.convert import traces_from_json
@@ -86,7 +86,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def settings(receiver: Receiver) -> dict[str, Any]:
-    return {"otlp_endpoint": receiver.endpoint, "traces_kept": 20}
+    return {"otlp_endpoint": receiver.endpoint, "traces_kept": 20, **WITHOUT_RECOVERY}
 
 
 async def flush(cluster: Cluster) -> None:

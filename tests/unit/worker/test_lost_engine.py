@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from engine.config import EngineConfig
 from kv_transfer.checksums import PageChecks
 from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import End, Heard, WorkerPair, until
+from wire import rpc
 from wire.errors import Unavailable
+from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import FinishReason, Role, SamplingParams
 from worker.config import WorkerConfig
 from worker.process import WorkerProcess
@@ -96,6 +99,19 @@ async def test_a_prompt_that_is_computed_fails_and_gives_its_lease_back(
             pair.prefill.worker.prefill(pair.task("late", PROMPT, SamplingParams(max_tokens=1), None))
         pair.abort("queued")
         await pair.decode.empty()
+
+
+async def test_heartbeats_are_answered_while_a_step_computes() -> None:
+    async with WorkerPair() as pair:
+        running = await decoding(pair, "running")
+        async with rpc.open_channel(pair.decode.address) as channel:
+            stub: Any = worker_pb2_grpc.WorkerStub(channel)
+            reply = await stub.Heartbeat(worker_pb2.HeartbeatRequest(), timeout=60)
+        assert not reply.unknown
+        assert running.finish is None
+        pair.decode.engine.let_go()
+        await until(lambda: running.finish)
+        assert running.tokens == answer_to(PROMPT, LONG)
 
 
 async def test_the_reason_is_one_line() -> None:

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from router.text.tokenizer import Tokenizer
-from tests.unit.router.conftest import Cluster
+from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import answer_token, until
 from wire.errors import Internal
 
@@ -279,6 +279,7 @@ async def test_failure_before_the_first_token_has_its_own_status_unless_headers_
     assert error.value.response.headers["retry-after"] == "1"
 
 
+@pytest.mark.parametrize("settings", [WITHOUT_RECOVERY])
 async def test_failure_amid_a_stream_is_an_error_event_and_no_done(
     cluster: Cluster, client: openai.AsyncOpenAI, http: httpx.AsyncClient
 ) -> None:

@@ -151,7 +151,8 @@ async def test_the_call_to_the_worker_has_that_deadline(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(FakeWorker, "Heartbeat", never)
     worker = await FakeWorker("decode-0", Role.DECODE).start()
-    link = WorkerLink(worker.info, Fleet(), Observer(), router_id="router-0", token="", rpc_timeout_s=10.0)
+    settings = {"router_id": "router-0", "token": "", "rpc_timeout_s": 10.0, "silence_s": 0.0}
+    link = WorkerLink(worker.info, Fleet(), Observer(), **settings)  # type: ignore[arg-type]
     with pytest.raises(TandemError) as failure:
         await asyncio.wait_for(link._heartbeat([LEASE], 0.1), 60)
     assert isinstance(failure.value, DeadlineExceeded)

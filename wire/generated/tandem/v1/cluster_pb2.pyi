@@ -94,16 +94,26 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("revision", "workers", "mode", "adapters")
+    __slots__ = ("revision", "workers", "mode", "adapters", "expected")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
     revision: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
     mode: str
     adapters: AdapterList
-    def __init__(self, revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., mode: _Optional[str] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ...) -> None: ...
+    expected: _containers.RepeatedCompositeFieldContainer[ExpectedWorker]
+    def __init__(self, revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., mode: _Optional[str] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ..., expected: _Optional[_Iterable[_Union[ExpectedWorker, _Mapping]]] = ...) -> None: ...
+
+class ExpectedWorker(_message.Message):
+    __slots__ = ("worker_id", "role")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class AdapterList(_message.Message):
     __slots__ = ("adapters",)

@@ -371,16 +371,18 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "started_unix_nanos", "workers", "mode")
+    __slots__ = ("version", "started_unix_nanos", "workers", "mode", "degraded")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_NANOS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     version: str
     started_unix_nanos: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     mode: str
-    def __init__(self, version: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., mode: _Optional[str] = ...) -> None: ...
+    degraded: str
+    def __init__(self, version: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., mode: _Optional[str] = ..., degraded: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "role", "incarnation", "address", "connected", "requests", "pages_used", "pages_total", "transport", "device", "not_ready", "warnings", "step_policy", "closing", "draining", "started_unix_nanos")

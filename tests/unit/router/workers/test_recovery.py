@@ -1,0 +1,202 @@
+"""While the only worker of a role is replaced, accepted requests wait and continue, and new ones queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from router.api.listeners import SERVICE
+from router.workers.recovery import Recovery
+from telemetry import families as f
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
+from tests.unit.router.test_generate import Client, ask, expected
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.messages import ExpectedWorker, Role
+
+TOKENS = 40
+AMID = 10
+"""The number of tokens at which streams are held when their worker dies."""
+EXPECTED = tuple(ExpectedWorker(f"{role}-0", role) for role in (Role.PREFILL, Role.DECODE))
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        yield Client(channel)
+
+
+async def lost(cluster: Cluster, role: Role) -> FakeWorker:
+    """Kills the only worker of a role, which the controller notices, and returns the other one."""
+    dead = cluster.prefill if role.prefills else cluster.decode
+    other = next(each for each in cluster.workers if each is not dead)
+    cluster.workers.remove(dead)
+    await dead.kill()
+    await cluster.controller.set(other)
+    await until(lambda: all(link.connected for link in cluster.router._dispatcher.pool.links), "its link is gone")
+    return other
+
+
+async def replaced(cluster: Cluster, role: Role, other: FakeWorker) -> None:
+    """Starts the next incarnation of a worker."""
+    heir = await FakeWorker(f"{role}-0", role, incarnation=2, token="secret").start()
+    await cluster.members(heir, other)
+
+
+def gauge(cluster: Cluster, family: Any) -> float:
+    """Returns the value of one of the router's families without labels."""
+    snapshots = cluster.router._dispatcher.metrics.registry.snapshots()
+    return next(each.numbers[()] for each in snapshots if each.family is family)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_streams_continue_with_the_same_tokens_and_new_requests_are_queued(
+    cluster: Cluster, client: Client, role: Role
+) -> None:
+    cluster.controller.expected = EXPECTED
+    cluster.decode.switches.held_at = AMID
+    cluster.prefill.switches.silent_prefill = role is Role.PREFILL
+    running = [asyncio.create_task(client.run(ask(TOKENS, prompt=[5, n]))) for n in range(3)]
+    at = cluster.prefill if role is Role.PREFILL else cluster.decode
+    await until(lambda: len(at.tasks) == 3, "all are at the worker that dies")
+    other = await lost(cluster, role)
+    running.append(asyncio.create_task(client.run(ask(TOKENS, prompt=[5, 3]))))
+    await until(lambda: cluster.router._dispatcher.waiting == 4, "all wait")
+    other.go.set()
+    await replaced(cluster, role, other)
+    for n, (_, ids, _) in enumerate(await asyncio.wait_for(asyncio.gather(*running), 60)):
+        assert ids == expected(TOKENS, [5, n])
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_worker_that_is_registered_and_unreachable_is_waited_for(
+    cluster: Cluster, client: Client, role: Role
+) -> None:
+    """The router may notice a death before the controller does."""
+    dead = cluster.prefill if role.prefills else cluster.decode
+    other = next(each for each in cluster.workers if each is not dead)
+    cluster.workers.remove(dead)
+    await dead.kill()
+    await until(lambda: not cluster.router._dispatcher.pool.ready, "the router noticed")
+    waits = asyncio.create_task(client.run(ask(8)))
+    await until(lambda: cluster.router._dispatcher.waiting == 1, "it waits")
+    await replaced(cluster, role, other)
+    assert (await waits)[1] == expected(8)
+
+
+async def test_requests_fail_if_no_worker_is_coming(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.held_at = AMID
+    running = asyncio.create_task(client.error(ask(TOKENS)))
+    await until(lambda: bool(cluster.decode.tasks), "it decodes")
+    await lost(cluster, Role.DECODE)
+    for error in (await running, await client.error(ask(8))):
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert gauge(cluster, f.DEGRADED) == 0
+
+
+async def test_waiting_requests_fail_once_no_worker_is_coming_any_more(cluster: Cluster, client: Client) -> None:
+    cluster.controller.expected = EXPECTED
+    other = await lost(cluster, Role.DECODE)
+    running = asyncio.create_task(client.error(ask(8)))
+    await until(lambda: cluster.router._dispatcher.waiting == 1, "it waits")
+    cluster.controller.expected = ()
+    await cluster.controller.set(other)
+    assert "no decode worker is serving now" in ((await running).details() or "")
+
+
+async def test_health_and_metrics_say_degraded(cluster: Cluster, client: Client) -> None:
+    cluster.controller.expected = EXPECTED
+    reason = "no prefill worker is serving now; requests wait until it does: prefill-0"
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", timeout=60) as http:
+        assert (await http.get("/health")).json() == {"status": "ready"}
+        assert gauge(cluster, f.DEGRADED) == 0
+        other = await lost(cluster, Role.PREFILL)
+        for path in ("/health", "/ready"):
+            reply = await http.get(path)
+            assert (reply.status_code, reply.json()) == (200, {"status": "degraded", "reason": reason})
+        assert gauge(cluster, f.DEGRADED) == 1
+        assert (await client.stub.GetServerInfo(pb.GetServerInfoRequest())).degraded == reason
+        async with channel_to(cluster.endpoints.grpc_address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        await replaced(cluster, Role.PREFILL, other)
+        assert (await http.get("/health")).json() == {"status": "ready"}
+        assert (await client.stub.GetServerInfo(pb.GetServerInfoRequest())).degraded == ""
+        assert gauge(cluster, f.DEGRADED) == 0
+
+
+class TestBounds:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"recovery_timeout_s": 0.5, "max_queued_requests": 1}
+
+    async def test_requests_wait_for_a_bounded_time(self, cluster: Cluster, client: Client) -> None:
+        cluster.controller.expected = EXPECTED
+        await lost(cluster, Role.DECODE)
+        error = await asyncio.wait_for(client.error(ask(8)), 60)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no decode worker is serving now" in (error.details() or "")
+        await until(lambda: not cluster.router.ready, "health says so")
+        assert gauge(cluster, f.DEGRADED) == 0
+        assert "no decode worker" in ((await client.error(ask(8))).details() or "")
+
+
+class TestQueue:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"max_queued_requests": 1, "queue_timeout_s": 0.1}
+
+    async def test_the_queue_is_bounded_and_its_deadline_counts_from_the_recovery(
+        self, cluster: Cluster, client: Client
+    ) -> None:
+        cluster.controller.expected = EXPECTED
+        other = await lost(cluster, Role.DECODE)
+        waits = asyncio.create_task(client.run(ask(8)))
+        dispatcher = cluster.router._dispatcher
+        await until(lambda: dispatcher.waiting == 1, "it waits")
+        assert (await client.error(ask(8))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        (request,) = dispatcher._live.values()
+        request.waiting_since -= 100.0
+        dispatcher._sweeper._sweep(dispatcher._sweeper._clock())
+        await replaced(cluster, Role.DECODE, other)
+        assert (await waits)[1] == expected(8)
+
+
+def test_the_time_of_a_recovery_does_not_count_as_waiting() -> None:
+    now = 100.0
+    recovery = Recovery(30.0, lambda: now)
+    assert not recovery.update(recovering=False)
+    assert recovery.waited_s(90.0) == 10.0
+    assert recovery.update(recovering=True)
+    now = 129.0
+    assert not recovery.update(recovering=True)
+    assert recovery.waits
+    assert recovery.waited_s(90.0) == 0.0
+    assert recovery.update(recovering=False)
+    now = 131.0
+    assert recovery.waited_s(90.0) == 2.0
+    assert recovery.waited_s(130.0) == 1.0
+
+
+def test_a_recovery_ends_after_its_longest_time_and_the_next_begins_anew() -> None:
+    now = 100.0
+    recovery = Recovery(30.0, lambda: now)
+    recovery.update(recovering=True)
+    now = 130.0
+    assert recovery.update(recovering=True)
+    assert not recovery.waits
+    recovery.update(recovering=False)
+    assert recovery.update(recovering=True)
+    assert recovery.waits
+
+
+def test_nothing_waits_without_time_for_a_recovery() -> None:
+    recovery = Recovery(0.0, lambda: 100.0)
+    assert not recovery.update(recovering=True)
+    assert not recovery.waits
