@@ -59,7 +59,9 @@ def _add_texts_and_results(made: Turns, field: str, role: str, blocks: Sequence[
             if texts:
                 made.add(field, role, "".join(texts))
                 texts = []
-            made.result(here, block.tool_use_id, _joined(block.content or ""))
+            text = _joined(block.content or "")
+            # Chat templates have no place for the mark of a failed call.
+            made.result(here, block.tool_use_id, f"Error: {text}" if block.is_error else text)
         else:
             raise _misplaced(here, block)
     if texts or not blocks:
