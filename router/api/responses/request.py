@@ -87,5 +87,5 @@ def _repeated(tool: ResponseTool) -> dict[str, Any]:
     """Return a tool as the response repeats it."""
     if isinstance(tool, ResponseNamespaceTool):
         members = [_repeated(each) for each in tool.tools if not isinstance(each, ResponseOtherTool)]
-        return {**tool.model_dump(exclude_none=True), "tools": members}
+        return {**tool.model_dump(exclude={"tools"}, exclude_none=True), "tools": members}
     return {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)}
