@@ -51,13 +51,27 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
+class ToolReferenceBlock(Body):
+    """A tool that a search has found, in the search's result: from then on it is offered."""
+
+    inert = _CACHED
+    type: Literal["tool_reference"]
+    tool_name: str = Field(min_length=1)
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    by_type({kind: f"<{kind}>" for kind in ("text", "tool_reference")}, "text or tool_reference"),
+]
+
+
 class ToolResultBlock(Body):
     """The result of a call."""
 
     inert = _CACHED
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: Annotated[Text | _TEXT_BLOCKS, TEXT_OR_ITEMS] | None = None
+    content: Annotated[Text | Annotated[list[ResultBlock], LIST, Tag(ITEMS)], TEXT_OR_ITEMS] | None = None
     is_error: bool | None = None
 
 
@@ -89,8 +103,7 @@ class ConversationMessage(Body):
 class ClientTool(Body):
     """A tool that the client runs."""
 
-    # A tool whose loading is deferred is offered at once: no search of tools would find it.
-    inert = _CACHED | {"eager_input_streaming", "defer_loading"}
+    inert = _CACHED | {"eager_input_streaming"}
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1)
     description: str | None = None
@@ -99,6 +112,8 @@ class ClientTool(Body):
     strict: bool | None = None
     allowed_callers: Annotated[list[str], LIST] | None = None
     """Those that may call the tool; only the model itself ("direct") can."""
+    defer_loading: bool | None = None
+    """True: it is not offered before a `ToolReferenceBlock` names it."""
 
 
 class ClientToolChoice(Body):

@@ -8,7 +8,13 @@ from router.api.bodies.api_call import ApiCall, FieldNames
 from router.api.bodies.body import read_body, sort_unknown
 from router.api.bodies.turns import Turns
 from router.api.json_fields import UnknownFields
-from router.api.messages.body import ClientTool, CountTokensRequest, MessagesRequest
+from router.api.messages.body import (
+    ClientTool,
+    CountTokensRequest,
+    MessagesRequest,
+    ToolReferenceBlock,
+    ToolResultBlock,
+)
 from router.api.messages.conversation import conversation_of
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation, Options
@@ -62,7 +68,12 @@ def _conversation(asked: MessagesRequest | CountTokensRequest, made: Turns) -> C
 
 
 def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
-    tools = [_tool(f"tools[{number}]", tool) for number, tool in enumerate(asked.tools or ())]
+    found = _found_tools(asked)
+    tools = [
+        _tool(f"tools[{number}]", tool)
+        for number, tool in enumerate(asked.tools or ())
+        if not tool.defer_loading or tool.name in found
+    ]
     wanted = asked.tool_choice
     if wanted is None:
         return ToolOptions(tuple(tools), ToolChoice.AUTO if tools else ToolChoice.NONE)
@@ -78,6 +89,14 @@ def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
     if choice is ToolChoice.FUNCTION and options.function not in options.schemas:
         raise InvalidArgument("tool_choice.name", "is the name of none of the tools")
     return options
+
+
+def _found_tools(asked: MessagesRequest | CountTokensRequest) -> set[str]:
+    """Return the names of the tools that searches have found in the conversation."""
+    blocks = (block for message in asked.messages if not isinstance(message.content, str) for block in message.content)
+    results = (block.content for block in blocks if isinstance(block, ToolResultBlock))
+    parts = (part for content in results if content and not isinstance(content, str) for part in content)
+    return {part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)}
 
 
 def _tool(field: str, tool: ClientTool) -> dict[str, Any]:

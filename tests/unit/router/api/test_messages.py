@@ -326,6 +326,20 @@ async def test_a_tools_examples_and_failed_calls_reach_the_model(cluster: Cluste
     assert (await http.post("/v1/messages", json=body | {"tool_choice": {"type": "any"}})).status_code == 200
 
 
+async def test_a_deferred_tool_is_offered_once_a_search_has_found_it(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    """Claude Code's search of tools answers with references to those that it found."""
+    tools = [TOOLS[0], {**TOOLS[1], "defer_loading": True}]
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "g"}]}
+    later = [*MESSAGES, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    for messages, offered in ((MESSAGES, ["f"]), (later, ["f", "g"])):
+        body = BODY | {"tools": tools, "messages": messages}
+        prompt: Any = parse_message(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED), strict=True).request.prompt
+        assert [tool["function"]["name"] for tool in prompt.tools.shown] == offered
+        assert (await http.post("/v1/messages", json=body)).status_code == 200
+    assert prompt.turns[-1].content == "The tool g can be called now.\n"
+
+
 async def test_other_errors_have_anthropics_form(cluster: Cluster, http: httpx.AsyncClient) -> None:
     async def error(method: str, path: str, body: Any = None) -> tuple[int, str, str]:
         reply = await http.request(method, path, json=body)
