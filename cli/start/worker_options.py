@@ -47,7 +47,11 @@ class ModelOptions:
         typer.Option(help="Folder with the tokenizer and its chat templates; default: the model's own.", exists=True),
     ] = None
     chat_template: Annotated[
-        str, typer.Option(help="Jinja file, or name of one of the model's templates (tool_use, …); default: its own.")
+        str,
+        typer.Option(
+            help="Jinja file, or name of one of the model's templates (tool_use, …) or of Tandem's (smollm2); default:"
+            " the model's own."
+        ),
     ] = ""
     generation_config: Annotated[
         str,

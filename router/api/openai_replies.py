@@ -65,6 +65,7 @@ class ReplyShape:
         self._echoed: dict[int, int] = {}
         """The length in characters of the prompts that were sent, by choice."""
         self._parsers = AnswerParsers(syntax)
+        self._first_content = None if syntax is not None and syntax.forced else ""
         self._chat = chat
         self._logprobs = logprobs
         self._include_usage = stream_options.include_usage
@@ -86,7 +87,8 @@ class ReplyShape:
             )
             before, after = whole.split('"\\u0000"')
             self._around.append((f"data: {before}", f"{after}\n\n"))
-        begun: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        delta = {"role": "assistant", "content": self._first_content}
+        begun: dict[str, Any] = {"delta": delta, "logprobs": None, "finish_reason": None}
         if self._chat:
             events = [self._event([{"index": index, **begun}], **self._prompt_ids(index)) for index in range(choices)]
         elif self._with_ids:

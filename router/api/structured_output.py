@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from router.api.json_fields import JsonFields
@@ -38,14 +39,15 @@ def _response_format(fields: JsonFields) -> AnswerFormat | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return AnswerFormat("response_format", GrammarKind.JSON_SCHEMA, _JSON_OBJECT)
+        return AnswerFormat("response_format", GrammarKind.JSON_SCHEMA, _JSON_OBJECT, text_only=True)
     if kind != "json_schema":
         raise inner.wrong("type", "must be text, json_object or json_schema")
     named = inner.within(inner.object("json_schema"), "response_format.json_schema.")
     schema = named.take("schema")
     if schema is None:
         raise named.wrong("schema", "is missing; send a JSON schema")
-    return _read(GrammarKind.JSON_SCHEMA)("response_format.json_schema.schema", schema)
+    found = _read(GrammarKind.JSON_SCHEMA)("response_format.json_schema.schema", schema)
+    return replace(found, text_only=True)
 
 
 def _structured_outputs(fields: JsonFields) -> AnswerFormat | None:

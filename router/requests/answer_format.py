@@ -29,6 +29,8 @@ class AnswerFormat:
     kind: GrammarKind
     value: Mapping[str, Any] | bool | str | Sequence[str]
     """A JSON schema, or its text; a pattern; a grammar; the choices; or schemas of parameters by function."""
+    text_only: bool = False
+    """True if only the text of an answer follows it: a call that `tool_choice` forces has none."""
 
     @property
     def chars(self) -> int:

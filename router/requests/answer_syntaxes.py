@@ -28,7 +28,7 @@ class AnswerSyntaxes:
     def check(self, request: ClientRequest) -> None:
         """Raise InvalidArgument if calls of tools are wanted that this server or the model cannot make."""
         tools, wanted = _tools(request), request.options.answer_format
-        if tools.forced and wanted is not None:
+        if tools.forced and wanted is not None and not wanted.text_only:
             raise InvalidArgument("tool_choice", f"cannot force a call beside {wanted.field}; send one of them")
         if tools.choice is ToolChoice.AUTO and not self._calls:
             raise InvalidArgument(
@@ -43,7 +43,7 @@ class AnswerSyntaxes:
             return None
         tools = _tools(request)
         if tools.forced:
-            return AnswerSyntax(FORCED_CALLS, tools=tools.schemas)
+            return AnswerSyntax(FORCED_CALLS, tools=tools.schemas, forced=True)
         calls = self._calls if tools.choice is not ToolChoice.NONE else ""
         # A format begins with the first token, so that nothing before it is reasoning.
         reasoning = self._reasoning if request.options.answer_format is None else ""

@@ -14,7 +14,7 @@ from router.text.token_scores import TokenScore, spell_prompt
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
-from wire.errors import ContextLengthExceeded, InvalidArgument, shown
+from wire.errors import ContextLengthExceeded, ContextLengths, InvalidArgument, shown
 from wire.messages import PromptLogprobs
 from wire.page_digests import page_digests, root_digest
 
@@ -148,6 +148,7 @@ def too_long(
         f"This model's maximum context length is {limit} tokens. However, you requested {least}{prompt + answer} tokens"
         f" ({least}{prompt} in the {field}, {answer} in the completion). Please reduce the length of the {field} or"
         f" completion.{held}",
+        ContextLengths(prompt, answer, limit),
     )
 
 

@@ -1,4 +1,4 @@
-"""The chat templates of a model folder, by name; most folders have one, `default`."""
+"""The chat templates of a model folder, by name (most folders have one, `default`), and those that Tandem ships."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,8 @@ DEFAULT = "default"
 """The template for conversations without tools."""
 FOR_TOOLS = "tool_use"
 """The template for conversations with tools, where a folder has one."""
+_SHIPPED = Path(__file__).parent / "chat_templates"
+"""Templates with tools for models whose own have none, NAME.jinja."""
 
 
 def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -29,20 +31,27 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_template(choice: str, folder: Path) -> str:
-    """Return the source of the template that an operator chooses: a file, or one of the folder's templates by name."""
+    """Return the source of the template that an operator chooses.
+
+    It is a file, or by name one of the folder's templates or of those that Tandem ships.
+    """
     path = Path(choice)
     try:
         if path.is_file():
             return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InvalidArgument("--chat-template", f"{choice} cannot be read ({error}); give a Jinja file") from error
+    shipped = {file.stem: file for file in _SHIPPED.glob("*.jinja")}
     sources = template_sources(folder, read_json(folder, "tokenizer_config.json"))
-    if choice not in sources:
-        names = ", ".join(sorted(sources)) or "none"
-        raise InvalidArgument(
-            "--chat-template", f"{choice} is no file; the names of the model's templates are: {names}"
-        )
-    return sources[choice]
+    if choice in sources:
+        return sources[choice]
+    if choice in shipped:
+        return shipped[choice].read_text(encoding="utf-8")
+    names, others = ", ".join(sorted(sources)) or "none", ", ".join(sorted(shipped))
+    raise InvalidArgument(
+        "--chat-template",
+        f"{choice} is no file; the names of the model's templates are: {names}; those that Tandem ships: {others}",
+    )
 
 
 def _named(value: Any) -> dict[str, str]:

@@ -84,11 +84,13 @@ def run(environments: Path, tmp_path: Path) -> Callable[..., str]:
         program = environments / client / "bin" / command[0]
         if not program.exists():
             pytest.skip(f"{client} is not installed in {environments}: .ci/client_environments installs it")
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"PWD": str(tmp_path), **variables}  # by which some programs know their working folder
         done = subprocess.run(
             [program, *command[1:]],
             cwd=tmp_path,
             env=environment,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -118,6 +118,21 @@ for method in ("json_schema", "function_calling"):
     assert chat().with_structured_output(Person, method=method).invoke(ANN).age == 31, method
 """
 )
+INSTRUCTOR = (
+    SCHEMAS
+    + """
+import instructor
+from openai import OpenAI
+
+for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.RESPONSES_TOOLS):
+    client = instructor.from_openai(OpenAI(base_url=url, api_key="unused", max_retries=0), mode=mode)
+    question = {"role": "user", "content": ANN}
+    found = client.create(
+        model=model, messages=[question], response_model=Person, max_retries=0, max_tokens=100, temperature=0
+    )
+    assert found.age == 31, (mode, found)
+"""
+)
 GRPC = """
 import sys
 sys.path.insert(0, "stub")
@@ -227,7 +242,9 @@ def test_aiperf(run: Callable[..., str], url: str, model_folder: Path, tmp_path:
 
 
 @pytest.mark.timeout(CLIENT_TEST_S)
-@pytest.mark.parametrize(("client", "script"), [("litellm", LITELLM), ("langchain-openai", LANGCHAIN)])
+@pytest.mark.parametrize(
+    ("client", "script"), [("litellm", LITELLM), ("langchain-openai", LANGCHAIN), ("instructor", INSTRUCTOR)]
+)
 def test_chats_tools_and_formats(run: Callable[..., str], url: str, client: str, script: str) -> None:
     """The model was not trained for tools; its arguments validate nevertheless."""
     run(client, "python", "-c", script, MODEL, f"{url}/v1", ASKED, LITELLM_LOCAL_MODEL_COST_MAP="True")

@@ -63,7 +63,7 @@ def test_it_holds_the_rooms_and_their_data_alone(wheel: Path) -> None:
         path.relative_to(ROOT).as_posix()
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
-        if path.suffix in {".py", ".json"} or path.name == "py.typed"
+        if path.suffix in {".py", ".json", ".jinja"} or path.name == "py.typed"
     }
     assert {name for name in names - info if not name.endswith(".pyi")} == sources
     assert names >= SCHEMAS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.requests.request import ClientRequest
 from wire.errors import ContextLengthExceeded, InvalidArgument
@@ -29,7 +29,7 @@ class FieldNames:
         else:
             field = self.renamed.get(error.field, error.field)
         if isinstance(error, ContextLengthExceeded):
-            return ContextLengthExceeded(field, error.message)
+            return ContextLengthExceeded(field, error.message, error.lengths)
         return InvalidArgument(field, error.problem)
 
 
@@ -44,3 +44,5 @@ class ApiCall:
     names: FieldNames
     echo: str = ""
     """The members of the JSON reply that repeat the request, each followed by a comma."""
+    namespaced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """The namespace, and the name within it, of the functions in namespaces, by the names that the model gets."""

@@ -67,10 +67,11 @@ LIST = _FirstError()
 """Stops at the first wrong entry of a list, so that the errors of one body are few."""
 
 
-def by_type(tags: Mapping[str, str], served: str, *, absent: str = "") -> Discriminator:
+def by_type(tags: Mapping[str, str], served: str, *, absent: str = "", other: str = "") -> Discriminator:
     """Return the choice among objects by their field `type`; `tags` has the tag of each value of it.
 
-    `served` names the values for the error; `absent` is the tag of an object without a type.
+    `served` names the values for the error; `absent` is the tag of an object without a type, `other` that of one with
+    another type. Without them, such an object is an error.
     """
 
     def tag(value: Any) -> str | None:
@@ -79,7 +80,7 @@ def by_type(tags: Mapping[str, str], served: str, *, absent: str = "") -> Discri
         kind = value.get("type")
         if kind is None:
             return absent or None
-        return tags.get(kind) if isinstance(kind, str) else None
+        return tags.get(kind, other or None) if isinstance(kind, str) else None
 
     message = f"must be an object of type {served}; other types are not supported"
     return Discriminator(tag, custom_error_type="object_by_type", custom_error_message=message)

@@ -51,13 +51,28 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-class ToolResultBlock(Body):
-    """The result of a call; `is_error` is ignored, as chat templates have no place for it."""
+class ToolReferenceBlock(Body):
+    """A tool that a search has found, in the search's result: from then on it is offered."""
 
-    inert = _CACHED | {"is_error"}
+    inert = _CACHED
+    type: Literal["tool_reference"]
+    tool_name: str = Field(min_length=1)
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    by_type({kind: f"<{kind}>" for kind in ("text", "tool_reference")}, "text or tool_reference"),
+]
+
+
+class ToolResultBlock(Body):
+    """The result of a call."""
+
+    inert = _CACHED
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: Annotated[Text | _TEXT_BLOCKS, TEXT_OR_ITEMS] | None = None
+    content: Annotated[Text | Annotated[list[ResultBlock], LIST, Tag(ITEMS)], TEXT_OR_ITEMS] | None = None
+    is_error: bool | None = None
 
 
 _BLOCKS = {kind: f"<{kind}>" for kind in ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")}
@@ -74,6 +89,12 @@ Block = Annotated[
 class ConversationMessage(Body):
     """A message of the conversation."""
 
+    refused: ClassVar[Mapping[str, Unserved]] = {
+        "clear_at": Unserved(
+            "messages are never hidden from the model; leave this one out when it is outdated", ("never",)
+        ),
+        "output_config": Unserved("the effort is that of the whole request"),
+    }
     inert = frozenset({"id"})
     role: Literal["user", "assistant", "system"]
     content: Annotated[Text | Annotated[list[Block], LIST, Tag(ITEMS)], TEXT_OR_ITEMS]
@@ -82,12 +103,17 @@ class ConversationMessage(Body):
 class ClientTool(Body):
     """A tool that the client runs."""
 
-    inert = _CACHED | {"eager_input_streaming", "input_examples", "allowed_callers", "defer_loading"}
+    inert = _CACHED | {"eager_input_streaming"}
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1)
     description: str | None = None
     input_schema: dict[str, Any]
+    input_examples: Annotated[list[dict[str, Any]], LIST] | None = None
     strict: bool | None = None
+    allowed_callers: Annotated[list[str], LIST] | None = None
+    """Those that may call the tool; only the model itself ("direct") can."""
+    defer_loading: bool | None = None
+    """True: it is not offered before a `ToolReferenceBlock` names it."""
 
 
 class ClientToolChoice(Body):
@@ -101,7 +127,7 @@ class ClientToolChoice(Body):
 class ThinkingOptions(Body):
     """The wish for reasoning, for chat templates that can turn it on and off; its budget is ignored."""
 
-    inert = frozenset({"budget_tokens", "display"})
+    inert = frozenset({"budget_tokens", "display", "block_binding"})
     type: Literal["enabled", "adaptive", "disabled"]
 
 
@@ -113,8 +139,9 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """The options of the answer's text and reasoning."""
+    """The options of the answer's text and reasoning; the budget of a whole task is ignored, as that of thinking is."""
 
+    inert = frozenset({"task_budget"})
     effort: str | None = None
     format: OutputFormat | None = None
 
@@ -137,13 +164,19 @@ _REFUSED: Mapping[str, Unserved] = {
     **CHAT_ONLY,
     "mcp_servers": Unserved(_SERVER_TOOLS),
     "container": Unserved(_SERVER_TOOLS),
+    "thread": Unserved("conversations are not stored; send the whole one as messages", empty=False),
     "prefill": Unserved("the model's chat template always asks for the assistant's next message"),
     "stop": Unserved("it is called stop_sequences here"),
     "max_completion_tokens": Unserved("it is called max_tokens here", empty=False),
     "response_format": Unserved("it is called output_config.format here"),
     "reasoning_effort": Unserved("it is called output_config.effort here"),
 }
-_INERT = _CACHED | {"metadata", "service_tier", "inference_geo", "speed", "betas", "diagnostics", "anthropic_version"}
+_INERT = _CACHED | {
+    *("metadata", "service_tier", "inference_geo", "speed", "betas", "diagnostics", "anthropic_version"),
+    *("billing_policy", "user_profile_id", "workspace_id"),
+    # Other models that answer where one refuses for policy reasons, which this server never does.
+    *("fallbacks", "fallback_credit_token"),
+}
 
 
 class _Conversation(Extensions):
@@ -167,6 +200,11 @@ class _Conversation(Extensions):
 class MessagesRequest(_Conversation):
     """The body of POST /v1/messages."""
 
+    refused: ClassVar[Mapping[str, Unserved]] = {
+        **_REFUSED,
+        "compaction": Unserved("conversations are never compacted; ask for a summary in a message"),
+    }
+
     max_tokens: int | None = None
     """Anthropic requires it; here, an answer without it may fill the rest of the context."""
     stop_sequences: Annotated[list[str], LIST] | None = None
@@ -176,4 +214,4 @@ class MessagesRequest(_Conversation):
 class CountTokensRequest(_Conversation):
     """The body of POST /v1/messages/count_tokens."""
 
-    inert = _INERT | {"max_tokens", "stop_sequences", "stream"}
+    inert = _INERT | {"max_tokens", "stop_sequences", "stream", "compaction"}

@@ -12,6 +12,7 @@ from router.api.messages.body import (
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -59,7 +60,9 @@ def _add_texts_and_results(made: Turns, field: str, role: str, blocks: Sequence[
             if texts:
                 made.add(field, role, "".join(texts))
                 texts = []
-            made.result(here, block.tool_use_id, _joined(block.content or ""))
+            text = _result(block.content or "")
+            # Chat templates have no place for the mark of a failed call.
+            made.result(here, block.tool_use_id, f"Error: {text}" if block.is_error else text)
         else:
             raise _misplaced(here, block)
     if texts or not blocks:
@@ -68,6 +71,16 @@ def _add_texts_and_results(made: Turns, field: str, role: str, blocks: Sequence[
 
 def _misplaced(field: str, block: Block) -> InvalidArgument:
     return InvalidArgument(field, f"is a {block.type} block, which messages of this role do not have")
+
+
+def _result(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
+    """Return the text of a result; the model sees the definition of a found tool among the other tools."""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        block.text if isinstance(block, TextBlock) else f"The tool {block.tool_name} can be called now.\n"
+        for block in content
+    )
 
 
 def _joined(content: str | Sequence[TextBlock]) -> str:

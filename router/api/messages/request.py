@@ -8,7 +8,13 @@ from router.api.bodies.api_call import ApiCall, FieldNames
 from router.api.bodies.body import read_body, sort_unknown
 from router.api.bodies.turns import Turns
 from router.api.json_fields import UnknownFields
-from router.api.messages.body import CountTokensRequest, MessagesRequest
+from router.api.messages.body import (
+    ClientTool,
+    CountTokensRequest,
+    MessagesRequest,
+    ToolReferenceBlock,
+    ToolResultBlock,
+)
 from router.api.messages.conversation import conversation_of
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation, Options
@@ -62,14 +68,12 @@ def _conversation(asked: MessagesRequest | CountTokensRequest, made: Turns) -> C
 
 
 def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
-    tools = []
-    for tool in asked.tools or ():
-        function: dict[str, Any] = {"name": tool.name}
-        if tool.description is not None:
-            function["description"] = tool.description
-        if tool.input_schema:
-            function["parameters"] = tool.input_schema
-        tools.append({"type": "function", "function": function})
+    found = _found_tools(asked)
+    tools = [
+        _tool(f"tools[{number}]", tool)
+        for number, tool in enumerate(asked.tools or ())
+        if not tool.defer_loading or tool.name in found
+    ]
     wanted = asked.tool_choice
     if wanted is None:
         return ToolOptions(tuple(tools), ToolChoice.AUTO if tools else ToolChoice.NONE)
@@ -87,9 +91,31 @@ def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
     return options
 
 
+def _found_tools(asked: MessagesRequest | CountTokensRequest) -> set[str]:
+    """Return the names of the tools that searches have found in the conversation."""
+    blocks = (block for message in asked.messages if not isinstance(message.content, str) for block in message.content)
+    results = (block.content for block in blocks if isinstance(block, ToolResultBlock))
+    parts = (part for content in results if content and not isinstance(content, str) for part in content)
+    return {part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)}
+
+
+def _tool(field: str, tool: ClientTool) -> dict[str, Any]:
+    """Return a tool in the form for chat templates; examples of its input become an annotation of the schema."""
+    if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
+        message = "has no direct, but only the model calls tools here, as the server runs none"
+        raise InvalidArgument(f"{field}.allowed_callers", message)
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    examples = {"examples": tool.input_examples} if tool.input_examples else {}
+    if tool.input_schema or examples:
+        function["parameters"] = {**examples, **tool.input_schema}
+    return {"type": "function", "function": function}
+
+
 def _format(asked: MessagesRequest) -> AnswerFormat | None:
     found = [
-        AnswerFormat(f"{field}.schema", GrammarKind.JSON_SCHEMA, each.json_schema)
+        AnswerFormat(f"{field}.schema", GrammarKind.JSON_SCHEMA, each.json_schema, text_only=True)
         for field, each in (
             ("output_config.format", asked.output_config.format if asked.output_config else None),
             ("output_format", asked.output_format),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from router.api.bodies.body import ITEMS, LIST, TEXT, TEXT_OR_ITEMS, Body, Text, by_type
 from router.api.bodies.extensions import CHAT_ONLY, Extensions
@@ -51,6 +51,7 @@ class ResponseFunctionCall(Body):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
+    namespace: str | None = None
     arguments: str
 
 
@@ -99,8 +100,39 @@ class ResponseFunctionTool(Body):
     strict: bool | None = None
 
 
+class ResponseOtherTool(Body):
+    """A tool that the server or the client would run in its own way; it is left out where no call is required."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: str
+
+
+_FUNCTIONS = {"function": "<function>"}
+NamespaceMember = Annotated[
+    Annotated[ResponseFunctionTool, Tag("<function>")] | Annotated[ResponseOtherTool, Tag("<other>")],
+    by_type(_FUNCTIONS, "function", other="<other>"),
+]
+
+
+class ResponseNamespaceTool(Body):
+    """Functions with a common namespace, such as those of an MCP server."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    tools: Annotated[list[NamespaceMember], LIST]
+
+
+ResponseTool = Annotated[
+    Annotated[ResponseFunctionTool, Tag("<function>")]
+    | Annotated[ResponseNamespaceTool, Tag("<namespace>")]
+    | Annotated[ResponseOtherTool, Tag("<other>")],
+    by_type({**_FUNCTIONS, "namespace": "<namespace>"}, "function or namespace", other="<other>"),
+]
+
+
 class ResponseNamedFunction(Body):
-    """The choice of one function."""
+    """The choice of one function; a function in a namespace is named NAMESPACE__NAME."""
 
     type: Literal["function"]
     name: str
@@ -188,7 +220,7 @@ class ResponsesRequest(Extensions):
     model: str | None = None
     input: Annotated[Text | Annotated[list[Item], LIST, Tag(ITEMS)], TEXT_OR_ITEMS]
     instructions: str | None = None
-    tools: Annotated[list[ResponseFunctionTool], LIST] | None = None
+    tools: Annotated[list[ResponseTool], LIST] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseTextOptions | None = None

@@ -14,6 +14,7 @@ from router.api.responses.body import (
     ResponsesRequest,
     ResponseTextPart,
 )
+from router.api.responses.tools import flat_name
 from router.text.tools import call_arguments
 
 
@@ -37,7 +38,8 @@ def _add(made: Turns, answer: _EarlierAnswer, field: str, item: Item) -> None:
         answer.reasoning(field, "".join(part.text for part in item.content or ()))
     elif isinstance(item, ResponseFunctionCall):
         arguments = call_arguments(f"{field}.arguments", item.arguments)
-        answer.call(field, made.call(item.call_id, item.name, arguments))
+        name = flat_name(item.namespace, item.name)
+        answer.call(field, made.call(item.call_id, name, arguments))
     elif isinstance(item, ResponseFunctionCallOutput):
         answer.end()
         made.result(field, item.call_id, _text(item.output))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from router.text.answer_syntax.parser import AnswerDelta, CallDelta
@@ -16,9 +16,10 @@ _TEXT_TYPES = {"reasoning": "reasoning_text", "message": "output_text"}
 class OutputItems:
     """Reasoning, messages and function calls, in the order of the answer; only the last one is in progress."""
 
-    def __init__(self, request_id: str) -> None:
-        """`request_id` is a part of the items' ids."""
+    def __init__(self, request_id: str, namespaced: Mapping[str, tuple[str, str]]) -> None:
+        """`request_id` is a part of the items' ids; `namespaced` is that of `ApiCall`."""
         self._request_id = request_id
+        self._namespaced = namespaced
         self.items: list[dict[str, Any]] = []
         self._open = ""
         """The type of the item in progress; "" = none is."""
@@ -51,8 +52,10 @@ class OutputItems:
     def _call(self, call: CallDelta) -> Iterator[Event]:
         if call.name:
             yield from self._end(_COMPLETED)
+            namespace, name = self._namespaced.get(call.name, ("", call.name))
+            within = {"namespace": namespace} if namespace else {}
             yield from self._begin(
-                {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": ""}
+                {"type": "function_call", "call_id": call.call_id, **within, "name": name, "arguments": ""}
             )
         if call.arguments:
             self._texts.append(call.arguments)

@@ -32,7 +32,7 @@ class ResponseReply(NamedEventsReply):
             "top_p": admitted.sampling.top_p,
         }
         self._echo = call.echo
-        self._output = OutputItems(facts.request_id)
+        self._output = OutputItems(facts.request_id, call.namespaced)
         self._reasoning = _ReasoningTokens()
         self._count = 0
         """Number of events so far."""

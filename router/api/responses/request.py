@@ -9,16 +9,11 @@ from typing import Any
 from router.api.bodies.api_call import ApiCall, FieldNames
 from router.api.bodies.body import read_body, sort_unknown
 from router.api.json_fields import UnknownFields
-from router.api.responses.body import (
-    ResponseAllowedTools,
-    ResponseFunctionTool,
-    ResponseNamedFunction,
-    ResponsesRequest,
-)
+from router.api.responses.body import ResponseNamespaceTool, ResponseOtherTool, ResponsesRequest, ResponseTool
 from router.api.responses.conversation import conversation_of
+from router.api.responses.tools import OfferedTools
 from router.requests.answer_format import AnswerFormat
 from router.requests.request import ClientRequest, Conversation
-from router.text.tools import ToolChoice, ToolOptions
 from vocabulary.grammar_process import GrammarKind
 from wire.errors import InvalidArgument
 from wire.tracing.timeline import EdgeStamp
@@ -36,41 +31,15 @@ def parse_response(body: bytes, received: EdgeStamp, *, strict: bool = False) ->
     if _LOGPROBS in (asked.include or ()):
         raise InvalidArgument("include", f"has {_LOGPROBS}, which is not supported; use chat completions")
     made = conversation_of(asked)
-    tools = _tools(asked)
+    offered = OfferedTools(asked.tools or (), unknown, required=asked.tool_choice == "required")
+    tools = offered.options(asked.tool_choice, parallel=asked.parallel_tool_calls is not False)
     effort = asked.reasoning.effort if asked.reasoning else None
     variables = ({} if effort is None else {"reasoning_effort": effort}) | (asked.chat_template_kwargs or {})
     options = asked.options(max_completion_tokens=asked.max_output_tokens, answer_format=_format(asked))
     prompt = Conversation(tuple(made.turns), variables, tools, parsed=True)
     request = ClientRequest("", asked.model or "", prompt, options, received)
     names = FieldNames(tuple(made.fields), _RENAMED)
-    return ApiCall(request, bool(asked.stream), unknown.names, names, _echo(asked))
-
-
-def _tools(asked: ResponsesRequest) -> ToolOptions:
-    tools = [_tool(each) for each in asked.tools or ()]
-    names = {tool.name for tool in asked.tools or ()}
-    parallel = asked.parallel_tool_calls is not False
-    wanted = asked.tool_choice
-    if isinstance(wanted, ResponseNamedFunction | ResponseAllowedTools):
-        chosen = {wanted.name} if isinstance(wanted, ResponseNamedFunction) else {each.name for each in wanted.tools}
-        if not chosen or not chosen <= names:
-            raise InvalidArgument("tool_choice", "names a function that is none of the tools")
-        if isinstance(wanted, ResponseNamedFunction):
-            return ToolOptions(tuple(tools), ToolChoice.FUNCTION, wanted.name, parallel)
-        allowed = [made for made, tool in zip(tools, asked.tools or (), strict=True) if tool.name in chosen]
-        return ToolOptions(tuple(allowed), ToolChoice(wanted.mode), "", parallel)
-    if wanted == "required" and not tools:
-        raise InvalidArgument("tool_choice", "needs tools; send them, or leave it out")
-    return ToolOptions(tuple(tools), ToolChoice(wanted or "auto") if tools else ToolChoice.NONE, "", parallel)
-
-
-def _tool(tool: ResponseFunctionTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.parameters:
-        function["parameters"] = tool.parameters
-    return {"type": "function", "function": function}
+    return ApiCall(request, bool(asked.stream), unknown.names, names, _echo(asked), offered.namespaced)
 
 
 def _format(asked: ResponsesRequest) -> AnswerFormat | None:
@@ -78,10 +47,10 @@ def _format(asked: ResponsesRequest) -> AnswerFormat | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return AnswerFormat(_FORMAT, GrammarKind.JSON_SCHEMA, {"type": "object"})
+        return AnswerFormat(_FORMAT, GrammarKind.JSON_SCHEMA, {"type": "object"}, text_only=True)
     if wanted.json_schema is None:
         raise InvalidArgument(f"{_FORMAT}.schema", "is missing; send a JSON schema")
-    return AnswerFormat(f"{_FORMAT}.schema", GrammarKind.JSON_SCHEMA, wanted.json_schema)
+    return AnswerFormat(f"{_FORMAT}.schema", GrammarKind.JSON_SCHEMA, wanted.json_schema, text_only=True)
 
 
 def _echo(asked: ResponsesRequest) -> str:
@@ -104,9 +73,7 @@ def _echo(asked: ResponsesRequest) -> str:
         "store": False,
         "text": {"format": text or {"type": "text"}},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump() if choice else "auto",
-        "tools": [
-            {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)} for tool in asked.tools or ()
-        ],
+        "tools": [_repeated(tool) for tool in asked.tools or () if not isinstance(tool, ResponseOtherTool)],
         "top_logprobs": 0,
         "truncation": "disabled",
     }
@@ -114,3 +81,11 @@ def _echo(asked: ResponsesRequest) -> str:
         return json.dumps(members, allow_nan=False)[1:-1] + ","
     except ValueError:
         raise InvalidArgument("body", "has a number, as NaN, that is not in JSON") from None
+
+
+def _repeated(tool: ResponseTool) -> dict[str, Any]:
+    """Return a tool as the response repeats it."""
+    if isinstance(tool, ResponseNamespaceTool):
+        members = [_repeated(each) for each in tool.tools if not isinstance(each, ResponseOtherTool)]
+        return {**tool.model_dump(exclude={"tools"}, exclude_none=True), "tools": members}
+    return {"strict": None, "parameters": None, **tool.model_dump(exclude_none=True)}

@@ -92,6 +92,8 @@ class AnswerSyntax:
     """The schemas of the parameters of the functions that the client offers."""
     parallel: bool = True
     """False if only the first call is returned."""
+    forced: bool = False
+    """True if the answer is a call, without content."""
     kept: Mapping[int, str] = field(default_factory=dict)
     """Texts of the special tokens that are markers, by id; other special tokens are left out of the text."""
 

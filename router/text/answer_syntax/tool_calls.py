@@ -18,10 +18,14 @@ CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁cal
 
 
 def read_hermes(reader: AnswerReader, parts: AnswerParts, _names: Collection[str]) -> Steps[None]:
-    """Read Hermes' and Qwen's calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    """Read Hermes' and Qwen's calls: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; SmolLM2 writes a list."""
     while (yield from reader.until((_HERMES,), parts.content)):
         before = [_HERMES, (yield from reader.space())]
-        if (yield from read_call(reader, parts, before)):
+        if (yield from reader.literal("[")):
+            called = yield from _read_list(reader, parts, [*before, "["])
+        else:
+            called = yield from read_call(reader, parts, before)
+        if called:
             yield from read_end(reader, parts, _HERMES_END)
             yield from reader.space()
 
@@ -54,15 +58,17 @@ def read_mistral(reader: AnswerReader, parts: AnswerParts, _names: Collection[st
             yield from reader.space()
 
 
-def _read_list(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> Steps[None]:
+def _read_list(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> Steps[bool]:
+    """Read calls up to the bracket that closes their list; return False where the text breaks off."""
     before.append((yield from reader.space()))
     while (yield from read_call(reader, parts, before)):
         space = yield from reader.space()
         sign = yield from reader.literal(",", "]")
         if sign != ",":
             parts.content("" if sign else space)
-            return
+            return bool(sign)
         before = [space, sign, (yield from reader.space())]
+    return False
 
 
 def _read_named(reader: AnswerReader, parts: AnswerParts, before: list[str]) -> Steps[bool]:

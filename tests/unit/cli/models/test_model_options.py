@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cli.start import serving
 from cli.start.serving import _with_model
 from cli.start.start_view import StartView
 from cluster.config import ClusterConfig
+from router.text.answer_syntax.formats import choose_calls
 from tests.factories import write_tiny_model
 from tests.small_tokenizer import save_tokenizer
 from wire.errors import InvalidArgument, ModelError
@@ -24,7 +26,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def checked(model: Path, **settings: Any) -> ClusterConfig:
+def checked(model: Path | None, **settings: Any) -> ClusterConfig:
     with StartView(Console(quiet=True)) as view:
         return _with_model(ClusterConfig(Path(), **settings), model, view)
 
@@ -40,11 +42,21 @@ def test_a_chat_template_is_a_file_or_one_of_the_models(model: Path, tmp_path: P
     assert checked(model).chat_template == ""
     assert checked(model, chat_template=str(tmp_path / "mine.jinja")).chat_template == "mine: {{ messages }}"
     assert checked(model, chat_template="rag").chat_template == "with documents"
-    with pytest.raises(InvalidArgument, match=r"--chat-template: other is no file; .* are: default, rag"):
+    shipped = checked(model, chat_template="smollm2").chat_template
+    assert choose_calls("auto", shipped) == "hermes"
+    with pytest.raises(InvalidArgument, match=r"--chat-template: other is no file; .* are: default, rag; .*: smollm2"):
         checked(model, chat_template="other")
     (tmp_path / "broken.jinja").write_text("{{ messages")
     with pytest.raises(ModelError, match="does not compile"):
         checked(model, chat_template=str(tmp_path / "broken.jinja"))
+
+
+def test_the_small_model_is_offered_tools_by_a_template_that_tandem_ships(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "find_default_model", lambda: model)
+    assert choose_calls("auto", checked(None).chat_template) == "hermes"
+    assert checked(None, chat_template="rag").chat_template == "with documents"
 
 
 def test_a_tokenizer_of_another_folder_is_checked(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from router.access.tenants import tenant_of, tenant_salt
+from router.api.messages.request import parse_message
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.api.test_responses import prompt_text
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
@@ -17,6 +19,7 @@ from tests.unit.router.fake_cluster import answer_token, until
 from vocabulary.grammars import of_tool_calls
 from wire.errors import Internal
 from wire.limits.listener_limits import ListenerLimits
+from wire.tracing.timeline import Edge, EdgeStamp
 
 TOOLS: list[Any] = [{"name": name, "description": "d", "input_schema": {"type": "object"}} for name in "fg"]
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello there"}]
@@ -224,8 +227,9 @@ async def test_a_request_of_an_agent(cluster: Cluster, http: httpx.AsyncClient) 
         "thinking": {"type": "enabled", "budget_tokens": 10_000, "display": "summarized"},
         "metadata": {"user_id": "me"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "output_config": {"effort": "high"},
+        "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 1000}},
         "service_tier": "auto",
+        "fallbacks": "default",
     }
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "context-management-2025-06-27"}
     reply = await http.post("/v1/messages?beta=true", json=body, headers=headers)
@@ -258,6 +262,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
+    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
+    ({"thread": {}}, "thread"),
+    ({"messages": [*MESSAGES, {"role": "system", "content": "a", "clear_at": "next_user_message"}]},
+     "messages[1].clear_at"),
+    ({"messages": [*MESSAGES, {"role": "system", "content": "a", "output_config": {"effort": "low"}}]},
+     "messages[1].output_config"),
+    ({"tools": [{**TOOLS[0], "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers"),
+    ({"tools": [{**TOOLS[0], "input_examples": [3]}]}, "tools[0].input_examples[0]"),
 ]  # fmt: skip
 BAD_MESSAGES = [
     *BAD,
@@ -267,6 +279,7 @@ BAD_MESSAGES = [
     ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop_sequences": "a"}, "stop_sequences"),
+    ({"compaction": {"type": "summarize"}}, "compaction"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
 ]
 
@@ -283,6 +296,50 @@ async def test_bad_fields_are_named_and_lose_nothing(cluster: Cluster, http: htt
     assert (await http.post(path, json=BODY)).status_code == 200
 
 
+async def test_a_thread_is_refused_with_the_details_by_which_clients_send_the_whole_conversation(
+    cluster: Cluster, http: httpx.AsyncClient
+) -> None:
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+            reply = await http.post(path, json=BODY | {"thread": thread})
+            assert reply.status_code == 400
+            assert reply.json()["error"]["details"] == {
+                "error_code": "thread_unsupported_request",
+                "unsupported": ["thread"],
+            }
+    other = await http.post("/v1/messages", json=BODY | {"temperature": -1})
+    assert "details" not in other.json()["error"]
+    assert (await http.post("/v1/messages", json=BODY | {"thread": None})).status_code == 200
+
+
+async def test_a_tools_examples_and_failed_calls_reach_the_model(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    """They are in the tools and messages that the chat template gets."""
+    tool = {**TOOLS[0], "input_examples": [{"city": "Köln"}], "allowed_callers": ["direct", "code_execution_20260120"]}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    failed = {"type": "tool_result", "tool_use_id": "1", "content": "no such city", "is_error": True}
+    messages = [*MESSAGES, {"role": "assistant", "content": [call]}, {"role": "user", "content": [failed]}]
+    body = BODY | {"tools": [tool], "messages": messages}
+    prompt: Any = parse_message(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED), strict=True).request.prompt
+    (made,) = prompt.tools.shown
+    assert made["function"]["parameters"] == {"type": "object", "examples": [{"city": "Köln"}]}
+    assert prompt.turns[-1].content == "Error: no such city"
+    assert (await http.post("/v1/messages", json=body | {"tool_choice": {"type": "any"}})).status_code == 200
+
+
+async def test_a_deferred_tool_is_offered_once_a_search_has_found_it(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    """Claude Code's search of tools answers with references to those that it found."""
+    tools = [TOOLS[0], {**TOOLS[1], "defer_loading": True}]
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "g"}]}
+    later = [*MESSAGES, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    for messages, offered in ((MESSAGES, ["f"]), (later, ["f", "g"])):
+        body = BODY | {"tools": tools, "messages": messages}
+        prompt: Any = parse_message(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED), strict=True).request.prompt
+        assert [tool["function"]["name"] for tool in prompt.tools.shown] == offered
+        assert (await http.post("/v1/messages", json=body)).status_code == 200
+    assert prompt.turns[-1].content == "The tool g can be called now.\n"
+
+
 async def test_other_errors_have_anthropics_form(cluster: Cluster, http: httpx.AsyncClient) -> None:
     async def error(method: str, path: str, body: Any = None) -> tuple[int, str, str]:
         reply = await http.request(method, path, json=body)
@@ -295,7 +352,16 @@ async def test_other_errors_have_anthropics_form(cluster: Cluster, http: httpx.A
     assert (await error("POST", "/v1/messages/batches", {}))[:2] == (404, "not_found_error")
     status, kind, message = await error("POST", "/v1/messages", BODY | {"max_tokens": 10**6})
     assert (status, kind) == (400, "invalid_request_error")
-    assert message.startswith("prompt is too long: This model's maximum context length is 2048 tokens.")
+    found = re.fullmatch(r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)", message)
+    assert found is not None, message
+    counted = (await http.post("/v1/messages/count_tokens", json=BODY)).json()["input_tokens"]
+    assert [int(each) for each in found.groups()] == [counted, 10**6, 2048]
+    long = BODY | {"messages": [{"role": "user", "content": "fox " * 4000}]}
+    status, kind, message = await error("POST", "/v1/messages", long)
+    assert (status, kind) == (400, "invalid_request_error")
+    found = re.fullmatch(r"prompt is too long: (\d+) tokens > 2047 maximum", message)
+    assert found is not None, message
+    assert int(found[1]) >= 2048
     cluster.prefill.switches.prefill_error = Internal("a defect")
     assert (await error("POST", "/v1/messages", BODY))[:2] == (500, "api_error")
     (failed,) = events_of(await http.post("/v1/messages", json=BODY | {"stream": True}))

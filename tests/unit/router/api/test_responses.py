@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 
+from router.api.responses.request import parse_response
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
 from tests.unit.router.conftest import Cluster
@@ -16,6 +17,7 @@ from tests.unit.router.fake_cluster import answer_token, until
 from vocabulary.grammars import of_tool_calls
 from wire.errors import Internal
 from wire.limits.listener_limits import ListenerLimits
+from wire.tracing.timeline import Edge, EdgeStamp
 
 TOOLS: list[Any] = [
     {"type": "function", "name": name, "description": "d", "parameters": {"type": "object"}, "strict": False}
@@ -179,6 +181,62 @@ async def test_a_forced_call(cluster: Cluster, client: openai.AsyncOpenAI, token
     }
 
 
+NAMESPACE = {"type": "namespace", "name": "mcp", "description": "N", "tools": [*TOOLS, {"type": "custom", "name": "c"}]}
+OTHERS = [{"type": "web_search", "external_web_access": False}, NAMESPACE]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+async def test_tools_that_the_server_cannot_run_are_left_out_and_named(
+    cluster: Cluster, http: httpx.AsyncClient, choice: str
+) -> None:
+    body = {**BODY, "tools": [*TOOLS, *OTHERS], "tool_choice": choice}
+    reply = await http.post("/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-tandem-ignored"] == "tools[web_search], tools[custom]"
+    assert [tool["type"] for tool in reply.json()["tools"]] == ["function", "function", "namespace"]
+    call = parse_response(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED))
+    tools: Any = call.request.prompt.tools.tools  # type: ignore[union-attr]
+    assert [(tool["function"]["name"], tool["function"]["description"]) for tool in tools] == [
+        ("f", "d"),
+        ("g", "d"),
+        ("mcp__f", "N\n\nd"),
+        ("mcp__g", "d"),
+    ]
+
+
+async def test_a_call_of_a_function_in_a_namespace_goes_to_and_fro(
+    cluster: Cluster, client: openai.AsyncOpenAI, http: httpx.AsyncClient, tokenizer: Tokenizer
+) -> None:
+    script(cluster, tokenizer, f'<tool_call>{{"name": "mcp__f", "arguments": {ARGUMENTS}}}</tool_call>')
+    asked: Any = {**BODY, "tools": OTHERS, "max_output_tokens": 200}
+    (call,) = (await client.responses.create(**asked)).output
+    assert call.type == "function_call"
+    assert (call.namespace, call.name, call.arguments) == ("mcp", "f", ARGUMENTS)
+    events = [event async for event in await client.responses.create(**asked, stream=True)]
+    (added,) = (event for event in events if event.type == "response.output_item.added")
+    assert (added.item.namespace, added.item.name) == ("mcp", "f")  # type: ignore[union-attr]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
+    items = [call.model_dump(exclude_none=True), result]
+    body = {**asked, "input": [{"role": "user", "content": "a"}, *items]}
+    parsed: Any = parse_response(json.dumps(body).encode(), EdgeStamp.now(Edge.RECEIVED)).request.prompt
+    assert parsed.turns[1].extras["tool_calls"][0]["function"]["name"] == parsed.turns[2].extras["name"] == "mcp__f"
+    assert (await http.post("/v1/responses", json=body)).status_code == 200
+
+
+async def test_a_forced_call_beside_a_format_of_the_text(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    """The format is that of a text, which the answer does not have."""
+    script(cluster, tokenizer, FORCED)
+    text: Any = {"format": {"type": "json_schema", "name": "f", "schema": {"type": "object"}, "strict": True}}
+    choice: Any = {"type": "function", "name": "f"}
+    (call,) = (
+        await client.responses.create(**BODY, tools=TOOLS, tool_choice=choice, text=text, max_output_tokens=200)
+    ).output
+    assert (call.type, json.loads(call.arguments)) == ("function_call", {"city": "Köln"})
+    assert cluster.decode.reservations[-1].sampling.grammar == of_tool_calls({"f": {"type": "object"}})
+
+
 class _Pair(pydantic.BaseModel):
     a: int
     b: int
@@ -242,7 +300,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"metadata": {"a": 1}}, "metadata.a"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [*TOOLS, {"type": "web_search"}], "tool_choice": "required"}, "tools[2].type"),
+    ({"tools": [{"name": "f"}]}, "tools[0]"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOLS[0]]}, {**TOOLS[0], "name": "n__f"}]},
+     "tools[1].name"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "h"}}, "tool_choice"),
@@ -300,5 +363,7 @@ class TestStrict:
     async def test_unknown_fields_and_large_bodies_are_refused(self, cluster: Cluster, http: httpx.AsyncClient) -> None:
         reply = await http.post("/v1/responses", json={**BODY, "text": {"zap": 1}})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "text.zap")
+        reply = await http.post("/v1/responses", json={**BODY, "tools": OTHERS})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools[0].type")
         reply = await http.post("/v1/responses", json={**BODY, "input": "a" * 60_000})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "request")

@@ -156,6 +156,45 @@ async def test_a_forced_call_follows_its_grammar(
     assert grammars == {of_tool_calls(offered)}
 
 
+async def test_the_stream_of_a_forced_call_begins_without_content(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    """Content is null and not an empty text, as in OpenAI's streams; other streams begin with an empty text."""
+
+    async def first_content(**fields: Any) -> str | None:
+        stream = await client.chat.completions.create(
+            model="fake", messages=MESSAGES, tools=TOOLS, max_tokens=200, stream=True, **fields
+        )
+        first, *_ = [chunk async for chunk in stream]
+        delta = first.choices[0].delta
+        assert delta.role == "assistant"
+        return delta.content  # type: ignore[no-any-return]
+
+    script(cluster, tokenizer, FORCED)
+    assert await first_content(tool_choice="required") is None
+    assert not await first_content()
+    assert await first_content() is not None
+
+
+async def test_a_forced_call_beside_a_response_format(
+    cluster: Cluster, client: openai.AsyncOpenAI, tokenizer: Tokenizer
+) -> None:
+    script(cluster, tokenizer, FORCED)
+    named: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    for wanted in (named, {"type": "json_object"}):
+        reply = await client.chat.completions.create(
+            model="fake",
+            messages=MESSAGES,
+            tools=TOOLS,
+            tool_choice="required",
+            max_tokens=200,
+            response_format=wanted,
+        )
+        (call,) = reply.choices[0].message.tool_calls or ()
+        assert call.type == "function"
+        assert call.function.name == "f"
+
+
 BAD_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"uniqueItems": True}}}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": {}}, "tools"),

@@ -57,6 +57,8 @@ CASES: list[tuple[str, str, str, Expected]] = [
     ("hermes", "", "a < b <tool_c", ("a < b <tool_c", "", [])),
     ("hermes", "", '<tool_call>{"name": 3, "arguments": {}}', ('<tool_call>{"name": 3, "arguments": {}}', "", [])),
     ("hermes", "", '<tool_call>{"name": "f", "arguments": {"a": [1}}', ("}}", "", [("f", '{"a": [1')])),
+    ("hermes", "", f"Ok <tool_call>[\n{ONE},\n{TWO}\n]</tool_call>\n", ("Ok ", "", [F, G])),
+    ("hermes", "", "<tool_call>[]</tool_call>", ("<tool_call>[]</tool_call>", "", [])),
     ("hermes", "qwen3", f"<think>\nHm <tool_call>\n</think>\n\n<tool_call>{ONE}</tool_call>",
      ("", "\nHm <tool_call>\n", [F])),
     ("hermes", "deepseek_r1", "Hm</think>\n\nYes", ("Yes", "Hm", [])),
