@@ -9,23 +9,28 @@ import asyncio
 import os
 from functools import partial
 
+from cluster.background import begin, going_on
 from cluster.leadership.election import LeaderElection
 from cluster.leadership.forwarding import ForwardingServicer
 from cluster.metrics import ClusterMetrics
-from cluster.operations.handover_state import Handover
 from cluster.ray_processes.controllers import Controllers, NoControllers, RayControllers
-from cluster.ray_processes.orphaned_workers import NoOrphanedWorkers, OrphanedWorkers, RayOrphanedWorkers
+from cluster.ray_processes.orphaned_workers import RayOrphanedWorkers
 from cluster.ray_processes.ray_process import node_address
 from cluster.ray_processes.router_actor import RouterProcess
+from cluster.supervision.handover import Handover
 from cluster.supervision.health import ClusterHealth
+from cluster.supervision.incarnations import Incarnations, generation_of
 from cluster.supervision.process_supervisor import END_S, ProcessSupervisor
 from cluster.supervision.registry import Registry
+from cluster.supervision.standby import Standby
 from cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
 from wire.address import address_of, is_loopback
 from wire.generated.tandem.v1 import cluster_pb2_grpc
 from wire.logging.logs import begin_log
 from wire.rpc import listen, open_server
 from wire.security.credentials import reading_keys
+
+_STANDBY = "keeping a standby of the router"
 
 
 class Controller:
@@ -37,17 +42,28 @@ class Controller:
         self._config = config
         self._registry = Registry()
         self._server = open_server()
-        self._router = RouterProcess(cluster, config.token)
+        self._router = RouterProcess(cluster, config.token, config.number, config.router_place)
+        incarnations = Incarnations()
         self._router_keeper = ProcessSupervisor(
-            "router", self._router.spawn, self._router_gone, hang_deadline_s=cluster.hang_deadline_s
+            "router",
+            self._router.spawn,
+            self._router_gone,
+            hang_deadline_s=cluster.hang_deadline_s,
+            incarnations=incarnations,
         )
-        outlive = bool(cluster.workers_outlive_s)
-        left: OrphanedWorkers = RayOrphanedWorkers() if outlive else NoOrphanedWorkers()
-        self._supervisor = WorkerSupervisor(config, self._registry, left)
-        others: Controllers = RayControllers() if outlive else NoControllers()
+        self._standby = Standby(
+            self._router_keeper, self._router.spawn_standby, incarnations, hang_deadline_s=cluster.hang_deadline_s
+        )
+        self._incarnations = incarnations
+        """The incarnations of routers."""
+        self._router_lived = False
+        """True if the first router is that of a controller that died."""
+        self._supervisor = WorkerSupervisor(config, self._registry, RayOrphanedWorkers())
+        others: Controllers = RayControllers() if cluster.workers_outlive_s else NoControllers()
         self._election = LeaderElection(config.number, others, self._supervisor)
         self._taking_over: asyncio.Task[None] | None = None
-        self._router_run: asyncio.Task[None] | None = None
+        self._runs: list[asyncio.Task[None]] = []
+        """The supervision of the router and of the standby router."""
         self._metrics: ClusterMetrics | None = None
         self._address = ""
         self._metrics_address = ""
@@ -72,12 +88,14 @@ class Controller:
         self._metrics_address = await metrics.open(host, cluster.metrics_port)
         self._supervisor.open(self._address, metrics)
         self._router.on_open = partial(metrics.opened, "router", "router")
-        self._router_run = asyncio.create_task(self._router_keeper.run(END_S + cluster.stop_grace_s))
+        await self._continue_router()
+        self._runs = [asyncio.create_task(self._router_keeper.run(END_S + cluster.stop_grace_s))]
         self._taking_over = asyncio.create_task(self._election.begin())
         return self._address
 
     async def serves(self) -> None:
         """Marks the start of the whole cluster as complete: every required process serves."""
+        self._runs.append(begin(going_on(self._standby.run, _STANDBY), _STANDBY))
         self._supervisor.started.set()
         self._election.started()
 
@@ -90,9 +108,23 @@ class Controller:
         await self._election.settled()
         return self._address
 
-    def _router_gone(self, _incarnation: int) -> None:
+    async def _continue_router(self) -> None:
+        """Adopts the router of the controller that this one replaces, if it lives; ends what else that one left."""
+        before = self._config.before
+        if before is None:
+            return
+        self._incarnations.begin(generation_of(before.router.incarnation) + 1)
+        self._router.listeners = before.grpc_address, before.http_address, before.operations_address
+        process = await self._router.adopt(before.router.incarnation)
+        if process is not None:
+            self._router_keeper.adopt(before.router.incarnation, process)
+            self._router_lived = True
+
+    def _router_gone(self, incarnation: int) -> None:
         if self._metrics is not None:
             self._metrics.gone("router")
+        if (standby := self._standby.use(incarnation)) is not None:
+            self._router_keeper.adopt(*standby)
 
     def _make_metrics(self, host: str) -> ClusterMetrics:
         cluster, token = self._config.cluster, self._config.token
@@ -109,20 +141,22 @@ class Controller:
 
     async def health(self) -> ClusterHealth:
         """Returns the health of all processes. Raises the error that keeps this controller from taking over."""
-        begun = self._taking_over
+        begun, supervisor = self._taking_over, self._supervisor
         filled = begun is not None and begun.done()
         if begun is not None and filled and not begun.cancelled():
             begun.result()
+        grpc_address, http_address, operations_address = self._router.listeners
         return ClusterHealth(
             self._router_keeper.health(),
-            self._router.grpc_address,
-            self._router.http_address,
-            tuple(health for _, health in self._supervisor.fleet.health()),
+            grpc_address,
+            http_address,
+            tuple(health for _, health in supervisor.fleet.health()),
             self._metrics_address,
             filled,
-            self._supervisor.taken_over,
-            self._router.operations_address,
+            supervisor.taken_over | ({"router"} if self._router_lived else frozenset()),
+            operations_address,
             self._election.kept_at,
+            supervisor.state if filled and self._election.keeps else None,
         )
 
     async def run(self) -> None:
@@ -138,9 +172,9 @@ class Controller:
         if self._taking_over is not None:
             self._taking_over.cancel()
             await asyncio.gather(self._taking_over, return_exceptions=True)
+        self._standby.stop()
         self._router_keeper.stop()
-        if self._router_run is not None:
-            await self._router_run
+        await asyncio.gather(*self._runs)
         # Only now: another controller may take over while the router still finishes requests.
         await self._election.stop()
         leave = await self._leaves_workers(asked=leave_workers)

@@ -1,8 +1,6 @@
 """The life of one cluster: start, serve, stop."""
 
-import contextlib
 import logging
-import os
 import secrets
 import signal
 import threading
@@ -10,16 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 from urllib.request import urlopen
 
 from cluster.config import ClusterConfig
-from cluster.controller import Controller
-from cluster.liveness import QUESTIONS
-from cluster.ray_processes.controllers import actor_name, next_number
+from cluster.controller_process import ControllerProcess
+from cluster.ray_processes.controllers import next_number
 from cluster.ray_processes.joined_ray import JoinedRay
 from cluster.ray_processes.ray_node import RayNode
-from cluster.ray_processes.ray_process import actor_class, on_this_node
+from cluster.ray_processes.ray_process import place_here
 from cluster.supervision.health import ClusterHealth, Phase
 from cluster.supervision.process_supervisor import first_line
 from cluster.supervision.roles import capacity, offer, plan
@@ -38,7 +34,9 @@ KILL_AFTER_S = 25.0
 KILLED_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 BESIDES_WORKERS = 2
-"""The number of actors that are not workers: controller and router."""
+"""The number of actors that start with the workers: controller and router. The router's standby starts later."""
+RESTARTS_MAX = 5
+"""Restarts of the controller that may fail in a row, about 8 s: nothing starts if Ray itself is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +107,7 @@ class Cluster:
         self._leave_workers = False
         self.left_workers = False
         """True if workers lived on when the cluster stopped."""
-        self._controller: Any = None
-        self._controller_pid = 0
+        self._controller: ControllerProcess | None = None
         self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
 
     @classmethod
@@ -146,8 +143,8 @@ class Cluster:
         """Returns the current health of the router and the workers. Unavailable once the cluster is gone."""
         if self._over.is_set():
             raise self._failure or Unavailable("the cluster is stopped; start it with `tandem up`")
-        health: ClusterHealth = _ask(self._controller.health.remote())
-        return health
+        assert self._controller is not None
+        return self._controller.health()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the cluster is gone or the timeout expires. Raises the error that ended it, if any."""
@@ -177,7 +174,7 @@ class Cluster:
         finally:
             try:
                 if self._controller is not None:
-                    self._stop_controller()
+                    self._stop_controller(self._controller)
                 self._node.stop()
             finally:
                 self._over.set()
@@ -192,33 +189,32 @@ class Cluster:
         self._progress(Progress("Ray", True))
 
     def _start_controller(self) -> None:
-        """Starts all processes, then waits until the controller dies or `stop` is called."""
+        """Starts all processes, then watches them until `stop` is called or the controller cannot be restarted."""
         if self._stopping.is_set():
             return
-        number = next_number() if self._config.workers_outlive_s else 0
         slots, gpus = plan(self._config, self._node.gpus), self._node.gpus
-        config = ControllerConfig(self._config, slots, gpus, self._token, number)
-        options = {"name": actor_name(number), "num_cpus": 0, "scheduling_strategy": on_this_node()}
-        self._controller = actor_class(Controller).options(**options).remote(config)
-        life = self._controller.run.remote()
-        self._controller_pid = _ask(self._controller.pid.remote(), timeout_s=60.0)
-        address = _ask(self._controller.start.remote(), timeout_s=60.0)
-        health = self._await_serving(life)
+        config = ControllerConfig(self._config, slots, gpus, self._token, next_number(), place_here())
+        self._controller = controller = ControllerProcess(config)
+        controller.start()
+        health = self._await_serving(controller)
         if health is None:
             return
-        _ask(self._controller.serves.remote())
+        controller.serves()
         listeners = health.grpc_address, health.http_address
         metrics = health.metrics_address, health.operations_address
-        self._ready.set_result(Endpoints(*listeners, address, self._token, *metrics))
-        self._watch(life, health)
+        self._ready.set_result(Endpoints(*listeners, controller.address, self._token, *metrics))
+        self._watch(controller, health)
 
-    def _watch(self, life: Any, health: ClusterHealth) -> None:
-        """Reports each process that dies or serves again, until `stop`."""
+    def _watch(self, controller: ControllerProcess, health: ClusterHealth) -> None:
+        """Reports each process that dies or serves again, until `stop`, and restarts the controller when it dies."""
         before, kept_at = {one.name: one.phase for one in health.all}, health.kept_at
         while not self._stopping.wait(WATCH_S):
-            _raise_if_over(life)
-            health = self._health_in_time()
-            if health.kept_at != kept_at:
+            try:
+                health = controller.health()
+            except Unavailable as death:
+                self._restart(controller, death.message)
+                continue
+            if health.filled and health.kept_at != kept_at:
                 kept_at = health.kept_at
                 self._progress(Progress("workers", True, note=_who_keeps(kept_at)))
             for one in health.all:
@@ -228,12 +224,30 @@ class Cluster:
                     self._progress(Progress(one.name, one.phase is Phase.SERVING, one.error))
                 before[one.name] = one.phase
 
-    def _await_serving(self, life: Any) -> ClusterHealth | None:
+    def _restart(self, controller: ControllerProcess, reason: str) -> None:
+        """Restarts a controller that died. Unavailable if it does not start again; returns early after `stop`."""
+        self._progress(Progress("controller", False, reason))
+        for _ in range(RESTARTS_MAX):
+            if self._stopping.wait(controller.restart_wait_s()):
+                return
+            try:
+                controller.restart()
+            except Exception as error:
+                log.warning("the controller did not start again: %s", first_line(error))
+                reason = first_line(error)
+                continue
+            self._progress(Progress("controller", True))
+            return
+        raise Unavailable(
+            f"the controller died and {RESTARTS_MAX} starts of another one failed: {reason}; start the cluster again"
+            " with `tandem up`"
+        )
+
+    def _await_serving(self, controller: ControllerProcess) -> ClusterHealth | None:
         """Polls until all processes serve; None = `stop` came first. The first death before that fails the start."""
         give_up = time.monotonic() + self._config.start_timeout_s
         while not self._stopping.wait(POLL_S):
-            _raise_if_over(life)
-            health = self._health_in_time()
+            health = controller.health()
             for one in health.all:
                 if one.restarts and not (health.taken_over and one in health.workers):
                     raise Unavailable(f"{one.name} did not start: {one.error}")
@@ -246,33 +260,12 @@ class Cluster:
                 raise DeadlineExceeded(f"{late} did not start within {self._config.start_timeout_s:g} s")
         return None
 
-    def _health_in_time(self) -> ClusterHealth:
-        """Returns the controller's health, and kills a controller that lives but does not reply.
-
-        Waits are counted rather than timed: while this process itself is stopped, only one of them passes.
-        """
-        import ray
-
-        reply, deadline_s = self._controller.health.remote(), self._config.hang_deadline_s
-        waits = 0
-        while not ray.wait([reply], timeout=(deadline_s or ANSWER_TIMEOUT_S) / QUESTIONS)[0]:
-            waits += 1
-            if deadline_s and waits == QUESTIONS:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._controller_pid, signal.SIGKILL)  # Ray alone would ask it first, and wait
-                raise Unavailable(
-                    f"the controller gave no sign of life for {deadline_s:g} s and was killed, and the router with it; "
-                    "start them again with `tandem up`"
-                )
-        health: ClusterHealth = _ask(reply)
-        return health
-
-    def _stop_controller(self) -> None:
+    def _stop_controller(self, controller: ControllerProcess) -> None:
         """Stops the controller, for a bounded time after the grace; processes that remain die with Ray."""
         self.left_workers = bool(self._config.workers_outlive_s)  # those of one that is dead or silent
         try:
-            left = self._controller.stop.remote(leave_workers=self._leave_workers)
-            self.left_workers = _ask(left, timeout_s=self._config.stop_grace_s + STOP_TIMEOUT_S)
+            within_s = self._config.stop_grace_s + STOP_TIMEOUT_S
+            self.left_workers = controller.stop(within_s, leave_workers=self._leave_workers)
         except Unavailable:
             pass
         except Exception as error:  # Ray itself was killed meanwhile, as `stop` does when its time is over
@@ -294,16 +287,6 @@ def _restore_sigterm() -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _ask(reply: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-    """Returns the controller's reply. Unavailable if it is dead or silent."""
-    import ray
-
-    try:
-        return ray.get(reply, timeout=timeout_s)
-    except ray.exceptions.RayError as error:
-        raise Unavailable(f"the controller does not answer: {first_line(error)}") from None
-
-
 def _sees_workers(health: ClusterHealth) -> bool:
     """Returns True if the router reports that it has found the workers: its health service, or /ready beside TLS."""
     import grpc
@@ -323,15 +306,6 @@ def _sees_workers(health: ClusterHealth) -> bool:
         except grpc.RpcError:
             return False
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _raise_if_over(life: Any) -> None:
-    """Raises Unavailable if the controller is gone."""
-    import ray
-
-    done, _ = ray.wait([life], timeout=0)
-    if done:
-        raise Unavailable("the controller died, and the router with it; start them again with `tandem up`")
 
 
 def _who_keeps(controller: str) -> str:

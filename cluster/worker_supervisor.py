@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.background import begin, going_on
 from cluster.config import ClusterConfig
@@ -13,7 +13,7 @@ from cluster.leadership.forwarding import mirror
 from cluster.metrics import ClusterMetrics
 from cluster.operations.adapters import Adapters
 from cluster.operations.assignments import Assignments
-from cluster.operations.handover_state import Handover, HandoverState, inherit, slot_of
+from cluster.operations.handover_state import HandoverState, inherit, restore, slot_of
 from cluster.operations.operator import Operator
 from cluster.operations.worker_slots import Fleet
 from cluster.planner_config import PlannerMode
@@ -21,7 +21,8 @@ from cluster.planning import Planning
 from cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers, fitting
 from cluster.ray_processes.ray_process import node_is_up
 from cluster.ray_processes.worker_actors import WorkerActors
-from cluster.supervision.health import Phase
+from cluster.supervision.handover import ControllerState, Handover
+from cluster.supervision.health import ClusterHealth, Phase
 from cluster.supervision.incarnations import Incarnations, generation_of
 from cluster.supervision.modes import Topology
 from cluster.supervision.process_supervisor import Process, ProcessSupervisor
@@ -62,6 +63,10 @@ class ControllerConfig:
     """The cluster's secret, presented by every client that registers or watches."""
     number: int = 0
     """The number of this controller in its cluster; a higher number means a younger controller."""
+    router_place: Any = None
+    """The placement group of routers, on this host; it ends with `tandem up`."""
+    before: ClusterHealth | None = None
+    """The last health that the controller reported which this one replaces; None = this is the first."""
 
 
 class WorkerSupervisor:
@@ -72,6 +77,8 @@ class WorkerSupervisor:
         self._config = config
         self._registry = registry
         self._left = left
+        self._before = None if config.before is None else config.before.state
+        """The state to restore at the first `take_over`, unless another controller hands the workers over."""
         self._incarnations = Incarnations()
         self._workers = WorkerActors(cluster, config.token, self._serves_metrics)
         self.fleet = Fleet(self._keeper, self._new_slot, self._workers.release)
@@ -116,7 +123,11 @@ class WorkerSupervisor:
         self._incarnations.begin(await self._left.next_generation(above))
         found = await fitting(left, self._served)
         living = {name: description.assignment.role for name, (_, description) in found.items()}
-        state = inherit(self._config.cluster, self._config.slots, living, handover)
+        before, self._before = self._before, None
+        if before is not None and before.slots and handover == Handover():
+            handover, state = before.handover, restore(before, living)
+        else:
+            state = inherit(self._config.cluster, self._config.slots, living, handover)
         await self._left.clear({slot.worker_id for slot in state.slots})
         self._assignments.inherit(state.topology, state.roles, state.drained)
         self.taken_over = frozenset(found)
@@ -134,6 +145,13 @@ class WorkerSupervisor:
         ]
         if self._planner is not None:
             self._tasks.append(begin(self._planner.run(), "the planner"))
+
+    @property
+    def state(self) -> ControllerState:
+        """The workers as they are wanted now."""
+        slots = self.operator.staying(slot for slot, _ in self.fleet.health())
+        topology = self._assignments.topology_with([slot.worker_id for slot in slots])
+        return ControllerState(slots, topology, self.operator.handover())
 
     async def let_go(self) -> Handover:
         """Releases the workers, which keep serving; returns when this controller no longer acts on them."""

@@ -41,11 +41,17 @@ class RouterServer:
         """`policy` chooses workers; None = the policy of predicted cost."""
         self._config = config
         self._policy = policy or PlacementPolicy(config.mode)
+        self._text: tuple[Tokenizer, GenerationDefaults] | None = None
         self._ready: bool | None = None
         self._exporter: TraceExporter | None = None
         self._audit: AuditLog | None = None
         self._opened: Listeners | None = None
         self._operations: HttpServer | None = None
+
+    async def prepare(self) -> None:
+        """Load the tokenizer, which takes most of the time of `start`, and do nothing else. Idempotent."""
+        if self._text is None:
+            self._text = await asyncio.to_thread(_load, self._config)
 
     async def start(self) -> RouterEndpoints:
         """Load the tokenizer, watch the cluster, and open the listeners.
@@ -54,7 +60,9 @@ class RouterServer:
         folder and FailedPrecondition for a port that is taken.
         """
         config = self._config
-        tokenizer, defaults = await asyncio.to_thread(_load, config)
+        await self.prepare()
+        assert self._text is not None
+        tokenizer, defaults = self._text
         if config.otlp_endpoint:
             self._exporter = otlp_exporter(config.otlp_endpoint, config.router_id)
         self._dispatcher = dispatcher = Dispatcher(config, self._policy, tokenizer, self._follow_readiness)

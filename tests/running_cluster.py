@@ -12,7 +12,7 @@ import grpc
 
 from cli.connection.controller_client import ControllerClient
 from cluster.config import ClusterConfig
-from cluster.launcher import Cluster, Endpoints, _ask
+from cluster.launcher import Cluster, Endpoints
 from cluster.planner_config import PlannerConfig, PlannerMode
 from cluster.supervision.health import Health, Phase
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -52,8 +52,8 @@ class RunningCluster:
 
     def controller_pid(self) -> int:
         """Returns the controller's process id."""
-        pid: int = _ask(self._cluster._controller.pid.remote())
-        return pid
+        assert self._cluster._controller is not None
+        return self._cluster._controller.pid()
 
     def workers(self) -> tuple[Health, ...]:
         """Returns every worker as the controller reports it."""

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Protocol
 
 from cluster.background import begin, going_on
-from cluster.operations.handover_state import Handover
 from cluster.ray_processes.controllers import Controllers, OtherController
+from cluster.supervision.handover import Handover
 from wire.errors import Unavailable
 
 log = logging.getLogger(__name__)

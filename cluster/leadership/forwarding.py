@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -57,6 +57,17 @@ class ForwardingServicer(ClusterServicer):
         super().__init__(registry, operator, adapters)
         self._token = token
         self._elsewhere = elsewhere
+
+    async def Watch(
+        self, request: cluster_pb2.WatchRequest, context: _Context
+    ) -> AsyncIterator[cluster_pb2.Membership]:
+        """Streams the membership, from when it is complete, and after each change.
+
+        This controller may replace one that died: until then routers and workers keep the membership of that one.
+        """
+        await self._registry.complete.wait()
+        async for membership in super().Watch(request, context):
+            yield membership
 
     async def SetMode(self, request: cluster_pb2.SetModeRequest, context: _Context) -> cluster_pb2.SetModeResponse:
         """Changes the mode here or at the leader."""

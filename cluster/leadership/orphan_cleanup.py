@@ -9,11 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cluster.joining import check_cluster_name, check_ray_address, namespace_of
-from cluster.operations.handover_state import Handover
 from cluster.ray_processes.controllers import Controllers, OtherController, RayControllers, actor_name, next_number
 from cluster.ray_processes.joined_ray import JoinedRay
 from cluster.ray_processes.orphaned_workers import OrphanedWorkers, RayOrphanedWorkers
 from cluster.ray_processes.ray_process import actor_class, on_this_node, plainly
+from cluster.supervision.handover import Handover
 from wire.errors import FailedPrecondition, NotFound, Unavailable
 
 ANSWER_S = 5.0

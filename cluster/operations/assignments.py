@@ -70,6 +70,13 @@ class Assignments:
         """Returns the wanted assignment of this worker; a worker that does not run starts with it."""
         return self._wanted[worker_id]
 
+    def topology_with(self, worker_ids: Collection[str]) -> Topology:
+        """Returns the topology once the absent ones among these workers serve again."""
+        topology = self.topology
+        for worker_id in self._absent.keys() & set(worker_ids):
+            topology = _with_more(topology, self._absent[worker_id], 1)
+        return topology
+
     async def roles(self) -> dict[str, Role]:
         """Returns the own role of every worker, also of absent ones and of stand-ins for others."""
         async with self._one_at_a_time:

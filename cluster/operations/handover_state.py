@@ -1,25 +1,16 @@
 """The initial workers of a controller that succeeds others: those that live, and those that are missing."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.config import GPU_MEMORY_FRACTION, ClusterConfig
 from cluster.planner_config import PlannerMode
+from cluster.supervision.handover import ControllerState, Handover
 from cluster.supervision.modes import Topology
 from cluster.supervision.roles import Slot
 from wire.messages import Role
 from wire.mode import Mode
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """Facts that a controller that releases its workers passes on, beyond what the workers report themselves."""
-
-    drained: tuple[str, ...] = ()
-    """Workers that have drained and stay drained until they are wanted again."""
-    rescheduling: tuple[tuple[str, str], ...] = ()
-    """Workers that start elsewhere once their node has left, with that node's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +36,7 @@ def inherit(
     an operator wanted fewer to serve.
     """
     handover = handover or Handover()
-    drained = tuple(name for name in (*handover.drained, *dict(handover.rescheduling)) if name not in living)
+    drained = _absent(handover, living)
     there = [*living, *drained]
     asked = _asked(config, len(living))
     new = _missing(planned, there, asked - len(there))
@@ -53,6 +44,17 @@ def inherit(
     roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in slots}
     surplus = bool(living) and len(slots) > asked
     return HandoverState(slots, _topology(config, roles, living), roles, drained, surplus)
+
+
+def restore(before: ControllerState, living: Mapping[str, Role]) -> HandoverState:
+    """Returns the initial workers of a controller that replaces one that died, from the state of that one."""
+    drained = _absent(before.handover, living)
+    roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in before.slots}
+    return HandoverState(before.slots, before.topology, roles, drained)
+
+
+def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in (*handover.drained, *dict(handover.rescheduling)) if name not in living)
 
 
 def _asked(config: ClusterConfig, living: int) -> int:

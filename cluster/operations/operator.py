@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from cluster.background import Changes
 from cluster.operations.assignments import Assignments
 from cluster.operations.draining import END_S, Draining, Drains
-from cluster.operations.handover_state import Handover
 from cluster.operations.worker_slots import Fleet
+from cluster.supervision.handover import Handover
 from cluster.supervision.health import Phase
 from cluster.supervision.modes import ModeChange
 from cluster.supervision.process_supervisor import WAITS_FOR_NODE, ProcessSupervisor
@@ -82,13 +82,21 @@ class Operator:
         """Completes running drains, cancels pending waits, and returns the facts that the next controller needs."""
         while self._draining:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
-        drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
-        going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
-        handover = Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
+        handover = self.handover()
         await asyncio.gather(*self._changes.cancel(), return_exceptions=True)
         self._awaited.clear()
         self._rescheduling.clear()
         return handover
+
+    def handover(self) -> Handover:
+        """Returns the facts that another controller would need now."""
+        drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
+        going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
+        return Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
+
+    def staying(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
+        """Returns the slots of these whose workers are not about to leave for good."""
+        return tuple(slot for slot in slots if slot.worker_id not in self._leaving)
 
     def resume(self, handover: Handover) -> None:
         """Continues the rescheduling that another controller began."""

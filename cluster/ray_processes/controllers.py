@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from cluster.operations.handover_state import Handover
+from cluster.supervision.handover import Handover
 from wire.errors import Unavailable
 from worker.actor import CONTROLLER
 

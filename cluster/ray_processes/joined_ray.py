@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -47,10 +48,12 @@ class JoinedRay:
 
         `auto` is RAY_ADDRESS, otherwise the cluster that `ray start` last joined. A missing cluster or node may appear
         within `wait_s` seconds, unless `stopping` is set before. In a `namespace` other processes find these actors,
-        and some actors may be left by others; None = a private one. Workers on several hosts need a `trusted_network`.
+        and some actors may be left by others; None = one of this process's own. Workers on several hosts need a
+        `trusted_network`.
         """
         self._trusted_network = trusted_network
-        self._namespace = namespace
+        self._shared = namespace is not None
+        self._namespace = namespace or f"tandem-{secrets.token_hex(8)}"
         self._address = address
         self._wait_s = wait_s
         self._stopping = stopping or threading.Event()
@@ -123,7 +126,7 @@ class JoinedRay:
     def _check_places(self, needed: dict[str, float]) -> None:
         import ray
 
-        if self._namespace is not None and ray.util.list_named_actors():
+        if self._shared and ray.util.list_named_actors():
             return  # a missing node does not prevent taking over the workers of the others
         there = ray.cluster_resources()
         for role, count in needed.items():

@@ -64,22 +64,6 @@ class OrphanedWorkers(ABC):
         """Releases all placement groups but those of `kept`; returns the names of their workers."""
 
 
-class NoOrphanedWorkers(OrphanedWorkers):
-    """The orphaned workers of a cluster whose workers end with it: none."""
-
-    async def living(self) -> list[OrphanedWorker]:
-        """Returns no workers."""
-        return []
-
-    async def next_generation(self, above: int) -> int:
-        """Returns the generation after `above`."""
-        return above + 1
-
-    async def clear(self, kept: Collection[str]) -> Collection[str]:
-        """Releases nothing."""
-        return ()
-
-
 class RayOrphanedWorkers(OrphanedWorkers):
     """The orphaned workers that are detached actors and placement groups in this process's namespace."""
 

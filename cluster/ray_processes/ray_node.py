@@ -1,7 +1,7 @@
 """A private Ray node: every socket on loopback, a fresh token, a temp folder of its own, nothing left behind.
 
 Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so the caller of `start` keeps
-that thread alive until `stop`.
+that thread alive until `stop`. A watchdog ends what survives that.
 """
 
 import atexit
@@ -17,6 +17,7 @@ from functools import partial
 import psutil
 
 from cluster.ray_processes.temp_folder import TempFolder, remove_abandoned
+from cluster.ray_processes.watchdog import Watchdog
 from wire.errors import Unavailable
 from wire.logging.log_file import KEPT
 from wire.logging.logs import MAX_MIB
@@ -46,6 +47,9 @@ ENVIRONMENT = {
 }
 """Environment that must be set before Ray is imported: it reads much of it only then."""
 
+_NAMESPACE = "tandem"
+"""The namespace of all actors: a restarted controller finds them there by name."""
+
 _TOO_SLOW = "timed out during startup"
 """The text of Ray's exception, which has no type of its own."""
 
@@ -65,6 +69,7 @@ class RayNode:
         """Limits each of Ray's log files to `log_max_bytes`, unless the environment sets another number."""
         self._log_max_bytes = log_max_bytes
         self._folder: TempFolder | None = None
+        self._watchdog: Watchdog | None = None
         self._family: list[psutil.Process] = []
 
     def start(self, resources: dict[str, float], processes: int) -> None:
@@ -97,12 +102,14 @@ class RayNode:
 
         remove_abandoned()
         self._folder = folder = TempFolder()
+        self._watchdog = Watchdog(folder.path)
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             with warnings.catch_warnings(), _without_helpers():
                 warnings.simplefilter("ignore")
                 ray.init(
                     address="local",
+                    namespace=_NAMESPACE,
                     num_cpus=processes,
                     resources=resources,
                     include_dashboard=False,
@@ -143,6 +150,9 @@ class RayNode:
     def _remove_folder(self) -> None:
         if self._folder is not None:
             self._folder.remove()
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.stop()
 
     def _processes(self) -> list[psutil.Process]:
         """Returns Ray's processes, found by this node's folder on their command line, and all their descendants."""

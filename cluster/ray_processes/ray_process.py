@@ -11,6 +11,8 @@ from cluster.supervision.process_supervisor import Process
 from kv_transfer.nixl_backend import processes
 
 PID_TIMEOUT_S = 120.0
+_SHARE_OF_NODE = 0.001
+"""Amount of the resource by which Ray names a node, of which a node has 1; a placement group may not be empty."""
 
 
 def actor_class(plain: type) -> Any:
@@ -26,6 +28,27 @@ def on_this_node() -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def place_here() -> Any:
+    """Returns a placement group on this process's node, for actors that end with this process.
+
+    Ray ends what is in a placement group when the job that made it ends. A detached actor in it therefore outlives the
+    actor that created it, but not the job.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+
+    me = ray.get_runtime_context().get_node_id()
+    address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == me)
+    return placement_group([{f"node:{address}": _SHARE_OF_NODE}])
+
+
+def in_place(place: Any) -> Any:
+    """Returns a scheduling strategy for actors in this placement group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(place)
 
 
 def node_address() -> str:

@@ -66,14 +66,19 @@ def remove_abandoned(root: Path | None = None) -> list[Path]:
     removed = []
     for folder in (root or temp_root()).glob(f"{PREFIX}*"):
         if _abandoned(folder):
-            _end_leftovers(folder)
-            shutil.rmtree(folder, ignore_errors=True)
+            clean_up(folder)
             removed.append(folder)
     return removed
 
 
+def clean_up(folder: Path) -> None:
+    """Ends this user's Ray processes that work in a folder whose owner has ended, and deletes the folder."""
+    if folder.exists():
+        _end_leftovers(folder)
+        _remove_tree(folder)
+
+
 def _end_leftovers(folder: Path) -> None:
-    """Kills this user's Ray processes that work in `folder`: two of Ray's agents outlive a cluster that got SIGKILL."""
     left = [process for process in psutil.process_iter() if _is_leftover(process, folder)]
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import ClusterConfig
 from cluster.ray_processes.orphaned_workers import OrphanedWorker, give_back, is_made, is_removed, place_of
-from cluster.ray_processes.ray_process import RayProcess, actor_class
+from cluster.ray_processes.ray_process import RayProcess, actor_class, in_place
 from cluster.supervision.process_supervisor import Process
 from cluster.supervision.roles import GPU, Slot, bundle
 from wire.messages import Assignment
@@ -28,8 +28,9 @@ _PLACE_LOOK_S = 0.25
 class WorkerActors:
     """Spawns workers. A slot's placement group is created once and holds its resources between two incarnations.
 
-    Ray's autoscaler counts a group that is not placed as demand. Where workers may outlive this process, actors and
-    groups are detached, and a group that an earlier process left is reused.
+    Ray's autoscaler counts a group that is not placed as demand. Actors are detached, so that they outlive a controller
+    that dies; their groups end with `tandem up`, and the actors with them, unless workers may outlive it. A group that
+    an earlier controller left is reused.
     """
 
     def __init__(
@@ -48,8 +49,6 @@ class WorkerActors:
 
     async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
         """Spawns a process for `slot`, which has `assignment` until it is sent another."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         from worker.actor import WorkerActor
 
         options = {
@@ -57,10 +56,9 @@ class WorkerActors:
             "num_cpus": 0,
             "resources": {name: count for name, count in bundle(slot).items() if name != GPU},
             "num_gpus": bundle(slot).get(GPU),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(await asyncio.to_thread(self._group, slot)),
+            "scheduling_strategy": in_place(await asyncio.to_thread(self._group, slot)),
+            "lifetime": "detached",
         }
-        if self._cluster.workers_outlive_s:
-            options["lifetime"] = "detached"
         settings = self.config(slot, assignment), incarnation, self._cluster.log_of(slot.worker_id)
         actor = actor_class(WorkerActor).options(**options).remote(*settings)
         return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
@@ -75,13 +73,8 @@ class WorkerActors:
 
     async def release(self, slot: Slot) -> None:
         """Releases the slot's placement group, which ends its actor."""
-        from ray.util.placement_group import remove_placement_group
-
-        group = self._groups.pop(slot.worker_id, None)
-        if self._cluster.workers_outlive_s:
-            await asyncio.to_thread(give_back, slot.worker_id)  # also a group that an earlier process made
-        elif group is not None:
-            await asyncio.to_thread(remove_placement_group, group)
+        self._groups.pop(slot.worker_id, None)
+        await asyncio.to_thread(give_back, slot.worker_id)  # also a group that an earlier controller made
 
     async def _placed(self, slot: Slot) -> None:
         while not await asyncio.to_thread(lambda: is_made(self._group(slot))):  # noqa: ASYNC110
@@ -92,9 +85,9 @@ class WorkerActors:
         from ray.util.placement_group import placement_group
 
         known = self._groups.get(slot.worker_id)
-        if known is not None and not (self._cluster.workers_outlive_s and is_removed(known)):
+        if known is not None and not is_removed(known):
             return known
-        group = place_of(slot.worker_id) if self._cluster.workers_outlive_s else None
+        group = place_of(slot.worker_id)
         if group is not None and group.bundle_specs != [bundle(slot)]:
             give_back(slot.worker_id)
             group = None

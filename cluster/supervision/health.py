@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cluster.supervision.handover import ControllerState
+
 
 class Phase(StrEnum):
     """The phase in the life of a supervised process."""
@@ -56,11 +58,13 @@ class ClusterHealth:
     filled: bool = True
     """True once the set of workers is known; before that the controller still looks for workers that live already."""
     taken_over: frozenset[str] = frozenset()
-    """The workers that another controller started."""
+    """The processes that another controller started."""
     operations_address: str = ""
     """Address of the router's metrics and traces if `http_address` has TLS, else empty."""
     kept_at: str = ""
     """The controller that supervises the workers instead, host:port; empty = this one does."""
+    state: ControllerState | None = None
+    """The workers as this controller wants them; None = it does not supervise them, or not yet."""
 
     @property
     def all(self) -> tuple[Health, ...]:
@@ -78,7 +82,7 @@ class ClusterHealth:
         return (self.router, *(one for one in self.workers if self.lived_before(one)))
 
     def lived_before(self, one: Health) -> bool:
-        """Returns True for a worker that another controller started and that has not been restarted since."""
+        """Returns True for a process that another controller started and that has not been restarted since."""
         return one.name in self.taken_over and not one.restarts
 
 

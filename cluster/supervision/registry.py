@@ -22,6 +22,8 @@ class Registry:
         self._workers: dict[str, WorkerInfo] = {}
         self._gone: dict[str, int] = {}
         self._changed = asyncio.Event()
+        self.complete = asyncio.Event()
+        """Set once all workers that serve are known: the controller has taken them over, or mirrors the leader."""
         self._mode = ""
         self._adapters: tuple[AdapterFacts, ...] | None = None
         self.lack: Callable[[WorkerInfo], str] = lambda _: ""
@@ -54,13 +56,18 @@ class Registry:
         if copied != (self._workers, self._mode, self._adapters, self._mirrored):
             self._workers, self._mode, self._adapters, self._mirrored = copied
             self._publish()
+        self.complete.set()
 
     def keep(self, peers: Collection[PeerRef]) -> None:
-        """Removes all workers except `peers` for good, and what was mirrored of expected ones."""
+        """Removes all workers except `peers` for good, and what was mirrored of expected ones.
+
+        From now on the membership is complete.
+        """
         self._mirrored = ()
         for info in self.membership().workers:
             if info.peer not in peers:
                 self.unregister(info.peer)
+        self.complete.set()
 
     def register(self, info: WorkerInfo) -> None:
         """Adds a worker or replaces its earlier incarnation. StaleEpoch for an incarnation that is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import re
 import shutil
@@ -246,6 +247,25 @@ def test_a_signal_at_any_moment_leaves_nothing(
     out, _ = process.communicate(timeout=60)
     assert process.returncode == code, out
     assert "Traceback" not in out
+    assert_gone(relatives, before, temp_root)
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_up_leaves_nothing(
+    start_up: Callable[..., subprocess.Popen[str]], temp_root: Path, tell: Callable[[str], None]
+) -> None:
+    """Ray's two agents do not end by themselves for minutes."""
+    before = shared_memory()
+    process = start_up()
+    read_until(process, "Ctrl-C stops it")
+    relatives = family(process.pid)
+    process.kill()
+    began = time.monotonic()
+    process.wait()
+    _, alive = psutil.wait_procs(relatives, timeout=60)
+    tell(f"all processes were gone {time.monotonic() - began:.1f} s after SIGKILL")
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    shutil.rmtree(temp_root / f"torchinductor_{getpass.getuser()}", ignore_errors=True)  # a cache of PyTorch
     assert_gone(relatives, before, temp_root)
 
 

@@ -13,7 +13,7 @@ import cluster.operations.draining
 import cluster.operations.operator
 import cluster.supervision.process_supervisor
 from cluster.config import ClusterConfig
-from cluster.operations.handover_state import Handover
+from cluster.supervision.handover import Handover
 from cluster.supervision.health import Phase
 from cluster.supervision.modes import ModeChange, Topology
 from cluster.supervision.process_supervisor import WAITS_FOR_NODE

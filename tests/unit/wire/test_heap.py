@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from cluster.ray_processes import router_actor
 from router import server as router_server
+from router.config import RouterConfig
+from wire.logging.logs import LogConfig
 from worker import actor as worker_actor
 
 _IN_A_PROCESS = """
@@ -67,6 +70,9 @@ async def test_a_router_and_a_worker_settle_when_they_have_started(monkeypatch: 
     class Server:
         def __init__(self, _config: object) -> None: ...
 
+        async def prepare(self) -> None:
+            done.append("prepared")
+
         async def start(self) -> str:
             done.append("router")
             return "listeners"
@@ -74,10 +80,14 @@ async def test_a_router_and_a_worker_settle_when_they_have_started(monkeypatch: 
     monkeypatch.setattr(router_server, "RouterServer", Server)
     for module in (router_actor, worker_actor):
         monkeypatch.setattr(module, "settle_heap", lambda: done.append("settled"))
-    router = router_actor.RouterActor.__new__(router_actor.RouterActor)
-    router._config = None  # type: ignore[assignment]
+    monkeypatch.setattr(router_actor, "begin_log", lambda *_: None)
+    config = RouterConfig("router-1", Path("m"), "m", "127.0.0.1:1", "t")
+    router = router_actor.RouterActor(config, 1, LogConfig())
     worker = worker_actor.WorkerActor.__new__(worker_actor.WorkerActor)
     worker._process = SimpleNamespace(start=lambda _note: done.append("worker"), metrics_address="")  # type: ignore[assignment]
+    await router.prepare()
+    assert done == ["prepared", "settled"], "a standby is no slower than others once it is used"
+    assert await router.start() == "listeners"
     assert await router.start() == "listeners"
     await worker.start()
-    assert done == ["router", "settled", "worker", "settled"]
+    assert done == ["prepared", "settled", "router", "settled", "worker", "settled"]

@@ -14,10 +14,11 @@ from cluster.leadership.forwarding import ForwardingServicer, mirror
 from cluster.supervision.registry import Registry
 from tests.unit.cluster.crew import FACTS, until
 from tests.unit.cluster.test_service import ABSENT, Asked, AskedAdapters
+from wire import convert
 from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable
-from wire.generated.tandem.v1 import cluster_pb2_grpc
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.messages import Membership, PeerRef, Role, WorkerInfo
-from wire.rpc import listen, open_server
+from wire.rpc import listen, open_channel, open_server
 
 
 class Nobody(Asked):
@@ -38,6 +39,7 @@ class Listeners:
     def __init__(self) -> None:
         self.servers: list[Any] = []
         self.registry = Registry()
+        self.registry.keep(())
         self.keeper = ""
         self.clear = asyncio.Event()
 
@@ -175,3 +177,25 @@ def test_what_nobody_keeps_any_more_is_removed_for_good() -> None:
         registry.register(WorkerInfo(peer, Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake"))
     registry.keep({PeerRef("decode-1", 1)})
     assert [each.peer.worker_id for each in registry.membership().workers] == ["decode-1"]
+
+
+async def test_a_membership_is_sent_only_when_all_workers_that_serve_are_known(listeners: Listeners) -> None:
+    """Routers keep that of a controller that died until then, and go on sending requests."""
+    listeners.registry = registry = Registry()
+    peers = [PeerRef("prefill-0", 1), PeerRef("decode-0", 1)]
+    seen: list[Membership] = []
+    async with open_channel(await listeners.open(Asked(), listeners.here), "secret") as channel:
+
+        async def watch() -> None:
+            async for message in cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest()):
+                seen.append(convert.membership_from_proto(message))
+
+        watching = asyncio.ensure_future(watch())
+        for peer in peers:
+            await cluster_pb2_grpc.ClusterStub(channel).ListAbsent(cluster_pb2.ListAbsentRequest())
+            registry.register(WorkerInfo(peer, Role.BOTH, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake"))
+        registry.keep(peers)
+        await until(lambda: seen)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    assert [{info.peer for info in each.workers} for each in seen] == [set(peers)]

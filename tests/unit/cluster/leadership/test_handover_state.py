@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.operations.handover_state import Handover, HandoverState, inherit
+from cluster.operations.handover_state import HandoverState, inherit
 from cluster.planner_config import PlannerConfig, PlannerMode
+from cluster.supervision.handover import Handover
 from cluster.supervision.roles import plan
 from planner.decision import Limits, Range
 from wire.messages import Role

@@ -9,8 +9,8 @@ import pytest
 
 from cluster.leadership import election
 from cluster.leadership.election import LeaderElection
-from cluster.operations.handover_state import Handover
 from cluster.ray_processes.controllers import Controllers, OtherController
+from cluster.supervision.handover import Handover
 from tests.unit.cluster.crew import until
 from wire.errors import Unavailable
 

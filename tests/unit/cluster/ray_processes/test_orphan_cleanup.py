@@ -9,9 +9,9 @@ import pytest
 
 from cluster.leadership import orphan_cleanup as clearing
 from cluster.leadership.orphan_cleanup import Clearing
-from cluster.operations.handover_state import Handover
 from cluster.ray_processes.controllers import Controllers, OtherController
 from cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
+from cluster.supervision.handover import Handover
 from cluster.supervision.process_supervisor import Process
 from wire.errors import FailedPrecondition, NotFound, Unavailable
 from wire.messages import PeerRef

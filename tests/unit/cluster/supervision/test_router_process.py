@@ -1,10 +1,14 @@
-"""The router's config follows the cluster's settings."""
+"""The router's config follows the cluster's settings, and its process may outlive the controller."""
 
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
 
 from cluster.config import ClusterConfig
+from cluster.ray_processes.ray_process import RayProcess
 from cluster.ray_processes.router_actor import RouterProcess
 from router.config import RouterConfig
 
@@ -28,3 +32,33 @@ def test_settings_of_one_name_are_passed_on() -> None:
     shared -= {"token", "model_name"}
     assert shared >= GIVEN.keys()
     assert {name: getattr(told, name) for name in shared} == {name: getattr(cluster, name) for name in shared}
+
+
+async def test_a_controller_that_replaces_a_dead_one_adopts_its_router_and_ends_other_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A standby of the dead controller is one; routers of another `tandem up` on the same Ray are not touched."""
+    actors = {name: MagicMock() for name in ("router-1-7", "router-1-9", "router-12-9", "decode-0-9")}
+    killed: list[object] = []
+
+    def find(name: str) -> MagicMock:
+        if name not in actors:
+            raise ValueError(name)
+        return actors[name]
+
+    monkeypatch.setattr("ray.util.list_named_actors", lambda: list(actors))
+    monkeypatch.setattr("ray.get_actor", find)
+    monkeypatch.setattr("ray.kill", lambda actor, **_: killed.append(actor))
+    router = RouterProcess(ClusterConfig(Path("m")), "t", 1)
+    process = await router.adopt(7)
+    assert isinstance(process, RayProcess)
+    assert process._actor is actors["router-1-7"]
+    assert killed == [actors["router-1-9"]]
+    assert await router.adopt(8) is None
+
+
+def test_a_router_starts_on_the_ports_of_the_one_before_it() -> None:
+    router = RouterProcess(ClusterConfig(Path("m"), grpc_port=0, http_port=0), "t")
+    router.listeners = "127.0.0.1:5001", "127.0.0.1:5002", ""
+    config = router._config(3)
+    assert (config.grpc_port, config.http_port, config.operations_port) == (5001, 5002, 0)

@@ -15,9 +15,9 @@ from cluster import worker_supervisor as supervisor
 from cluster.config import ClusterConfig
 from cluster.metrics import ClusterMetrics
 from cluster.operations import operator
-from cluster.operations.handover_state import Handover
 from cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
-from cluster.supervision.health import Phase
+from cluster.supervision.handover import Handover
+from cluster.supervision.health import ClusterHealth, Health, Phase
 from cluster.supervision.process_supervisor import Process
 from cluster.supervision.registry import Registry
 from cluster.supervision.roles import Slot, plan
@@ -128,10 +128,11 @@ class World(OrphanedWorkers):
         self.generation = 0
         self.move_in(config)
 
-    def move_in(self, config: ClusterConfig = CONFIG) -> WorkerSupervisor:
-        """Starts another supervisor, of a controller of its own."""
+    def move_in(self, config: ClusterConfig = CONFIG, before: ClusterHealth | None = None) -> WorkerSupervisor:
+        """Starts another supervisor, of a controller of its own, which may replace one with this last health."""
         self.registry = Registry()
-        self.supervisor = WorkerSupervisor(ControllerConfig(config, plan(config, 0), 0, "t"), self.registry, self)
+        slots = before.state.slots if before is not None and before.state is not None else plan(config, 0)
+        self.supervisor = WorkerSupervisor(ControllerConfig(config, slots, 0, "t", before=before), self.registry, self)
         metrics = ClusterMetrics("m", "t", frozenset(), list, dict)
         self.supervisor.open("10.0.0.1:5", metrics)
         self.metrics = metrics
@@ -383,3 +384,28 @@ async def test_who_is_being_taken_over_lives_on_when_that_is_given_up() -> None:
     await asyncio.gather(taking, return_exceptions=True)
     await world.supervisor.stop(end_workers=False)
     assert world.running == running
+
+
+async def test_a_controller_that_replaces_a_dead_one_keeps_what_operators_changed() -> None:
+    """The config has one worker of each role; there were two that decode, and one of them was drained."""
+    world = World()
+    await world.supervisor.take_over(Handover())
+    await until(lambda: all(keeper.phase is Phase.SERVING for keeper in world.supervisor.fleet.keepers.values()))
+    await world.supervisor.operator.resize(SizeChange(prefill=1, decode=2, wait_s=60.0))
+    await world.supervisor.operator.drain_worker("decode-1", 0.0, restart=False, force=False)
+    await until(lambda: world.supervisor.fleet.keepers["decode-1"].phase is Phase.DRAINED)
+    serving, state = world.serving, world.supervisor.state
+    assert state.handover == Handover(("decode-1",))
+    await world.supervisor.stop(end_workers=False)
+    health = Health("router", Phase.SERVING, 7, 1, 0, "")
+
+    heir = world.move_in(before=ClusterHealth(health, "a:1", "a:2", (), state=state))
+    await heir.take_over(Handover())
+    assert world.serving == serving
+    assert heir.state.topology == state.topology
+    assert {slot.worker_id for slot in heir.state.slots} == {"prefill-0", "decode-0", "decode-1"}
+    assert heir.fleet.keepers["decode-1"].phase is Phase.DRAINED
+    heir.started.set()
+    await heir.operator.drain_worker("decode-1", 0.0, restart=True, force=False)
+    assert world.serving.keys() == {"prefill-0", "decode-0", "decode-1"}
+    await heir.stop(end_workers=True)
