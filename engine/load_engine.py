@@ -1,6 +1,7 @@
 """Loading of an engine: device, weights, paged cache, and the stepper of the device."""
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,10 +143,13 @@ def load_parts(
     def kernels_of(config: EngineConfig, spec: ModelSpec) -> Kernels:
         return kernels or choose_kernels(config, spec, device, setting.dtype, page_tokens, kv_dtype=kv_dtype)
 
-    loaded, adapters = _load_model(config, setting, kernels_of, progress)
-    kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if on_cpu else None)
     tokenizer, tokens = config.tokenizer or config.model, (spec.vocab_size, tuple(spec.eos_token_ids))
     grammars = LazyGrammars(lambda: shared_grammars(tokenizer, *tokens))
+    # Now, beside the weights: loading holds the GIL for a third of a second or more, which no answer should wait for.
+    loading = threading.Thread(target=grammars.load, name="tokenizer", daemon=True)
+    loading.start()
+    loaded, adapters = _load_model(config, setting, kernels_of, progress)
+    kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if on_cpu else None)
     masks = GrammarMasks(grammars, spec.eos_token_ids)
 
     def start(config: EngineConfig, model: DecoderModel) -> tuple[PagedCache, Stepper]:
@@ -161,6 +165,7 @@ def load_parts(
         or draft_model_of(load_another, config, spec, page_tokens, kv)
     )
     cache, stepper = start(replace(config, kv_cache_bytes=kv.target), loaded.model)
+    loading.join()
     return LoadedParts(
         spec,
         cache,

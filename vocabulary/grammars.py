@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from vocabulary.tokenizer_formats import load_tokenizer
-from wire.errors import InvalidArgument
+from wire.errors import InvalidArgument, ModelError
 
 GRAMMAR_CHARS_MAX = 1 << 18
 """Most characters of a grammar's text."""
@@ -252,16 +253,17 @@ def shared_grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
 
 
 class LazyGrammars:
-    """Grammars whose tokenizer is loaded with the first request that has one. Thread-safe."""
+    """Grammars whose tokenizer is loaded beside other work, or else with the first grammar. Thread-safe."""
 
     def __init__(self, make: Callable[[], Grammars]) -> None:
         self._make = make
         self._made: Grammars | None = None
         self._lock = threading.Lock()
 
-    def check(self, grammar: str) -> None:
-        """See `Grammars.check`."""
-        self.get().check(grammar)
+    def load(self) -> None:
+        """Load the tokenizer; without a readable one, `get` raises the error."""
+        with suppress(ModelError):
+            self.get()
 
     def get(self) -> Grammars:
         """Return the grammars; the first call loads the tokenizer."""

@@ -37,7 +37,7 @@ class History:
     waiting: bool = False
     """Set by the engine with each draw: the grammar's mask was not ready, so that the token is to be discarded."""
     slow: bool = False
-    """Set by the engine once a mask took longer than a step waits: the answer gets no drafts from then on."""
+    """Set by the engine once a mask took more time than a step waits: the answer gets no drafts from then on."""
     failure: Exception | None = None
     """Set by the engine if the grammar can go on no more: the request fails when it gets its next token."""
 

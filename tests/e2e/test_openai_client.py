@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -138,6 +139,27 @@ def test_a_schema_that_is_not_served_is_the_clients_error(client: openai.OpenAI,
     with pytest.raises(openai.BadRequestError, match="not") as caught:
         client.chat.completions.create(model=model, messages=QUESTION, response_format=schema)  # type: ignore[call-overload]
     assert caught.value.param == "response_format.json_schema.schema"
+
+
+def test_formats_that_cost_too_much_fail_alone(client: openai.OpenAI, model: str) -> None:
+    """Some as they are compiled, some within the answer, beside a stream that goes on; the error names the field."""
+
+    def refused(fields: dict[str, Any]) -> openai.BadRequestError:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=model, prompt="x", max_tokens=60, extra_body=fields)
+        return caught.value
+
+    costly = [
+        *([{"guided_regex": "a?" * 120_000}] * 4),
+        {"guided_regex": "[a-c]{5}a{200000}"},
+        {"guided_grammar": "root ::= root root root | [a-z] | [a-z ]+"},
+    ]
+    with ThreadPoolExecutor(len(costly)) as threads:
+        stream = client.completions.create(model=model, prompt="One two", temperature=0, max_tokens=60, stream=True)
+        errors = list(threads.map(refused, costly))
+        assert [each.choices[0].finish_reason for each in stream][-1] == "length"
+    assert [each.param for each in errors] == [next(iter(fields)) for fields in costly]
+    assert all("simplify it" in str(each) for each in errors)
 
 
 def test_a_required_tool_is_called(client: openai.OpenAI, model: str) -> None:

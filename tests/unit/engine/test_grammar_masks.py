@@ -184,6 +184,17 @@ def test_a_mask_that_took_too_much_processor_time_ends_its_answer(
     assert "simplify it" in str(history.failure)
 
 
+def test_an_answer_with_slow_masks_gets_no_drafts(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    history, digits = History([5], [], may_wait=True), small_grammars().begin(DIGITS).allowed(())
+    digit = int(np.flatnonzero(np.unpackbits(digits.view(np.uint8), bitorder="little"))[0])
+    assert masks.allowed_drafts(history, DIGITS, [digit]) == 1
+    monkeypatch.setattr("engine.grammar_masks.STEP_WAIT_S", -1.0)
+    assert masks.allowed_drafts(history, DIGITS, [digit]) == 1
+    assert masks.allowed_drafts(history, DIGITS, [digit]) == 0
+    sample(random_logits(1), [Draw(draw(grammar=DIGITS).sampling, 0, history)], [EOS], masks)
+    assert history.slow
+
+
 def test_no_step_compiles_a_grammar(masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one that was dropped from the cache, nor one whose answer was begun before."""
     threads: list[str] = []

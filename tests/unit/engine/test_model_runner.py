@@ -13,8 +13,11 @@ from engine.model_runner import ModelRunner
 from engine.models.allocation import weight_bytes
 from engine.models.load_spec import load_spec
 from engine.steps.batch import StepBatch, StepRow
+from engine.steps.draws import History
 from engine.weights.safetensors_file import read_header
 from tests.factories import draw, row, tiny_engine_config, write_tiny_model
+from tests.small_tokenizer import save_tokenizer
+from vocabulary.grammars import Grammars, of_regex
 from wire.errors import Internal, InvalidArgument, ModelError
 
 IDS = list(range(10, 30))
@@ -36,6 +39,24 @@ def test_facts(folder: Path, runner: ModelRunner) -> None:
     assert facts.max_context == 512
     assert (runner.device_name, runner.page_tokens) == ("cpu", 16)
     assert ModelRunner.load(tiny_engine_config(folder), name="mine").facts.name == "mine"
+
+
+def test_no_answer_waits_for_the_tokenizer_of_grammars(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded before the worker serves; llguidance holds the GIL meanwhile."""
+    loaded: list[Path] = []
+
+    def noting(tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+        loaded.append(tokenizer)
+        return Grammars(tokenizer, vocab_size, eos_token_ids)
+
+    save_tokenizer(tmp_path, 300)
+    monkeypatch.setattr("engine.load_engine.shared_grammars", noting)
+    runner = ModelRunner.load(tiny_engine_config(folder, tokenizer=tmp_path))
+    assert loaded == [tmp_path]
+    runner.begin_answer(History([5], []), of_regex("a+"))
+    assert loaded == [tmp_path]
 
 
 def test_context_is_what_the_pool_can_hold(folder: Path) -> None:

@@ -290,7 +290,7 @@ def test_an_ambiguous_grammar_fails_before_its_masks_take_long(grammars: Grammar
         go_on()
 
 
-def test_the_tokenizer_is_loaded_with_the_first_grammar(folder: Path) -> None:
+def test_the_tokenizer_is_loaded_once_and_its_error_comes_with_the_first_grammar(folder: Path, tmp_path: Path) -> None:
     made = []
 
     def make() -> Grammars:
@@ -299,7 +299,12 @@ def test_the_tokenizer_is_loaded_with_the_first_grammar(folder: Path) -> None:
 
     lazy = LazyGrammars(make)
     assert not made
+    lazy.load()
     assert lazy.get() is lazy.get() is made[0]
+    without = LazyGrammars(lambda: Grammars(tmp_path, VOCAB, [EOS]))
+    without.load()
+    with pytest.raises(ModelError, match="no tokenizer"):
+        without.get()
 
 
 def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
