@@ -33,6 +33,7 @@ from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.registry import PendingTransfers, RequestRegistry
 from prefill_worker.request import Abortable, EventThread, PrefillRequest, ProgressUpdates
+from prefill_worker.scored_tokens import ScoredTokens
 from wire.ending import reason_to_end
 from wire.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
 from wire.logging.logs import about
@@ -86,6 +87,8 @@ class PrefillHalf:
         """The prompts from their arrival to the end of their hand-over. Changed on the event loop."""
         self.queue = PromptQueue()
         """The prompts that are not computed to their end. Guarded by the half's lock, but for its `length`."""
+        self.scored_tokens = ScoredTokens()
+        """The most scored tokens of a step. It belongs to the engine thread."""
         self._steps = InFlightSteps()
         self._updates = ProgressUpdates(events)
 
@@ -179,7 +182,7 @@ class PrefillHalf:
     def schedule(self, budget: int) -> list[StepRow]:
         """Return rows for the next step, of at most `budget` tokens in all; the requests keep their pages."""
         with self._lock:
-            planned = self.queue.plan(budget, self._config.max_rows, self._start)
+            planned = self.queue.plan(budget, self._config.max_rows, self._start, self.scored_tokens.most)
             if self._windowed:
                 planned = [(request, self._cover(request, tokens)) for request, tokens in planned]
             step = [(request, tokens) for request, tokens in planned if tokens]

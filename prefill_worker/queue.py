@@ -86,17 +86,20 @@ class PromptQueue:
         return WaitingPrompts(len(ready), sum(request.remaining for request in ready), context)
 
     def plan(
-        self, budget: int, max_rows: int, start: Callable[[PrefillRequest], StartResult]
+        self, budget: int, max_rows: int, start: Callable[[PrefillRequest], StartResult], scored_most: int
     ) -> list[tuple[PrefillRequest, int]]:
         """The requests of a step of `budget` tokens and `max_rows` rows, each with its number of tokens, at least one.
 
-        `start` allocates the pages of a request that comes to its first chunk.
+        Prompts that are scored have at most `scored_most` of the tokens. `start` allocates the pages of a request that
+        comes to its first chunk.
         """
         parts: dict[PrefillRequest, int] = {}
         blocked = False
         for request, most in self._service_order(budget):
             if budget <= 0:
                 break
+            if request.scores is not None and not scored_most:
+                continue
             if request in self._waiting:
                 if (blocked and not request.local) or len(parts) >= max_rows:
                     continue
@@ -105,6 +108,9 @@ class PromptQueue:
                 continue
             given = parts.get(request, 0)
             tokens = min(budget, most, request.remaining - given)
+            if request.scores is not None:
+                tokens = min(tokens, scored_most)
+                scored_most -= tokens
             if tokens > 0:
                 parts[request] = given + tokens
                 budget -= tokens

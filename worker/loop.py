@@ -34,7 +34,7 @@ class _Step:
     work: StepWork
     began: float
     """The begin of the step by the meter's clock."""
-    scored: bool
+    scored_tokens: int
 
 
 class StepMeter:
@@ -74,12 +74,16 @@ class StepMeter:
         """Return the time, for `end`."""
         return self._clock()
 
-    def end(self, work: StepWork, began: float, *, scored: bool = False) -> None:
-        """Note a step whose results are here; one that scores prompts takes longer, and nothing is learned from it."""
+    def end(self, work: StepWork, began: float, *, scored: bool = False) -> float:
+        """Note a step whose results are here, and return its seconds.
+
+        One that scores prompts takes longer, and the cost model learns nothing from it.
+        """
         now = self._clock()
+        seconds, self._last_end = now - max(began, self._last_end), now
         if not scored:
-            self._ended.append((work, now - max(began, self._last_end)))
-        self._last_end = now
+            self._ended.append((work, seconds))
+        return seconds
 
     def learn(self) -> None:
         """Learn from the steps that have ended. It belongs between steps, when no router waits for their output."""
@@ -215,12 +219,15 @@ class StepLoop:
         planned = self._scheduler.plan()
         if planned is None:
             return None
-        return _Step(self._runner.launch(planned.batch), planned.work, began + planned.drafting_s, planned.batch.scored)
+        batch = planned.batch
+        return _Step(self._runner.launch(batch), planned.work, began + planned.drafting_s, batch.scored_tokens)
 
     def _postprocess(self, step: _Step, *, waited: bool) -> None:
         """Hand a step's results back and publish them, once the next step is launched if that `waited` for them."""
         result = step.result()
-        self._meter.end(step.work, step.began, scored=step.scored)
+        seconds = self._meter.end(step.work, step.began, scored=step.scored_tokens > 0)
+        if step.scored_tokens:
+            self._prefill.scored_tokens.observe(step.scored_tokens, seconds)
         with self._publish_lock:
             if self._given_up:
                 return

@@ -171,6 +171,11 @@ class StepBatch:
         return any(row.scores is not None for row in self.chunks)
 
     @property
+    def scored_tokens(self) -> int:
+        """The tokens of rows whose prompts are scored."""
+        return sum(len(row.token_ids) for row in self.chunks if row.scores is not None)
+
+    @property
     def rows(self) -> Sequence[StepRow]:
         """All of them as objects, made anew each time."""
         return [*self.tokens, *self.chunks]

@@ -175,8 +175,9 @@ class RequestEnds:
     def requeue(self, request: RoutedRequest, *, yielded: bool = False) -> None:
         """Return the request to the queue for another attempt, which continues after the tokens in order so far.
 
-        `yielded` is that of `QueuedRequest`.
+        `yielded` is that of `QueuedRequest`; it stays true while attempts bring nothing, as a worker refused them.
         """
+        yielded |= request.queued.yielded and request.assembler.count == request.answered
         self._leave_workers(request)
         request.edges.append(EdgeStamp.now(Edge.REQUEUED))
         request.transfer = None

@@ -9,7 +9,7 @@ from datetime import datetime
 from enum import Enum
 from threading import local
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 import jinja2.ext
@@ -153,7 +153,7 @@ class _DeadlineEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for node in template.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
             check = jinja2.nodes.ExtensionAttribute(_Deadline.identifier, _Deadline.check.__name__)
             call = jinja2.nodes.Call(check, [], [], None, None)
-            node.body.insert(0, jinja2.nodes.ExprStmt(call, lineno=node.lineno))
+            cast("jinja2.nodes.For", node).body.insert(0, jinja2.nodes.ExprStmt(call, lineno=node.lineno))
         return template
 
 

@@ -6,9 +6,11 @@ import pytest
 
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
+from engine.steps.prompt_scoring import PromptScores
 from prefill_worker.progress import Progress
 from prefill_worker.queue import OLDEST_SHARE, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.request import PrefillRequest
+from prefill_worker.scored_tokens import STEP_S, ScoredTokens
 from wire.kv_pages import KvPages
 from wire.messages import PrefillTask, RequestRef, SamplingParams
 
@@ -26,17 +28,19 @@ class Prompts:
         self.steps = 0
         self._room = room
 
-    def add(self, name: str, tokens: int, *, local: bool = False) -> PrefillRequest:
+    def add(self, name: str, tokens: int, *, local: bool = False, scored: bool = False) -> PrefillRequest:
         task = PrefillTask("r", RequestRef(name, 1), (5,) * tokens, SamplingParams(2), None)
-        request = PrefillRequest(task, 1, local, Progress(), CACHE.prefix((), ""))
+        scores = PromptScores(task.prompt_token_ids, 0) if scored else None
+        request = PrefillRequest(task, 1, local, Progress(), CACHE.prefix((), ""), scores=scores)
         self.requests[name] = request
         self.queue.add(request)
         return request
 
-    def step(self, budget: int = BUDGET, max_rows: int = 64) -> dict[str, int]:
+    def step(self, budget: int = BUDGET, max_rows: int = 64, scored_most: int = BUDGET) -> dict[str, int]:
         """Tokens of each prompt in the next step, which ends at once."""
         self.steps += 1
-        plan = self.queue.plan(budget, max_rows, lambda request: self._room(request.task.ref.request_id))
+        start = lambda request: self._room(request.task.ref.request_id)  # noqa: E731
+        plan = self.queue.plan(budget, max_rows, start, scored_most)
         for request, tokens in plan:
             request.next_chunk(tokens)
             if not request.remaining:
@@ -88,6 +92,41 @@ def test_short_prompts_are_soon_served_under_a_long_one() -> None:
         prompts.add(f"short-{step}", 8)
         prompts.step()
         assert prompts.ended[f"short-{step}"] == prompts.steps
+
+
+def test_scored_prompts_have_few_tokens_of_a_step_together_and_take_no_pages_beyond() -> None:
+    begun = []
+
+    def start(name: str) -> StartResult:
+        begun.append(name)
+        return StartResult.STARTED
+
+    prompts = Prompts(start)
+    prompts.add("scored", 100, scored=True)
+    assert prompts.step(scored_most=5) == {"scored": 5}
+    prompts.add("short", 3, scored=True)
+    prompts.add("plain", 50)
+    assert prompts.step(scored_most=5) == {"scored": 4, "short": 1, "plain": 11}
+    prompts.add("shortest", 1, scored=True)
+    assert prompts.step(scored_most=4) == {"scored": 4, "plain": 12}
+    assert begun == ["scored", "short", "plain"]
+
+
+def test_scored_tokens_of_a_step_are_as_many_as_its_time_allows() -> None:
+    scored = ScoredTokens()
+    first = scored.most
+    scored.observe(first, STEP_S / 3)
+    assert scored.most == 2 * first
+    scored.observe(first, STEP_S / 3)
+    assert scored.most == 2 * first, "the step was not full"
+    scored.observe(2 * first, STEP_S * 0.75)
+    assert scored.most == 2 * first
+    for _ in range(20):
+        scored.observe(scored.most, 2 * STEP_S)
+    assert 0 < scored.most < first
+    for _ in range(20):
+        scored.observe(scored.most, 0.01)
+    assert scored.most > 10_000, "a fast device has no limit"
 
 
 def test_rows_are_limited() -> None:

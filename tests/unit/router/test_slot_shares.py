@@ -123,3 +123,21 @@ async def test_an_answer_that_gave_its_slot_away_may_wait_longer_than_new_ones(c
         end(cluster)
         for call in calls:
             assert len(await call) == TOKENS
+
+
+async def test_an_answer_that_a_worker_refuses_to_take_back_does_not_go_before_others(cluster: Cluster) -> None:
+    address = cluster.endpoints.grpc_address
+    dispatcher = cluster.router._dispatcher
+    async with asyncio.timeout(60), channel_to(address, "many") as many, channel_to(address, "few") as few:
+        calls = await fill(cluster, Client(many), SLOTS)
+        calls.append(asyncio.create_task(tokens(Client(few), ask(TOKENS, prompt=OTHER))))
+        await until(lambda: any(each.queued.yielded for each in dispatcher.waiting_requests()), "it gave way")
+        (waiting,) = (each for each in dispatcher.waiting_requests() if each.queued.yielded)
+        await until(lambda: running(cluster) == [HELD_AT] * SLOTS, "another tenant's answer has its slot")
+        cluster.decode.switches.refuse_reserve = 2
+        attempt = waiting.attempt
+        end(cluster)
+        await until(lambda: waiting.attempt >= attempt + 2, "two attempts were refused")
+        assert waiting.queued.yielded
+        for call in calls:
+            assert len(await call) == TOKENS
