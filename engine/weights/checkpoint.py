@@ -1,7 +1,6 @@
 """A model folder in Hugging Face layout: checked by its headers alone, then read directly into its tensors."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -128,8 +127,8 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}; only safetensors weights are read.")
         return [folder / _SINGLE]
     try:
-        names = sorted(str(name) for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(str(name) for name in set(read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is corrupt ({error}); download it again.") from error
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -287,6 +288,15 @@ def test_unsupported_models_are_refused(changes: dict[str, object], words: str, 
     path = write_gguf(tmp_path / "tiny.gguf", **changes)
     with pytest.raises(ModelError, match=words):
         prepare_model(path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", [gguf.GGUFValueType.UINT32, gguf.GGUFValueType.STRING])
+def test_an_array_longer_than_its_file_is_refused(kind: gguf.GGUFValueType, tmp_path: Path) -> None:
+    """The library would read nothing a million million times."""
+    array = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, kind, 1 << 40)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 3) + b"a.b" + array + bytes(1000))
+    with pytest.raises(ModelError, match="is truncated: it has 1051 bytes, its header speaks of more"):
+        prepare_model(tmp_path / "m.gguf", tmp_path / "cache")
 
 
 def test_codes_are_recognized_by_the_header_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
