@@ -30,6 +30,8 @@ Progress = Callable[[str, float], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMED_AT_MOST = 3
+_MOST_FILES = 10_000
+"""Files of weights: the largest models that are published have a few hundred."""
 _REVISION_BYTES = 4096
 """Bytes of each tensor that go into the revision: 1.2 MB for a model of 32 layers."""
 
@@ -127,7 +129,10 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}; only safetensors weights are read.")
         return [folder / _SINGLE]
     try:
-        names = sorted(str(name) for name in set(read_json(index)["weight_map"].values()))
+        found = set(read_json(index)["weight_map"].values())
+        if len(found) > _MOST_FILES:
+            raise ModelError(f"{index} names {len(found)} files, more than {_MOST_FILES}; it is no file of a model.")
+        names = sorted(map(str, found))
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is corrupt ({error}); download it again.") from error
     for name in names:

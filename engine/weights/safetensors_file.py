@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from wire.errors import ModelError
 
-_LARGEST_HEADER = 16 << 20
-"""Bytes of a header: some 100,000 tensors. A published file has a few thousand; the reference reads 100 million bytes,
+_LARGEST_HEADER = 8 << 20
+"""Bytes of a header: some 60,000 tensors. A published file has a few thousand; the reference reads 100 million bytes,
 which takes many seconds.
 """
 _MOST_DIMENSIONS = 8

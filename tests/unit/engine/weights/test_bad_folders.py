@@ -143,7 +143,7 @@ def absurd_header(count: int = 1, *, shape: list[int] | None = None, padding: in
     [
         (b"{}", 1 << 63, "is truncated or no safetensors file"),
         (absurd_header(300_000), None, "has a header of"),
-        (absurd_header(padding=70 << 20), None, "more than 16777216; split it into several files"),
+        (absurd_header(padding=70 << 20), None, "more than 8388608; split it into several files"),
         (absurd_header(shape=[10**30, 10**30]), None, "a tensor's bytes do not match its shape"),
         (absurd_header(shape=[1] * 10**5), None, "a tensor has 100000 dimensions"),
         (absurd_header(shape=[-1, -1]), None, "a tensor's bytes do not match its shape"),
@@ -175,6 +175,13 @@ def test_absurd_json_is_refused(tmp_path: Path, name: str, content: bytes, words
     message = refusal(folder)
     assert message.startswith(str(folder / name))
     assert words in message
+
+
+def test_an_index_of_absurdly_many_files_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    index = {"weight_map": {f"t{number}": f"f{number}" for number in range(10_001)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names 10001 files, more than 10000" in refusal(folder)
 
 
 def test_quantized_by_a_file_of_its_own(tmp_path: Path) -> None:
