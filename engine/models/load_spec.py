@@ -13,12 +13,15 @@ from engine.config.quantization import Codes, at_load, check_patterns
 from engine.models.families import family_of, is_supported
 from engine.models.families.family import Json, parse_eos
 from engine.models.quantization_config import parse_quantization
+from engine.models.size_limits import check_limits
 from wire.errors import InvalidArgument, ModelError
 
 _QUANTIZED = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files in which quantized checkpoints may name their method, in place of config.json."""
 _TOWERS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config", "sound_config")
 """Fields of config.json that describe the parts of a multimodal model that are not text."""
+LARGEST_JSON = 24 << 20
+"""Bytes of config.json or of an index: more than 200,000 names of tensors, which take a second to read."""
 _SHARED_FIELDS = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 """Fields that multimodal models may have beside `text_config` alone."""
 
@@ -45,7 +48,7 @@ def naming_the_file(file: Path) -> Iterator[None]:
         yield
     except ModelError as error:
         raise ModelError(f"{file}: {error.message}") from error
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ModelError(f"{file}: {_reason(error)}; the file is not a complete model configuration.") from error
 
 
@@ -55,6 +58,7 @@ def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
     Raises ModelError for what is not supported, KeyError, TypeError or ValueError for a malformed configuration.
     """
     config = text_part(config)
+    check_limits(config)
     spec = family_of(config).parse(config)
     if quantization := _quantization(config):
         found = parse_quantization(dict(quantization))
@@ -130,10 +134,12 @@ def towers_of(config: Json) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object of a file; ModelError if it has none."""
+    """Returns the JSON object of a file; ModelError if it has none, or is larger than any that is published."""
     try:
+        if (size := path.stat().st_size) > LARGEST_JSON:
+            raise ModelError(f"{path} has {size} bytes, more than {LARGEST_JSON}; it is no file of a model.")
         parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}.") from error
     if not isinstance(parsed, dict):
         raise ModelError(f"{path} holds no JSON object.")

@@ -1,7 +1,6 @@
 """A model folder in Hugging Face layout: checked by its headers alone, then read directly into its tensors."""
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,6 +30,8 @@ Progress = Callable[[str, float], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NAMED_AT_MOST = 3
+_MOST_FILES = 10_000
+"""Files of weights: the largest models that are published have a few hundred."""
 _REVISION_BYTES = 4096
 """Bytes of each tensor that go into the revision: 1.2 MB for a model of 32 layers."""
 
@@ -128,8 +129,11 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}; only safetensors weights are read.")
         return [folder / _SINGLE]
     try:
-        names = sorted(str(name) for name in set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = set(read_json(index)["weight_map"].values())
+        if len(found) > _MOST_FILES:
+            raise ModelError(f"{index} names {len(found)} files, more than {_MOST_FILES}; it is no file of a model.")
+        names = sorted(map(str, found))
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is corrupt ({error}); download it again.") from error
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():

@@ -185,7 +185,18 @@ def _described(tensor: ReaderTensor, kept: bool) -> tuple[str, tuple[int, ...]]:
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
-    """A reader that checks the file's size against its header before tensors are mapped."""
+    """A reader that checks the file's size against its header: fields while it reads, tensors before they are mapped.
+
+    The library itself reads nothing after the end of the file, and that as many times as an array's length says.
+    """
+
+    def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, **more: Any) -> npt.NDArray[Any]:
+        if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.size:
+            raise ModelError(
+                f"the file is truncated: it has {self.data.size} bytes, its header speaks of more; download it again."
+            )
+        found: npt.NDArray[Any] = super()._get(offset, dtype, count, **more)
+        return found
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         needed = max((start_offs + _end(field) for field in fields), default=start_offs)

@@ -14,7 +14,11 @@ import numpy.typing as npt
 
 from wire.errors import ModelError
 
-_LARGEST_HEADER = 100_000_000  # the limit of the reference implementation
+_LARGEST_HEADER = 8 << 20
+"""Bytes of a header: some 60,000 tensors. A published file has a few thousand; the reference reads 100 million bytes,
+which takes many seconds.
+"""
+_MOST_DIMENSIONS = 8
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
 _WRITTEN = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
@@ -42,14 +46,14 @@ def read_header(file: Path, largest: int = _LARGEST_HEADER) -> dict[str, TensorE
         if size < 8 or length > size - 8:
             raise ModelError(f"{file} is truncated or no safetensors file; download it again.")
         if length > largest:
-            raise ModelError(f"{file} has a header of {length} bytes, and the limit is {largest}; save it again.")
+            raise ModelError(f"{file} has a header of {length} bytes, and the limit is {largest}; save it again in parts.")
         raw = stream.read(length)
     try:
         parsed = json.loads(raw)
         parsed.pop("__metadata__", None)
         entries = {name: _entry(file, 8 + length, described) for name, described in parsed.items()}
         end = max((8 + length + described["data_offsets"][1] for described in parsed.values()), default=8 + length)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{file} has a corrupt safetensors header ({error}); download it again.") from error
     if end != size:
         raise ModelError(f"{file} is truncated or corrupt: it has {size} bytes, its header speaks of {end}.")
@@ -60,8 +64,10 @@ def _entry(file: Path, data_start: int, described: Mapping[str, object]) -> Tens
     dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
         raise ValueError("an entry is malformed")
-    if any(type(number) is not int or number < 0 for number in (*shape, *offsets)):
+    if any(type(number) is not int or number < 0 for number in (*shape[:_MOST_DIMENSIONS], *offsets)):
         raise ValueError("an entry has a size or an offset that is no natural number")
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions")
     wanted = _ITEM_BYTES.get(dtype)
     if wanted is not None and offsets[1] - offsets[0] != wanted * math.prod(shape):
         raise ValueError("a tensor's bytes do not match its shape")

@@ -17,6 +17,7 @@ from engine.config.model import (
 )
 from engine.config.rope import RopeConfig, parse_rope, rotary_fraction
 from engine.models.parameters import Parameters, Place, standard_places
+from engine.models.size_limits import MAX_CONTEXT, check_limit
 from wire.errors import ModelError
 
 Json = Mapping[str, Any]
@@ -222,7 +223,9 @@ def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
     """Returns the largest context; files with YaRN may still state the context before stretching."""
     stated = int(config["max_position_embeddings"])
     stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn")
-    return max([stated, *stretched])
+    longest = max([stated, *stretched])
+    check_limit("the context", longest if longest <= MAX_CONTEXT else math.inf, MAX_CONTEXT)
+    return longest
 
 
 def _check_experts(config: Json, moe: MixtureOfExperts) -> None:

@@ -67,6 +67,8 @@ def read_heads(folder: Path, spec: ModelSpec) -> HeadsFolder:
     entries = read_header(_weights_file(folder))
     vocabulary = _vocabulary(folder, config, entries, spec)
     h = spec.hidden_size
+    if heads * layers > len(entries):
+        raise ModelError(f"{folder} has {len(entries)} tensors, fewer than {heads} heads of {layers} layers have.")
     wanted: dict[str, tuple[int, ...]] = {}
     for head in range(heads):
         for layer in range(layers):

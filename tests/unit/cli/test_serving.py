@@ -1,20 +1,24 @@
 """One `tandem up` over a fake cluster: its output, and the files it leaves."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from cli.connection import state
 from cli.connection.client import Sampling
+from cli.main import app
 from cli.observe import log_folder
 from cli.start import serving
 from cli.start.serving import FirstPrompt, serve
 from cli.start.start_view import StartView
 from cluster.config import ClusterConfig
 from cluster.launcher import Endpoints, Progress
+from tests.factories import write_tiny_model
 from wire.errors import Unavailable
 
 
@@ -129,3 +133,16 @@ def test_the_last_runs_keep_their_logs(tmp_path: Path, monkeypatch: pytest.Monke
     kept = sorted(each.name for each in root.iterdir())
     assert len(kept) == log_folder.KEPT_RUNS
     assert (kept[0], kept[-1]) == ("2020-01-21T000000-1", new.name)
+
+
+def test_a_model_of_absurd_sizes_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.launcher.Cluster.start", lambda *_: pytest.fail("a cluster is started"))
+    folder = write_tiny_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10**9}
+    (folder / "config.json").write_text(json.dumps(config))
+    ports = ["--grpc-port", "0", "--http-port", "0"]
+    result = CliRunner().invoke(app, ["up", "--model", str(folder), "--device", "cpu", *ports])
+    assert result.exit_code
+    assert "num_hidden_layers 1000000000 is not supported; it must be at most 1024." in " ".join(result.output.split())

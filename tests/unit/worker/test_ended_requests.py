@@ -1,7 +1,6 @@
 """A worker keeps no object of a request that has ended, however it ended, with drafts and without."""
 
 import gc
-from collections import Counter
 
 import pytest
 
@@ -47,14 +46,16 @@ def sampling_of(number: int, prompt: list[int]) -> SamplingParams:
     return SamplingParams(LIMIT + number % 5, presence_penalty=0.5)
 
 
-def alive() -> Counter[str]:
+def alive() -> list[object]:
+    """Returns the objects of all requests in this process, those of other tests too."""
     gc.collect()
-    kinds = (DecodeRequest, PrefillRequest, BatchSlot)
-    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
+    return [each for each in gc.get_objects() if isinstance(each, (DecodeRequest, PrefillRequest, BatchSlot))]
 
 
 async def test_no_ended_request_stays_alive(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngine, "asynchronous", True)
+    others = alive()  # kept, so that no other object gets the id of one
+    known = {id(each) for each in others}
     async with WorkerPair(pages=100) as pair:
         if (speculation := pair.decode.worker._halves.decode.speculation) is not None:
             speculation.fixed_drafts = 3
@@ -67,5 +68,5 @@ async def test_no_ended_request_stays_alive(drafts: str, monkeypatch: pytest.Mon
             rest = [each for name, each in heard.items() if name != f"q{first + 5}"]
             await until(lambda rest=rest: all(each.finish for each in rest))
         await pair.empty()
-        await until(lambda: not alive())
+        await until(lambda: all(id(each) in known for each in alive()))
         assert speculation is None or drafts == "wrong drafts" or sum(speculation.counts.accepted.values())

@@ -100,6 +100,90 @@ def test_wrong_fields(tmp_path: Path, family: str, changes: dict[str, Any], word
     assert words in message
 
 
+ABSURD: list[tuple[str, dict[str, Any], str]] = [
+    ("llama3", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 is not supported; it must be at most 1024"),
+    ("llama3", {"num_hidden_layers": 1e300}, "num_hidden_layers 1e+300"),
+    ("llama3", {"num_hidden_layers": "1000000"}, "num_hidden_layers 1000000 "),
+    ("llama3", {"num_hidden_layers": int("9" * 400)}, "num_hidden_layers inf"),
+    ("gemma3", {"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers"),
+    ("llama3", {"hidden_size": 10**12}, "hidden_size 1e+12"),
+    ("llama3", {"vocab_size": 10**18}, "vocab_size 1e+18"),
+    ("llama3", {"max_position_embeddings": 10**12}, "max_position_embeddings 1e+12"),
+    ("gemma3", {"sliding_window": 10**30}, "sliding_window 1e+30"),
+    ("qwen3_moe", {"num_experts": 10**6}, "num_experts 1000000"),
+    ("qwen3_moe", {"num_experts": 4096, "num_hidden_layers": 1024}, "experts in all layers 4194304"),
+    ("gpt_oss", {"num_local_experts": 10**9}, "num_local_experts"),
+    ("deepseek_v3", {"n_routed_experts": 10**8, "kv_lora_rank": 10**9}, "n_routed_experts"),
+    (
+        "llama3",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1e300, "original_max_position_embeddings": 8}},
+        "the context inf is not supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), ABSURD)
+def test_absurd_sizes_are_refused_before_anything_is_built(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+) -> None:
+    config = {key: value for key, value in (FAMILIES[family] | changes).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path)
+    assert message.startswith(f"{tmp_path / 'config.json'}: ")
+    assert words in message
+
+
+def absurd_header(count: int = 1, *, shape: list[int] | None = None, padding: int = 0) -> bytes:
+    entry = {"dtype": "F32", "shape": [1] if shape is None else shape, "data_offsets": [0, 4]}
+    return json.dumps({f"t{number}": entry for number in range(count)}).encode() + b" " * padding
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "words"),
+    [
+        (b"{}", 1 << 63, "is truncated or no safetensors file"),
+        (absurd_header(300_000), None, "has a header of"),
+        (absurd_header(padding=70 << 20), None, "and the limit is 8388608; save it again in parts"),
+        (absurd_header(shape=[10**30, 10**30]), None, "a tensor's bytes do not match its shape"),
+        (absurd_header(shape=[1] * 10**5), None, "a tensor has 100000 dimensions"),
+        (absurd_header(shape=[-1, -1]), None, "a tensor's bytes do not match its shape"),
+        (b"[" * 10**6, None, "has a corrupt safetensors header (maximum recursion depth"),
+    ],
+    ids=["length", "tensors", "padding", "shape", "dimensions", "negative", "depth"],
+)
+def test_absurd_headers_are_refused_before_they_are_read(
+    tmp_path: Path, header: bytes, length: int | None, words: str
+) -> None:
+    folder = write_tiny_model(tmp_path)
+    start = (len(header) if length is None else length).to_bytes(8, "little")
+    (folder / WEIGHTS).write_bytes(start + header + bytes(4))
+    assert words in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"a":"' + b"x" * (25 << 20) + b'"}', "bytes, more than 25165824"),
+        (b'{"a":' * 10**5, "cannot be read as JSON"),
+    ],
+    ids=["large", "deep"],
+)
+def test_absurd_json_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    folder = write_tiny_model(tmp_path)
+    (folder / name).write_bytes(content)
+    message = refusal(folder)
+    assert message.startswith(str(folder / name))
+    assert words in message
+
+
+def test_an_index_of_absurdly_many_files_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    index = {"weight_map": {f"t{number}": f"f{number}" for number in range(10_001)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names 10001 files, more than 10000" in refusal(folder)
+
+
 def test_quantized_by_a_file_of_its_own(tmp_path: Path) -> None:
     (write_tiny_model(tmp_path) / "hf_quant_config.json").write_text("{}")
     assert "is quantized (modelopt, no quant_algo)" in refusal(tmp_path)

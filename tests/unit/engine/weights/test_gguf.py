@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -256,7 +257,7 @@ def test_truncated_files_are_refused(keep: int, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         prepare_model(path, tmp_path / "cache")
     if keep > 0:
-        words = f"truncated or corrupt: its header cannot be read, it has {has} bytes; download it again."
+        words = f"truncated: it has {has} bytes, its header speaks of more; download it again."
     else:
         words = f"truncated: it has {has} bytes, its header speaks of {len(whole)}; download it again."
     assert caught.value.message == f"{path}: the file is {words}"
@@ -289,6 +290,15 @@ def test_unsupported_models_are_refused(changes: dict[str, object], words: str, 
         prepare_model(path, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("kind", [gguf.GGUFValueType.UINT32, gguf.GGUFValueType.STRING])
+def test_an_array_longer_than_its_file_is_refused(kind: gguf.GGUFValueType, tmp_path: Path) -> None:
+    """The library would read nothing a million million times."""
+    array = struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, kind, 1 << 40)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 3) + b"a.b" + array + bytes(1000))
+    with pytest.raises(ModelError, match="is truncated: it has 1051 bytes, its header speaks of more"):
+        prepare_model(tmp_path / "m.gguf", tmp_path / "cache")
+
+
 def test_codes_are_recognized_by_the_header_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = write_gguf(tmp_path / "plain.gguf")
     codes = write_gguf(tmp_path / "codes.gguf", kind_of=lambda _: gguf.GGMLQuantizationType.Q8_0)
@@ -299,7 +309,7 @@ def test_codes_are_recognized_by_the_header_alone(tmp_path: Path, monkeypatch: p
     with pytest.raises(ModelError, match=r"codes.gguf is quantized already \(Q8_0\); quantize the model"):
         refuse_codes(codes)
     (tmp_path / "cut.gguf").write_bytes(codes.read_bytes()[:200])
-    with pytest.raises(ModelError, match=r"cut.gguf: the file is truncated or corrupt"):
+    with pytest.raises(ModelError, match=r"cut.gguf: the file is truncated"):
         refuse_codes(tmp_path / "cut.gguf")
 
 
