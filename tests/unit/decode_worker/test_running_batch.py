@@ -245,9 +245,14 @@ class Model:
         self.leave()
         batch = self.batch
         assert (len(batch), list(batch.requests), batch.without_page(), batch.launch()) == (0, [], [], None)
-        assert not (batch.waits_for_pages or batch.waits_for_tokens)
-        assert not (batch._stopped or batch._without_page or batch._with_events or batch._with_history)
-        assert not (batch._stop_sets or batch._stop_tokens)
+        assert not (batch.waits_for_pages)
+        assert not (batch.waits_for_tokens)
+        assert not (batch._stopped)
+        assert not (batch._without_page)
+        assert not (batch._with_events)
+        assert not (batch._with_history)
+        assert not (batch._stop_sets)
+        assert not (batch._stop_tokens)
         assert sorted(batch._free) == list(range(len(batch._columns)))
 
     def check(self) -> None:
