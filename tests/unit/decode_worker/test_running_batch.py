@@ -204,6 +204,7 @@ class Model:
                 ends = request.ending.reason(token, len(each.said) - 1) is not None
                 if ends:
                     break
+            assert (request in events) != (name in told), "tokens are reported once"
             assert (events.get(request) or told[name]) == (first, each.said[first:])
             assert request in events or not (ends or request.reservation.sampling.logprobs is not None)
             self.accepted += len(each.said) - first - 1
@@ -225,7 +226,8 @@ class Model:
 
     def disturb(self) -> None:
         """Somebody is cancelled, or gives way."""
-        each = self.dice.choice(self.known)
+        short = [each for each in self.known if each.short]
+        each = self.dice.choice(short if short and self.dice.random() < 0.5 else self.known)
         if not each.stopped:
             each.stopped = True
             if self.dice.random() < 0.5:

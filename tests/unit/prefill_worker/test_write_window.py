@@ -213,6 +213,64 @@ def test_a_lease_that_is_over_is_named_once_and_gives_no_permission(scene: Scene
     assert scene.run(alive.ensure_open()) > scene.loop.time()
 
 
+def test_of_a_lease_that_is_over_nothing_is_asked_any_more(scene: Scene) -> None:
+    gone = scene.open(1)
+    scene.decode.over = {1}
+    scene.loop.advance(3 * WINDOW_S)
+    assert scene.epochs == [[1]]
+    scene.open(2)
+    with pytest.raises(StaleEpoch):
+        scene.run(gone.ensure_open())
+    assert scene.epochs == [[1]], "its window has ended, but it is no reason to renew the other"
+
+
+def test_a_defect_before_the_message_is_not_met_again_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows, calls = write_window._PeerWindows.asked_for, []
+
+    def asked_for(pair: write_window._PeerWindows) -> list[WriteWindow]:
+        calls.append(scene.loop.time() - 1000)
+        if len(calls) < 9:
+            raise RuntimeError("a defect")
+        return windows(pair)
+
+    monkeypatch.setattr(write_window._PeerWindows, "asked_for", asked_for)
+    scene.open(1)
+    scene.loop.advance(0.999 * WINDOW_S)
+    assert calls == [PERIOD_S, 2 * PERIOD_S]
+
+
+def test_the_failure_of_a_renewal_for_which_nobody_waits_any_more_is_not_reported(scene: Scene) -> None:
+    """The scene's end looks for failures that nobody has seen."""
+    window = scene.open(1)
+    scene.decode.errors = [Unavailable("lost")] * 2
+    scene.loop.advance(2 * WINDOW_S)
+    scene.decode.answer_after_s = math.inf
+    waiting = scene.begin(window.ensure_open())
+    waiting.cancel()
+    scene.loop.advance(2 * PERIOD_S)
+    assert len(scene.decode.heard) == 3
+
+
+def test_windows_of_a_decode_worker_are_renewed_together_after_one_was_closed_amid_its_renewal(scene: Scene) -> None:
+    closed = scene.open(1)
+    scene.decode.errors = [Unavailable("lost")] * 2
+    scene.loop.advance(2 * WINDOW_S)
+    scene.decode.heard.clear()
+    scene.decode.answer_after_s = 0.5
+    asked = scene.begin(closed.ensure_open())
+    scene.close(closed)
+    second = scene.open(2)
+    scene.loop.advance(1.0)
+    assert asked.done()
+    third = scene.open(3)
+    scene.loop.advance(PERIOD_S)
+    assert scene.epochs == [[1], [2, 3]]
+    scene.close(second)
+    scene.close(third)
+    scene.loop.advance(WINDOW_S)
+    assert scene.renewals._pairs == {}
+
+
 def test_an_answer_that_took_longer_than_it_is_good_for_is_none(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     window = scene.open(1)
     scene.decode.errors = [Unavailable("lost")] * 2
@@ -232,8 +290,14 @@ def test_a_message_is_bounded(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> 
     assert scene.epochs == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_closing_ends_it(scene: Scene) -> None:
+@pytest.mark.parametrize("asked", [False, True], ids=["before a message", "while its answer is on its way"])
+def test_closing_ends_it(scene: Scene, asked: bool) -> None:
     scene.open(1)
+    scene.decode.answer_after_s = PERIOD_S / 2
+    scene.loop.advance(PERIOD_S + 0.1 if asked else 0.1)
+    (pair,) = scene.renewals._pairs.values()
+    asking = pair.asking
     scene.run(scene.renewals.close())
+    assert asking is None or asking.cancelled()
     scene.loop.advance(WINDOW_S)
-    assert scene.decode.heard == []
+    assert scene.epochs == [[1]] * asked

@@ -133,3 +133,50 @@ def test_kv_is_reserved_for_the_expected_answer_and_for_what_is_prefilled(
     assert request.prefill_tokens == 100 + answered
     assert (request.kv_tokens, request.reserved_tokens) == (149, reserved)
     assert request.decode_context == 100 + answered + 8
+
+
+def test_a_tenant_that_comes_back_begins_with_what_it_was_given_above_the_level() -> None:
+    queue = RequestQueue()
+    for number in range(2):
+        queue.remove(filled(queue, queued(f"old-{number}", number, tenant="old")).head())  # type: ignore[arg-type]
+        queue.charge("old", 100)
+    queue.remove(filled(queue, queued("other", 5, tenant="other")).head())  # type: ignore[arg-type]
+    filled(queue, *(queued(f"new-{n}", 10 + n, tenant="new") for n in range(7)))
+    filled(queue, *(queued(f"old-{n}", 20 + n, tenant="old") for n in range(3)))
+    order = [name.split("-")[0] for name in drained(queue, charge=30)]
+    # The level is 100, which was the least when nobody waited any more; "old" has 200.
+    assert order == ["new"] * 4 + ["old", "new", "old", "new", "old", "new"]
+
+
+def test_tenants_that_come_and_go_are_forgotten() -> None:
+    queue = filled(RequestQueue(), queued("waits", 0, tenant="waits"))
+    for number in range(1000):
+        queue.push(item := queued("q", number + 1, tenant=f"tenant-{number}"))
+        queue.remove(item)
+    assert len(queue._given) <= 2
+
+
+def test_of_tenants_that_were_given_the_same_the_one_with_least_slack_is_next() -> None:
+    late, soon = queued("late", 1, 5.0, tenant="a"), queued("soon", 2, 1.0, tenant="b")
+    first, second = queued("first", 3, 7.0, tenant="c"), queued("second", 4, 7.0, tenant="d")
+    assert drained(filled(RequestQueue(), second, first, late, soon)) == ["soon", "late", "first", "second"]
+
+
+def test_resumed_requests_go_first_in_order_of_arrival_and_are_ahead_of_all() -> None:
+    again = [queued(f"again-{n}", n, 9.0, resumed=True, tenant="x") for n in (7, 3)]
+    queue = filled(RequestQueue(), queued("urgent", 1, 0.0, priority=-9), *again)
+    assert (len(queue), queue.count_of("x")) == (3, 0)
+    assert queue.ahead(queued("next", 9, 5.0, tenant="y")) == (0.0, 2)
+    assert queue.ahead(queued("next", 9, 5.0)) == (0.5, 3)
+    assert drained(queue) == ["again-3", "again-7", "urgent"]
+
+
+def test_others_that_start_at_the_same_time_are_ahead() -> None:
+    mine = [queued(f"mine-{n}", n, 1.0, tenant="me") for n in range(2)]
+    queue = filled(RequestQueue(), *mine, *(queued(f"other-{n}", 5 + n, 2.0, tenant="other") for n in range(9)))
+    assert queue.ahead(queued("next", 99, 1.9, tenant="me")) == (1.0, 2)
+    assert queue.ahead(queued("next", 99, 2.0, tenant="me")) == (2.0, 4), "no more than its own times the tenants"
+    queue.remove(mine[0])
+    assert queue.ahead(queued("next", 99, 2.0, tenant="other", priority=-1)) == (0.0, 0)
+    alone = filled(RequestQueue(), *mine, queued("other", 5, 2.0, tenant="other"))
+    assert alone.ahead(queued("next", 99, 2.0, tenant="me")) == (1.5, 3)
