@@ -5,7 +5,6 @@ adopts the router and the workers, which serve meanwhile.
 """
 
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -22,9 +21,8 @@ from cluster.worker_supervisor import ControllerConfig
 from wire.address import host_and_port
 from wire.errors import Unavailable
 
-log = logging.getLogger(__name__)
-
 ANSWER_TIMEOUT_S = 10.0
+"""Seconds that the controller, or the router's health service, may take to respond to one call."""
 START_TIMEOUT_S = 60.0
 """Seconds that a controller's process may take to start, and then to listen."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from urllib.request import urlopen
 
 from cluster.config import ClusterConfig
-from cluster.controller_process import ControllerProcess
+from cluster.controller_process import ANSWER_TIMEOUT_S, ControllerProcess
 from cluster.ray_processes.controllers import next_number
 from cluster.ray_processes.joined_ray import JoinedRay
 from cluster.ray_processes.ray_node import RayNode
@@ -32,7 +32,6 @@ STOP_TIMEOUT_S = 15.0
 KILL_AFTER_S = 25.0
 """Seconds that a cluster may take to end before it is killed; `tandem down` waits a little longer."""
 KILLED_S = 5.0
-ANSWER_TIMEOUT_S = 10.0
 BESIDES_WORKERS = 2
 """The number of actors that start with the workers: controller and router. The router's standby starts later."""
 RESTARTS_MAX = 5
