@@ -46,7 +46,9 @@ def read_header(file: Path, largest: int = _LARGEST_HEADER) -> dict[str, TensorE
         if size < 8 or length > size - 8:
             raise ModelError(f"{file} is truncated or no safetensors file; download it again.")
         if length > largest:
-            raise ModelError(f"{file} has a header of {length} bytes, and the limit is {largest}; save it again in parts.")
+            raise ModelError(
+                f"{file} has a header of {length} bytes, and the limit is {largest}; save it again in parts."
+            )
         raw = stream.read(length)
     try:
         parsed = json.loads(raw)

@@ -146,7 +146,7 @@ def absurd_header(count: int = 1, *, shape: list[int] | None = None, padding: in
         (absurd_header(padding=70 << 20), None, "and the limit is 8388608; save it again in parts"),
         (absurd_header(shape=[10**30, 10**30]), None, "a tensor's bytes do not match its shape"),
         (absurd_header(shape=[1] * 10**5), None, "a tensor has 100000 dimensions"),
-        (absurd_header(shape=[-1, -1]), None, "a tensor's bytes do not match its shape"),
+        (absurd_header(shape=[-1, -1]), None, "an entry has a size or an offset that is no natural number"),
         (b"[" * 10**6, None, "has a corrupt safetensors header (maximum recursion depth"),
     ],
     ids=["length", "tensors", "padding", "shape", "dimensions", "negative", "depth"],
