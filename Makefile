@@ -1,7 +1,7 @@
 # make run    install, start a cluster, answer PROMPT, serve until Ctrl-C (ONCE=1: exit after the answer)
 # make test   install what tests need and run them all, in three processes (TEST_PROCESSES=0: in one)
 # make check  style, types, room rules, generated code
-# make proto  regenerate wire/generated from proto/
+# make proto  regenerate tandem/protocol/generated from proto/
 # make docs   the documentation's site, in build/site
 # make clean  remove .venv and caches
 
@@ -41,7 +41,7 @@ check: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/unit/test_house.py
 
 proto: $(VENV)/.dev
-	$(BIN)/python -m wire.generate
+	$(BIN)/python -m tandem.protocol.generate
 
 docs: $(VENV)/.run
 	$(PIP) install -e '.[docs]'

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from wire.errors import TandemError
+from tandem.protocol.errors import TandemError
 
 
 @contextmanager

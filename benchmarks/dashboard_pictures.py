@@ -25,8 +25,8 @@ from benchmarks.dashboards.prometheus import Prometheus, running_prometheus
 from benchmarks.load.mixed import run_mixed
 from benchmarks.load.served_model import add_model_options, choose_model
 from benchmarks.load.stage import running_cluster
-from cli.load.target import find_target, touch
-from cluster.planner_config import PlannerConfig, PlannerMode
+from tandem.cli.load.target import find_target, touch
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode
 
 OUT = Path(__file__).parents[1] / "docs" / "pictures"
 _SETTINGS = {

@@ -26,16 +26,16 @@ import torch
 from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.cpu.bandwidth import read_bandwidth
 from benchmarks.results import run_facts, save_result
-from cli.models.default_model import NAME, find_default_model
-from engine.config import EngineConfig
-from engine.device import parse_device
-from engine.kernels.cpu.pool import usable_cores
-from engine.model_runner import ModelRunner
-from engine.models.shapes import shape_names
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.weights.gguf import prepare_model
-from wire.messages import SamplingParams
+from tandem.cli.models.default_model import NAME, find_default_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.device import parse_device
+from tandem.engine.kernels.cpu.pool import usable_cores
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.shapes import shape_names
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.weights.gguf import prepare_model
+from tandem.protocol.messages import SamplingParams
 
 if TYPE_CHECKING:
     from benchmarks.cpu.peer_transformers import Prompts, TransformersPeer

@@ -6,8 +6,8 @@ One layer's routed experts (norm, router, choice, products, sum; not the shared 
 in CUDA graphs whose launches have different tokens, so that weights come from memory and not from L2. The bytes are
 those of the experts that the tokens hit, which are counted, and of the router; "of copy" is their rate / that of a
 large device copy of this run, whose reads and writes both count. Random routers must hit E·(1 − (1 − k/E)^b) experts:
-both numbers are printed. With `--tune` it prints lines for `TUNED` of engine/kernels/experts/expert_tiles.py instead.
-The last line is one JSON object.
+both numbers are printed. With `--tune` it prints lines for `TUNED` of tandem/engine/kernels/experts/expert_tiles.py
+instead. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from benchmarks.command_line import need_gpu
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.results import run_facts, save_result
-from engine.models.shapes import shape_names
+from tandem.engine.models.shapes import shape_names
 
 SHAPES = ("qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-20b")
 TOKENS = (1, 8, 32, 128, 256, 2048)

@@ -18,10 +18,10 @@ from benchmarks.command_line import need_gpu
 from benchmarks.gpu.ceilings import measure_ceilings
 from benchmarks.gpu.contest import Comparison
 from benchmarks.results import run_facts, save_result
-from engine.config.model import ModelSpec
-from engine.models.load_spec import load_spec
-from engine.models.shapes import shape_names, write_shape
-from engine.weights.gguf import default_cache
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.shapes import shape_names, write_shape
+from tandem.engine.weights.gguf import default_cache
 
 TOKENS = (1, 8, 32, 128, 2048)
 _COMPILERS = 16
@@ -62,7 +62,7 @@ def compare_fused(engine_shape: ModelSpec, tokens: Sequence[int]) -> list[Compar
     """Measures all contests for steps of these numbers of tokens; returns them sorted by name."""
     # Triton is not installed where there is no GPU.
     from benchmarks.gpu.fused_contests import Contests
-    from engine.kernels.linear.triton_linear import reserve_scratch
+    from tandem.engine.kernels.linear.triton_linear import reserve_scratch
 
     device = torch.device("cuda", torch.cuda.current_device())
     reserve_scratch(device)

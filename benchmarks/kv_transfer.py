@@ -20,11 +20,11 @@ from benchmarks.results import run_facts, save_result, scheme_suffix
 from benchmarks.transfer.handovers import Figures, through_the_cluster
 from benchmarks.transfer.kv_settings import SETTINGS, Settings
 from benchmarks.transfer.transfer_pools import PoolPlan, copy_ceiling, measure_pools
-from cluster.config import KV_DTYPES, ClusterConfig
-from cluster.launcher import Cluster
-from engine.device import quantized_kv_dtype
-from engine.models.load_spec import load_spec
 from kv_transfer.nixl_backend.ucx_shared_memory import ucx_settings
+from tandem.cluster.config import KV_DTYPES, ClusterConfig
+from tandem.cluster.launcher import Cluster
+from tandem.engine.device import quantized_kv_dtype
+from tandem.engine.models.load_spec import load_spec
 
 _GPU_SHAPE = "llama-3-8b"
 """The default shape on GPUs."""

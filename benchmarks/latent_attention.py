@@ -17,8 +17,8 @@ import torch
 from benchmarks.command_line import need_gpu
 from benchmarks.gpu.ceilings import copy_bandwidth, matrix_rate, median_seconds
 from benchmarks.results import run_facts, save_result
-from engine.config import GPU_PAGE_TOKENS
-from engine.config.attention import LatentShape
+from tandem.engine.config import GPU_PAGE_TOKENS
+from tandem.engine.config.attention import LatentShape
 
 LITE = LatentShape(heads=16, latent=512, rope=64, nope=128, v_dim=128, scale=192**-0.5)
 """DeepSeek-V2-Lite."""
@@ -98,10 +98,10 @@ def _prompts() -> Figures:
 
 def _prompt_seconds(shape: LatentShape, cached: int, tokens: int) -> tuple[float, str]:
     """Returns seconds of a layer's attention of one chunk, and the name of the implementation for long ones."""
-    from engine.kernels.base import StepLayout
-    from engine.kernels.latent.block_attention import BlockAttention, choose_block_attention, compiled
-    from engine.kernels.latent.latent_kernels import LatentKernels
-    from engine.kernels.triton_launch import overlaps_launches
+    from tandem.engine.kernels.base import StepLayout
+    from tandem.engine.kernels.latent.block_attention import BlockAttention, choose_block_attention, compiled
+    from tandem.engine.kernels.latent.latent_kernels import LatentKernels
+    from tandem.engine.kernels.triton_launch import overlaps_launches
 
     device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
     blocks: Future[BlockAttention] = Future()

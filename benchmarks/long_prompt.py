@@ -15,14 +15,14 @@ import torch
 from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.gpu.ceilings import matrix_rate
 from benchmarks.results import run_facts, save_result
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.models.shapes import shape_names, write_shape
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.weights.gguf import default_cache
-from wire.kv_pages import FREED, KvPages, held_pages
-from wire.messages import SamplingParams
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.shapes import shape_names, write_shape
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.weights.gguf import default_cache
+from tandem.protocol.kv_pages import FREED, KvPages, held_pages
+from tandem.protocol.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 

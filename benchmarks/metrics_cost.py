@@ -22,22 +22,22 @@ import numpy as np
 from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from costs.step_work import StepWork
-from engine.cache.paged_cache import cache_bytes
-from engine.config import EngineConfig
-from engine.device import parse_device, parse_dtype, parse_page_tokens
-from engine.memory import GIB
-from engine.model_runner import ModelRunner
-from engine.models.load_spec import load_spec
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
-from telemetry.exposition import Exposition
-from wire.ending import pages_for
-from wire.errors import InvalidArgument
-from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
-from worker.config import WorkerConfig
-from worker.process import layout_of
-from worker.reporting.metrics import engine_facts, worker_facts
-from worker.worker import Worker
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.cache.paged_cache import cache_bytes
+from tandem.engine.config import EngineConfig
+from tandem.engine.device import parse_device, parse_dtype, parse_page_tokens
+from tandem.engine.memory import GIB
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.metrics.exposition import Exposition
+from tandem.protocol.ending import pages_for
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from tandem.worker.config import WorkerConfig
+from tandem.worker.process import layout_of
+from tandem.worker.reporting.metrics import engine_facts, worker_facts
+from tandem.worker.worker import Worker
 
 ME, ROUTER = PeerRef("both-0", 1), "router"
 PROMPT = 64

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load.sweep import GOODPUT_SHARE
-from cli.load.pictures import GRID, Run, by_rate, draw_latencies, panels_of, run_of, save
-from wire.errors import InvalidArgument, TandemError
+from tandem.cli.load.pictures import GRID, Run, by_rate, draw_latencies, panels_of, run_of, save
+from tandem.protocol.errors import InvalidArgument, TandemError
 
 _LEGEND_COLUMNS, _LEGEND_HEIGHT = 4, 0.7
 _MARKERS = "osv^Dx*"

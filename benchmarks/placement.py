@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 from benchmarks.command_line import at_least
 from benchmarks.results import run_facts, save_result
-from costs.step_cost import CostParameters, StepCost
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import DEFAULT_CLASSES
-from wire.ending import pages_for
-from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo, WorkerLoad
-from wire.mode import Mode
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.protocol.ending import pages_for
+from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo, WorkerLoad
+from tandem.protocol.mode import Mode
 
 PAGE_TOKENS = 16
 PROMPT_TOKENS, ANSWER_TOKENS = 2000, 500

@@ -37,18 +37,18 @@ from benchmarks.cpu.no_engine import MODEL, STEP_TOKENS, NoEngine
 from benchmarks.cpu.stopwatch import Stopwatch
 from benchmarks.results import RESULTS, run_facts, save_result
 from decode_worker.batch_snapshot import CompletedStep
-from engine.cache.page_pool import PagePool
-from engine.config import GPU_PAGE_TOKENS, EngineConfig
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
-from wire import convert
-from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
-from wire.policy_name import PolicyName
-from worker.config import WorkerConfig
-from worker.loop import StepMeter
-from worker.router_stream import RouterStream
-from worker.scheduler import StepScheduler
-from worker.step_publisher import StepPublisher
-from worker.worker import Worker
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.config import GPU_PAGE_TOKENS, EngineConfig
+from tandem.protocol import conversion
+from tandem.protocol.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.config import WorkerConfig
+from tandem.worker.loop import StepMeter
+from tandem.worker.router_stream import RouterStream
+from tandem.worker.scheduler import StepScheduler
+from tandem.worker.step_publisher import StepPublisher
+from tandem.worker.worker import Worker
 
 PROMPT = 1000
 CHANGING_ANSWER = 256
@@ -166,7 +166,7 @@ async def _read(stream: RouterStream, watch: Stopwatch) -> None:
     """Reads the stream like the servicer, until it ends."""
     async for message in stream.messages():
         with watch.timing("send"):
-            convert.step_events_to_proto(message).SerializeToString()
+            conversion.step_events_to_proto(message).SerializeToString()
 
 
 async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> None:

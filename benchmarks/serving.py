@@ -19,15 +19,15 @@ from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.gpu.gpu_engine import GpuEngine
 from benchmarks.load.served_model import add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from cluster.config import ClusterConfig
-from cluster.launcher import Cluster
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.messages import RequestRef, SamplingParams
-from wire.rpc import open_client_channel
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Cluster
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.net.rpc import open_client_channel
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.protocol.messages import RequestRef, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 `python -m benchmarks.step_costs --device cuda --shape llama-3-8b`
 
-Placement and chunk sizes use the cost model (`costs/step_cost.py`). A worker fits it to its own steps, so its errors
-are those of its form. Here steps of many sizes run back to back as in a worker, a model is fitted to them as a worker
-does it, and each size's time is compared with its prediction. The last line is one JSON object.
+Placement and chunk sizes use the cost model (`tandem/cost_model/step_cost.py`). A worker fits it to its own steps, so
+its errors are those of its form. Here steps of many sizes run back to back as in a worker, a model is fitted to them
+as a worker does it, and each size's time is compared with its prediction. The last line is one JSON object.
 """
 
 import argparse
@@ -19,15 +19,15 @@ from itertools import accumulate, pairwise, product
 from benchmarks.command_line import exit_on_error
 from benchmarks.load.served_model import add_model_options, choose_model
 from benchmarks.results import run_facts, save_result
-from costs.step_cost import CostParameters, StepCost
-from costs.step_fit import StepFit
-from costs.step_work import StepWork
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from wire.kv_pages import KvPages
-from wire.messages import SamplingParams
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.cost_model.step_fit import StepFit
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 _WARM = 2

@@ -22,9 +22,9 @@ import grpc.aio
 
 from benchmarks.results import run_facts, save_result
 from benchmarks.router.processes import run_router, run_source
-from cli.models.default_model import find_default_model
-from engine.weights.gguf import prepare_model
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.cli.models.default_model import find_default_model
+from tandem.engine.weights.gguf import prepare_model
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 _PROMPT = 20
 Turn = dict[str, float]

@@ -24,14 +24,14 @@ from torch import Tensor
 from benchmarks.command_line import exit_on_error
 from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.results import run_facts, save_result
-from engine.config.model import ModelSpec
-from engine.device import parse_device
-from engine.models.allocation import allocate_parameters
-from engine.models.families import places_of
-from engine.models.load_spec import load_spec
-from engine.models.parameters import tensors_of
-from engine.models.shapes import shape_names, write_shape
-from engine.weights.checkpoint import load_weights
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.device import parse_device
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.families import places_of
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.parameters import tensors_of
+from tandem.engine.models.shapes import shape_names, write_shape
+from tandem.engine.weights.checkpoint import load_weights
 
 GIB = 1 << 30
 _STORED = torch.bfloat16

@@ -24,13 +24,14 @@ from decode_worker.leased import LeasedRequests
 from decode_worker.page_budget import PageBudget
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
-from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, ProcessAlive, process_unknown
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import PageAction
-from wire.errors import StaleEpoch, TransferFailed
-from wire.messages import (
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.protocol.errors import StaleEpoch, TransferFailed
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import (
     GrantedLease,
     Lease,
     ModelFacts,
@@ -40,7 +41,6 @@ from wire.messages import (
     RoutedEvent,
     TransferNotice,
 )
-from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

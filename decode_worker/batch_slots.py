@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker.request import DecodeRequest
-from engine.steps.draws import SETTINGS, settings_of
-from engine.steps.seeded import start_of
+from tandem.engine.steps.draws import SETTINGS, settings_of
+from tandem.engine.steps.seeded import start_of
 
 SlotIndices = NDArray[np.intp]
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from decode_worker.batch_slots import BatchSlot, SlotColumns, SlotIndices
 from decode_worker.request import DecodeRequest
-from engine.steps.batch import FROM_HOST, RowColumns
-from engine.steps.draws import Draws, History, all_greedy
-from wire.messages import RoutedEvent, RoutedTokens, SamplingParams, StepTokens
+from tandem.engine.steps.batch import FROM_HOST, RowColumns
+from tandem.engine.steps.draws import Draws, History, all_greedy
+from tandem.protocol.messages import RoutedEvent, RoutedTokens, SamplingParams, StepTokens
 
 BUFFERED_STEPS = 64
 """Steps whose tokens are kept in the buffer before they are appended to their answers."""

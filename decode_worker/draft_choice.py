@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from costs.step_cost import StepCost
-from costs.step_work import StepWork
 from decode_worker.request import DecodeRequest
-from engine.speculation.proposer import DRAFTS_MAX, Draft
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft
 
 ROWS_MAX = 256
 """The most rows of a step with drafts: with more, products take so much longer that drafts hardly pay."""

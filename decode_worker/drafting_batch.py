@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from costs.step_work import NOTHING, StepWork
 from decode_worker.batch_slots import BatchSlot
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep
 from decode_worker.drafts import RowDrafts, StepDrafts, VerifiedRow, VerifiedStep
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
-from engine.speculation.proposer import Draft
-from engine.steps.batch import TokenRows
-from engine.steps.draws import NO_TOKEN
-from wire.kv_pages import KvPages
+from tandem.cost_model.step_work import NOTHING, StepWork
+from tandem.engine.speculation.proposer import Draft
+from tandem.engine.steps.batch import TokenRows
+from tandem.engine.steps.draws import NO_TOKEN
+from tandem.protocol.kv_pages import KvPages
 
 
 class RowsWithDrafts(TokenRows):

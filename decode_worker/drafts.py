@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.request import DecodeRequest
-from engine.steps.batch import FROM_HOST, RowColumns
-from engine.steps.draws import Draws
-from wire.messages import RoutedTokens, StepTokens
+from tandem.engine.steps.batch import FROM_HOST, RowColumns
+from tandem.engine.steps.draws import Draws
+from tandem.protocol.messages import RoutedTokens, StepTokens
 
 
 class RowDrafts(NamedTuple):
@@ -28,7 +28,7 @@ class RowDrafts(NamedTuple):
     token_ids: Sequence[int]
     """At least one."""
     match: int
-    """The class of the guess, see `engine.speculation.proposer.Draft`."""
+    """The class of the guess, see `tandem.engine.speculation.proposer.Draft`."""
     first: int
     """The row of the first draft; the others follow."""
 

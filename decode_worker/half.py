@@ -26,14 +26,14 @@ from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
 from decode_worker.speculation import Speculation
 from decode_worker.token_events import event_or_failure
-from engine.grammar_masks import AllowedDrafts
-from engine.speculation.proposer import Proposer
-from engine.steps.batch import TokenRows
-from engine.steps.draws import History
-from wire.ending import Ending
-from wire.kv_pages import KvPages
-from wire.messages import ModelFacts, RequestRef, TokenLogprobs
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.engine.grammar_masks import AllowedDrafts
+from tandem.engine.speculation.proposer import Proposer
+from tandem.engine.steps.batch import TokenRows
+from tandem.engine.steps.draws import History
+from tandem.protocol.ending import Ending
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import ModelFacts, RequestRef, TokenLogprobs
 
 NO_ROWS = TokenRows.of(())
 

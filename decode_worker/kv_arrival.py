@@ -11,11 +11,11 @@ from functools import partial
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from kv_transfer.checksums import PageChecks
-from wire.ending import reason_to_end
-from wire.errors import TransferFailed, Unavailable
-from wire.logging.logs import about
-from wire.messages import ModelFacts, PeerRef, TransferNotice
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.logging.logs import about
+from tandem.protocol.ending import reason_to_end
+from tandem.protocol.errors import TransferFailed, Unavailable
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import ModelFacts, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
 

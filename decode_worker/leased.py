@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from decode_worker.page_budget import PageBudget
 from decode_worker.request import DecodeRequest
 from decode_worker.requests import DecodeRequests
-from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import LeaseChange, PageAction
-from wire.errors import InvalidArgument, TandemError
-from wire.messages import Lease, PeerRef, Reservation, hash_token_ids
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.protocol.errors import InvalidArgument, TandemError
+from tandem.protocol.messages import Lease, PeerRef, Reservation, hash_token_ids
 
 log = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from costs.acceptance import Acceptance
-from costs.step_cost import StepCost
-from costs.step_work import NOTHING, StepWork, chunk_pairs
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.draft_choice import GAIN_MIN, ROWS_MAX, Candidate, StepBounds
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
 from decode_worker.speculation import PROBE_EVERY, Speculation
-from engine.grammar_masks import AllowedDrafts
-from engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft, Proposer, WantedDraft
-from engine.steps.draws import Draw
-from wire.messages import SamplingParams
+from tandem.cost_model.acceptance import Acceptance
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import NOTHING, StepWork, chunk_pairs
+from tandem.engine.grammar_masks import AllowedDrafts
+from tandem.engine.speculation.proposer import DRAFTS_MAX, BatchProposer, Draft, Proposer, WantedDraft
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
 
 MISSING_MAX = DRAFTS_MAX + 1
 """The most tokens without KV that a draft begins with, each as a row of its own; of more, a piece is stored first."""

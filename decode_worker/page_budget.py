@@ -1,7 +1,8 @@
 """The page budget of the decode half: what each request claims, what the pool promises, and when nothing is promised.
 
 Two words for a request's pages, which the prefill half uses too:
-  claimed   may still be taken from the pool. Prompt and answer are expected to fill them (`costs/answer_length.py`), so
+  claimed   may still be taken from the pool. Prompt and answer are expected to fill them
+  (`tandem/cost_model/answer_length.py`), so
             that more requests run at once than if each claimed the longest answer
   held      taken or read. Those for the lease are claimed, and count as held already
 
@@ -15,15 +16,15 @@ the promise is for them alone.
 
 from collections.abc import Callable, Sequence
 
-from costs.answer_length import AnswerLengths
 from decode_worker.config import DecodeConfig
 from decode_worker.request import DecodeRequest
-from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lost_pages import LostPages
-from wire.ending import kv_tokens
-from wire.errors import InvalidArgument, ResourceExhausted, RoleClosed
-from wire.messages import ModelFacts, Reservation
+from tandem.cost_model.answer_length import AnswerLengths
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.protocol.ending import kv_tokens
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted, RoleClosed
+from tandem.protocol.messages import ModelFacts, Reservation
 
 RETURN_S = 1.0
 """Seconds for which pages are reserved for a preempted request: enough to return if no other worker has pages."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from engine.cache.prefix_cache import Prefix
-from engine.steps.draws import History
-from wire.ending import Ending
-from wire.messages import Lease, Reservation
-from wire.tracing.timeline import EdgeStamp
+from tandem.engine.cache.prefix_cache import Prefix
+from tandem.engine.steps.draws import History
+from tandem.protocol.ending import Ending
+from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.protocol.messages import Lease, Reservation
 
 
 class Stage(Enum):

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from decode_worker import preemption
 from decode_worker.page_budget import PageBudget
 from decode_worker.request import DecodeRequest, Stage
-from engine.cache.prefix_cache import PrefixCache
-from wire.ending import failure_event
-from wire.errors import TandemError, TransferFailed
-from wire.kv_pages import FREED
-from wire.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.protocol.ending import failure_event
+from tandem.protocol.errors import TandemError, TransferFailed
+from tandem.protocol.kv_pages import FREED
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
 
 ADMITTED_REMEMBERED = 4096
 """The number of epochs of leases whose KV has arrived that are remembered.

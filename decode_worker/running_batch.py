@@ -13,9 +13,9 @@ import numpy as np
 from decode_worker.batch_slots import BatchSlot, SlotColumns, SlotSchedule
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep, TokenBuffer
 from decode_worker.request import DecodeRequest
-from engine.steps.batch import TokenRows
-from engine.steps.draws import NO_TOKEN
-from wire.kv_pages import KvPages
+from tandem.engine.steps.batch import TokenRows
+from tandem.engine.steps.draws import NO_TOKEN
+from tandem.protocol.kv_pages import KvPages
 
 
 class RunningBatch:

@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from costs.acceptance import Acceptance
-from costs.step_cost import StepCost
-from costs.step_work import NOTHING, StepWork
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.draft_choice import Candidate, StepBounds, break_even, with_drafts, with_most_tokens
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.drafts import VerifiedStep
 from decode_worker.request import DecodeRequest
-from engine.grammar_masks import AllowedDrafts
-from engine.speculation.proposer import DRAFTS_MAX, Draft, Proposer
-from engine.steps.batch import TokenRows
+from tandem.cost_model.acceptance import Acceptance
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import NOTHING, StepWork
+from tandem.engine.grammar_masks import AllowedDrafts
+from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft, Proposer
+from tandem.engine.steps.batch import TokenRows
 
 PROBE_EVERY = 64
 """Where no drafts pay, one request has a draft in so many steps, so that a change of acceptance is noticed."""

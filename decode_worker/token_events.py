@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.running_batch import RunningBatch
-from engine.steps.draws import NO_TOKEN
-from wire.ending import failure_event
-from wire.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
-from wire.logging.logs import about
-from wire.messages import RequestEvent, RoutedEvent, TokenLogprobs
+from tandem.engine.steps.draws import NO_TOKEN
+from tandem.logging.logs import about
+from tandem.protocol.ending import failure_event
+from tandem.protocol.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
+from tandem.protocol.messages import RequestEvent, RoutedEvent, TokenLogprobs
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-from cli.connection.client import RouterClient, Sampling
-from cli.models.default_model import find_default_model
-from cluster.config import ClusterConfig
-from cluster.launcher import Cluster
-from engine.weights.gguf import prepare_model
+from tandem.cli.connection.client import RouterClient, Sampling
+from tandem.cli.models.default_model import find_default_model
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Cluster
+from tandem.engine.weights.gguf import prepare_model
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import grpc
 
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 

@@ -9,8 +9,8 @@ from kv_transfer.base import NoticeHandler, Transport
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.agent import load_nixl
 from kv_transfer.nixl_backend.transport import NixlTransport
-from wire.errors import InvalidArgument, TandemError
-from wire.messages import PeerRef
+from tandem.protocol.errors import InvalidArgument, TandemError
+from tandem.protocol.messages import PeerRef
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from wire.messages import PeerDescription, PeerRef, TransferNotice
+from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
 NoticeHandler = Callable[[TransferNotice], None]
 

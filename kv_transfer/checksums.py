@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from kv_transfer.poll_backoff import wait_precisely
-from wire.errors import InvalidArgument, Unavailable
-from wire.kv_pages import KvPages
-from wire.messages import Lease, PageChecksum
+from tandem.protocol.errors import InvalidArgument, Unavailable
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import Lease, PageChecksum
 
 log = logging.getLogger(__name__)
 

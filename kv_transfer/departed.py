@@ -1,6 +1,6 @@
 """Incarnations of other workers that are assumed dead."""
 
-from wire.messages import PeerRef
+from tandem.protocol.messages import PeerRef
 
 
 class Departed:

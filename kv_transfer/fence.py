@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wire.messages import PeerRef
+from tandem.protocol.messages import PeerRef
 
 ProcessAlive = Callable[[PeerRef], bool | None]
 """Returns True if the process of this incarnation lives, False if it has ended, None if that is unknown."""

@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Iterable
 
 from kv_transfer.layout import KVLayout
-from wire.errors import FailedPrecondition
-from wire.messages import Handshake, PeerDescription
+from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.messages import Handshake, PeerDescription
 
 PROTOCOL_VERSION = 9
 """The protocol version, incremented with each change in the meaning of messages or bytes that two workers exchange."""

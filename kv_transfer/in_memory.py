@@ -22,8 +22,8 @@ from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
 from kv_transfer.behind import hold
 from kv_transfer.in_memory_flight import Flight
 from kv_transfer.layout import KVLayout
-from wire.errors import FailedPrecondition, TransferFailed
-from wire.messages import PeerDescription, PeerRef
+from tandem.protocol.errors import FailedPrecondition, TransferFailed
+from tandem.protocol.messages import PeerDescription, PeerRef
 
 
 class Fabric(Protocol):

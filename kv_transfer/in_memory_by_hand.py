@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_flight import Flight
-from wire.errors import TransferFailed
-from wire.messages import PeerRef, TransferNotice
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import PeerRef, TransferNotice
 
 
 @dataclass(slots=True, eq=False)

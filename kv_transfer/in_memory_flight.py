@@ -5,8 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kv_transfer.base import PageWrite, WriteDone
-from wire.errors import TransferFailed
-from wire.messages import PeerRef
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import PeerRef
 
 
 @dataclass(slots=True, eq=False)

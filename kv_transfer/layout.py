@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class KVLayout:
     """A pool of pages in block-major order [pages, kv_heads, layers, parts, page_tokens, head_dim].
 
-    One page of one request is one contiguous range over the layers of a group (`wire/kv_pages.py`). The memory stays
-    the engine's.
+    One page of one request is one contiguous range over the layers of a group (`tandem/protocol/kv_pages.py`). The
+    memory stays the engine's.
     """
 
     base_address: int

@@ -60,8 +60,8 @@ from functools import cache
 from kv_transfer.departed import Departed
 from kv_transfer.fence import Exposure, Fence
 from kv_transfer.lease_change import LeaseChange, PageAction
-from wire.errors import StaleEpoch, Unavailable
-from wire.messages import Lease, PeerRef, RequestRef
+from tandem.protocol.errors import StaleEpoch, Unavailable
+from tandem.protocol.messages import Lease, PeerRef, RequestRef
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from wire.messages import Lease, PeerRef
+from tandem.protocol.messages import Lease, PeerRef
 
 
 class PageAction(Enum):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from wire.messages import Destination, Lease, PeerRef, TransferNotice
+from tandem.protocol.messages import Destination, Lease, PeerRef, TransferNotice
 
 
 @dataclass(frozen=True, slots=True)

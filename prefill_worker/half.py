@@ -20,10 +20,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from engine.cache.prefix_cache import PrefixCache
-from engine.steps.batch import StepRow
-from engine.steps.draws import NO_TOKEN, History
-from engine.steps.prompt_scoring import PromptScores
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.decode_peers import LocalDecode
@@ -34,10 +30,15 @@ from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartRe
 from prefill_worker.registry import PendingTransfers, RequestRegistry
 from prefill_worker.request import Abortable, EventThread, PrefillRequest, ProgressUpdates
 from prefill_worker.scored_tokens import ScoredTokens
-from wire.ending import reason_to_end
-from wire.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
-from wire.logging.logs import about
-from wire.messages import (
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.steps.batch import StepRow
+from tandem.engine.steps.draws import NO_TOKEN, History
+from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.logging.logs import about
+from tandem.protocol.ending import reason_to_end
+from tandem.protocol.errors import Internal, InvalidArgument, NonFiniteLogits, TandemError
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import (
     ModelFacts,
     PeerRef,
     PrefillTask,
@@ -48,7 +49,6 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

@@ -30,11 +30,12 @@ from prefill_worker.notice import make_notice
 from prefill_worker.page_writes import OutgoingChecksums, OutgoingWrites, WritingTime
 from prefill_worker.request import PrefillRequest
 from prefill_worker.write_window import WindowRenewals, WriteWindow
-from wire.ending import failure_event
-from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
-from wire.kv_pages import KvPages
-from wire.logging.logs import about
-from wire.messages import (
+from tandem.logging.logs import about
+from tandem.protocol.ending import failure_event
+from tandem.protocol.errors import Internal, StaleEpoch, TandemError, TransferFailed
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.messages import (
     Destination,
     PageChecksum,
     PeerRef,
@@ -43,7 +44,6 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.tracing.timeline import TransferStats
 
 log = logging.getLogger(__name__)
 

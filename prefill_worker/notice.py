@@ -1,8 +1,8 @@
 """The notice of a prompt whose KV has arrived."""
 
 from prefill_worker.request import PrefillRequest
-from wire.errors import Internal
-from wire.messages import PageChecksum, PeerRef, TransferNotice
+from tandem.protocol.errors import Internal
+from tandem.protocol.messages import PageChecksum, PeerRef, TransferNotice
 
 
 def make_notice(

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 
 from kv_transfer.base import PageWrite, Sender, WriteDone
 from kv_transfer.checksums import PageChecks
-from wire.errors import TransferFailed
-from wire.messages import Lease, PageChecksum, PeerRef, TransferNotice
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import Lease, PageChecksum, PeerRef, TransferNotice
 
 
 class WritingTime:

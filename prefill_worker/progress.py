@@ -2,8 +2,8 @@
 
 import asyncio
 
-from wire.errors import TandemError
-from wire.messages import FinishReason
+from tandem.protocol.errors import TandemError
+from tandem.protocol.messages import FinishReason
 
 
 class Progress:

@@ -4,12 +4,12 @@ Pages of groups without a window are taken for the whole prompt. Those of groups
 are needed at a time, and taken chunk by chunk (`cover`), while those that no chunk sees any more are given up.
 """
 
-from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.decode_peers import LocalDecode
 from prefill_worker.request import PrefillRequest
-from wire.errors import ResourceExhausted
-from wire.kv_pages import FREED
-from wire.messages import PeerRef
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.kv_pages import FREED
+from tandem.protocol.messages import PeerRef
 
 
 class PromptPages:

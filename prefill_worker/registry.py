@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.request import PrefillRequest
-from wire.errors import ResourceExhausted, RoleClosed, StaleEpoch
-from wire.kv_pages import held_pages
-from wire.messages import PeerRef, PrefillTask, RequestRef
+from tandem.protocol.errors import ResourceExhausted, RoleClosed, StaleEpoch
+from tandem.protocol.kv_pages import held_pages
+from tandem.protocol.messages import PeerRef, PrefillTask, RequestRef
 
 RETRY_AFTER_S = 0.2
 

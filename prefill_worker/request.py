@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.cache.prefix_cache import Prefix
-from engine.steps.batch import StepRow
-from engine.steps.draws import Draw, History
-from engine.steps.prompt_scoring import PromptScores
 from prefill_worker.progress import Progress
-from wire.messages import PrefillTask
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.engine.cache.prefix_cache import Prefix
+from tandem.engine.steps.batch import StepRow
+from tandem.engine.steps.draws import Draw, History
+from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import PrefillTask
 
 log = logging.getLogger(__name__)
 

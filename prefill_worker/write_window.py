@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from prefill_worker.decode_peers import DecodePeers
-from wire.errors import StaleEpoch, TandemError, TransferFailed
-from wire.messages import Destination, Lease, PeerRef
+from tandem.protocol.errors import StaleEpoch, TandemError, TransferFailed
+from tandem.protocol.messages import Destination, Lease, PeerRef
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from router.slo_options import classes_by_name
-from wire.address import is_loopback
-from wire.errors import InvalidArgument
-from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
-from wire.logging.logs import TO_STDERR, LogConfig
-from wire.mode import Mode
-from wire.security.api_keys import KeySource, read_keys
-from wire.security.credentials import check_guarded, reading_keys
-from wire.security.server_tls import TlsFiles
+from tandem.logging.logs import TO_STDERR, LogConfig
+from tandem.net.address import is_loopback
+from tandem.net.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
+from tandem.net.security.api_keys import KeySource, read_keys
+from tandem.net.security.credentials import check_guarded, reading_keys
+from tandem.net.security.server_tls import TlsFiles
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.mode import Mode
 
 
 @dataclass(frozen=True, slots=True)

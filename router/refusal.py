@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from wire.errors import InvalidArgument, NotFound, RateLimited, ResourceExhausted, TandemError
+from tandem.protocol.errors import InvalidArgument, NotFound, RateLimited, ResourceExhausted, TandemError
 
 
 class Refusal(StrEnum):

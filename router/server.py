@@ -14,9 +14,9 @@ from router.access.audit_log import AuditLog
 from router.access.callers import Callers
 from router.api.access.grpc_access import GrpcAccess
 from router.api.access.http_access import only_operations
+from router.api.grpc.service import InferenceServicer, add_inference
 from router.api.http import make_app
 from router.api.listeners import InProcessListeners, Listeners, RouterEndpoints
-from router.api.service import InferenceServicer, add_inference
 from router.config import RouterConfig
 from router.front.processes import FrontListeners
 from router.observability.otlp import TraceExporter, otlp_exporter
@@ -24,12 +24,12 @@ from router.placement.policy import PlacementPolicy
 from router.requests.dispatch import Dispatcher
 from router.requests.validation import RequestValidator
 from router.text.tokenizer import Tokenizer
-from telemetry import families as f
-from vocabulary.model_folder import GenerationDefaults, read_generation_defaults
-from wire.address import is_loopback
-from wire.errors import TandemError
-from wire.http.server import HttpServer, Listener
-from wire.security.server_tls import ServerTls
+from tandem.metrics import families as f
+from tandem.net.address import is_loopback
+from tandem.net.http.server import HttpServer, Listener
+from tandem.net.security.server_tls import ServerTls
+from tandem.protocol.errors import TandemError
+from tandem.tokenizers.model_folder import GenerationDefaults, read_generation_defaults
 
 log = logging.getLogger(__name__)
 

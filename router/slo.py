@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 
 class Overload(StrEnum):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from router.slo import DEFAULT_CLASSES, Overload, SloClass
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 
 def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:

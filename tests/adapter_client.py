@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from engine.model_runner import ModelRunner
+from tandem.engine.model_runner import ModelRunner
 from tests.adapters import ATTENTION, TinyAdapter
 from tests.factories import greedy_answer, tiny_engine_config
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.weights.safetensors_file import write_float32
+from tandem.engine.weights.safetensors_file import write_float32
 from tests.factories import FAMILIES, random_weights, write_tiny_model
 
 Matrix = np.ndarray[Any, Any]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from cluster.ray_processes.ray_node import ENVIRONMENT
+from tandem.cluster.ray_processes.ray_node import ENVIRONMENT
 
 if TYPE_CHECKING:
     from tests.running_cluster import RunningCluster, Shelf
@@ -66,7 +66,7 @@ SHARING_NOTHING = {"test_cluster_life.py", "test_cpu_machines.py", "test_familie
 GPU_ROOMS = {"gpu", "kernels"}
 COMPILE = """
 import sys, torch
-from engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.cpu.kernels import CpuKernels
 CpuKernels(getattr(torch, sys.argv[1]), threads=1).close()
 """
 SHELF: pytest.StashKey[Shelf] = pytest.StashKey()
@@ -160,8 +160,8 @@ def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The folder of SmolLM2-135M-Instruct in Hugging Face layout, prepared once in the user's cache."""
-    from cli.models.default_model import find_default_model
-    from engine.weights.gguf import prepare_model
+    from tandem.cli.models.default_model import find_default_model
+    from tandem.engine.weights.gguf import prepare_model
 
     return prepare_model(find_default_model())
 

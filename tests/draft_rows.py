@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from decode_worker.drafting_batch import RowsWithDrafts
 from decode_worker.drafts import RowDrafts, StepDrafts
-from engine.steps.batch import StepRow, TokenRows
+from tandem.engine.steps.batch import StepRow, TokenRows
 
 
 def with_drafts(newest: Sequence[StepRow], drafts: Sequence[Sequence[int]]) -> TokenRows:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.models.allocation import allocate_parameters
-from engine.models.families import places_of
-from engine.models.load_spec import parse_spec
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.weights.safetensors_file import write_float32
-from wire.messages import SamplingParams
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.families import places_of
+from tandem.engine.models.load_spec import parse_spec
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.weights.safetensors_file import write_float32
+from tandem.protocol.messages import SamplingParams
 
 _BASE: dict[str, Any] = {
     "model_type": "llama",

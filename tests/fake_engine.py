@@ -17,21 +17,21 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from costs.roofline import Ceilings, ModelSizes, Roofline
 from decode_worker.request import DecodeRequest
-from engine.adapters.slots import AdapterSlots
-from engine.cache.page_checksums import page_checksums
-from engine.cache.page_pool import PagePool
-from engine.speculation.load_draft import MakeProposer
-from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
-from engine.steps.draws import History
-from engine.steps.prompt_scoring import PromptScores
 from kv_transfer.layout import KVLayout
+from tandem.cost_model.roofline import Ceilings, ModelSizes, Roofline
+from tandem.engine.adapters.slots import AdapterSlots
+from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.speculation.load_draft import MakeProposer
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
+from tandem.engine.steps.draws import History
+from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import LOGIT_BIAS_MAX, ModelFacts, SamplingParams, TokenLogprobs
+from tandem.tokenizers.grammars import Grammars
 from tests.small_tokenizer import save_tokenizer
-from vocabulary.grammars import Grammars
-from wire.cost_parameters import UNMEASURED
-from wire.kv_pages import KvPages
-from wire.messages import LOGIT_BIAS_MAX, ModelFacts, SamplingParams, TokenLogprobs
 
 PAGE_TOKENS = 4
 VOCAB = 1000

@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 
-from cli.connection.controller_client import ControllerClient
-from cluster.config import ClusterConfig
-from cluster.launcher import Cluster, Endpoints
-from cluster.planner_config import PlannerConfig, PlannerMode
-from cluster.supervision.health import Health, Phase
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
-from wire.security.mutual_tls import PART_NAME, credentials_of
+from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Cluster, Endpoints
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode
+from tandem.cluster.supervision.health import Health, Phase
+from tandem.net.security.mutual_tls import PART_NAME, credentials_of
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 IDLE_WITHIN_S = 120.0
 """Longer than any lease and quarantine in seconds: pages that are not free by then never will be."""

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from engine.weights.safetensors_file import write_float32
 from router.text.chat_template_files import read_template
+from tandem.engine.weights.safetensors_file import write_float32
 from tests.factories import FAMILIES, random_weights
 
 HELLO, SILENT = "Hello.", "The result does not say it."

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
-from tests.fake_engine import FakeEngine
-from wire import rpc
-from wire.generated.tandem.v1 import worker_pb2_grpc
-from wire.messages import (
+from tandem.engine.config import EngineConfig
+from tandem.net import rpc
+from tandem.protocol.generated.tandem.v1 import worker_pb2_grpc
+from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.messages import (
     Destination,
     FinishReason,
     Lease,
@@ -29,11 +29,11 @@ from wire.messages import (
     StepEvents,
     TokenLogprobs,
 )
-from wire.tracing.timeline import Edge
-from worker.config import WorkerConfig
-from worker.router_stream import RouterStream
-from worker.servicer import WorkerServicer
-from worker.worker import Worker
+from tandem.worker.config import WorkerConfig
+from tandem.worker.router_stream import RouterStream
+from tandem.worker.servicer import WorkerServicer
+from tandem.worker.worker import Worker
+from tests.fake_engine import FakeEngine
 
 ROUTER = "router-1"
 

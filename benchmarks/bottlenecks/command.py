@@ -12,10 +12,10 @@ from benchmarks.command_line import exit_on_error, need_gpu
 from benchmarks.load.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.load.stage import running_cluster
 from benchmarks.results import run_facts, save_result
-from cli.load.target import find_target, touch
-from telemetry import families as f
-from telemetry.scrape import Scrape
-from wire.errors import InvalidArgument
+from tandem.cli.load.target import find_target, touch
+from tandem.metrics import families as f
+from tandem.metrics.scrape import Scrape
+from tandem.protocol.errors import InvalidArgument
 
 Limits = dict[str, float]
 """A device's ceilings by name."""

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cli.load.workload import Arrival, Block, Workload
-from cluster.config import GIB
-from telemetry.bottlenecks import Bottleneck
-from wire.messages import Role
-from wire.mode import Mode
+from tandem.cli.load.workload import Arrival, Block, Workload
+from tandem.cluster.config import GIB
+from tandem.metrics.bottlenecks import Bottleneck
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
 
 
 @dataclass(frozen=True, slots=True)

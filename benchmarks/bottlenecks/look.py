@@ -6,15 +6,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from benchmarks.bottlenecks.loads import Load, Stage
-from cli.load.report import LoadReport
-from cli.load.run import LoadSettings, run_load
-from cli.load.target import Target, wait_until_idle
-from cli.observe.top import scrape
-from telemetry import families as f
-from telemetry.bottlenecks import Diagnosis, Figures, diagnose
-from telemetry.scrape import Scrape, ScrapeInterval
-from telemetry.worker_figures import figures_of
-from wire.errors import Unavailable
+from tandem.cli.load.report import LoadReport
+from tandem.cli.load.run import LoadSettings, run_load
+from tandem.cli.load.target import Target, wait_until_idle
+from tandem.cli.observe.top import scrape
+from tandem.metrics import families as f
+from tandem.metrics.bottlenecks import Diagnosis, Figures, diagnose
+from tandem.metrics.scrape import Scrape, ScrapeInterval
+from tandem.metrics.worker_figures import figures_of
+from tandem.protocol.errors import Unavailable
 
 _BEGINS_WITHIN_S = 60.0
 _POLL_S = 0.1

@@ -8,21 +8,21 @@ import numpy as np
 import torch
 
 from benchmarks.cpu.stopwatch import Stopwatch
-from costs.roofline import CPU, ModelSizes, Roofline
-from engine.adapters.slots import AdapterSlots
-from engine.cache.page_checksums import page_checksums
-from engine.cache.page_pool import PagePool
-from engine.config import GPU_PAGE_TOKENS
-from engine.cuda.cuda_graphs import graph_sizes
-from engine.cuda.sampler_cuda import PARAMS, DeviceSampler
-from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
-from engine.steps.draws import History
-from engine.steps.step_buffer import StepLimits, StepSizes
-from engine.steps.step_packer import StepPacker
 from kv_transfer.layout import KVLayout
-from wire.cost_parameters import UNMEASURED
-from wire.kv_pages import KvPages
-from wire.messages import ModelFacts
+from tandem.cost_model.roofline import CPU, ModelSizes, Roofline
+from tandem.engine.adapters.slots import AdapterSlots
+from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.config import GPU_PAGE_TOKENS
+from tandem.engine.cuda.cuda_graphs import graph_sizes
+from tandem.engine.cuda.sampler_cuda import PARAMS, DeviceSampler
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from tandem.engine.steps.draws import History
+from tandem.engine.steps.step_buffer import StepLimits, StepSizes
+from tandem.engine.steps.step_packer import StepPacker
+from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import ModelFacts
 
 STEP_TOKENS = 2048
 MODEL = ModelFacts("none", 128_256, 131_072, (2,), "bfloat16")

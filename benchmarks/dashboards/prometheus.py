@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wire.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yaml"
 NAMESPACE = "tandem"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.ceilings import graph_seconds
-from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.attention.triton_attention_plan import (
+from tandem.engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.attention.triton_attention_plan import (
     CODE_TILES,
     LARGE_TILE,
     NARROW_TILE,
@@ -25,9 +25,9 @@ from engine.kernels.attention.triton_attention_plan import (
     PlanFunction,
     make_plan,
 )
-from engine.kernels.kv_cache import SCALE_BYTES, KvCache, QuantizedKv, is_quantized
-from engine.kernels.triton_launch import overlaps_launches
-from wire.ending import pages_for
+from tandem.engine.kernels.kv_cache import SCALE_BYTES, KvCache, QuantizedKv, is_quantized
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.protocol.ending import pages_for
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

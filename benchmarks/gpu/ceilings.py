@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.ceilings import event_seconds
+from tandem.engine.ceilings import event_seconds
 
 _COPY_BYTES = 4 << 30
 _MATRIX = 8192

@@ -1,8 +1,8 @@
 """The layer of a dense model whose layers are all alike, for benchmarks of single operations."""
 
-from engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
-from engine.models.shapes import shape_config, shape_names
-from wire.errors import InvalidArgument
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
+from tandem.engine.models.shapes import shape_config, shape_names
+from tandem.protocol.errors import InvalidArgument
 
 
 def dense_layer(spec: ModelSpec) -> tuple[GroupedQueryAttention, DenseFeedForward]:

@@ -22,13 +22,13 @@ from benchmarks.gpu.device_spans import idle_share, idle_share_next_to_copies
 from benchmarks.gpu.gpu_engine import DECODE_STEPS, GpuEngine
 from benchmarks.gpu.profile_gpu import profile
 from benchmarks.results import run_facts, save_result, scheme_suffix
-from engine.config import EngineConfig
-from engine.config.attention import AttentionShape
-from engine.config.model import ModelSpec
-from engine.kernels.attention.triton_attention_plan import Plan, make_plan
-from engine.model_runner import ModelRunner
-from engine.models.shapes import write_shape
-from engine.weights.gguf import default_cache
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.attention.triton_attention_plan import Plan, make_plan
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.shapes import write_shape
+from tandem.engine.weights.gguf import default_cache
 
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.ceilings import graph_seconds
-from engine.config.model import MixtureOfExperts
-from engine.kernels.base import Experts
-from engine.kernels.experts.expert_tiles import ExpertShape, ExpertTile
-from engine.kernels.experts.triton_experts import ExpertKernels
-from engine.kernels.triton_launch import overlaps_launches
-from engine.models.shapes import shape_config
+from tandem.engine.config.model import MixtureOfExperts
+from tandem.engine.kernels.base import Experts
+from tandem.engine.kernels.experts.expert_tiles import ExpertShape, ExpertTile
+from tandem.engine.kernels.experts.triton_experts import ExpertKernels
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.models.shapes import shape_config
 
 _DTYPE = torch.bfloat16
 _EPS = 1e-6

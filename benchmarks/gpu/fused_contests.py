@@ -12,21 +12,21 @@ from torch import Tensor
 
 from benchmarks.gpu.contest import Contest
 from benchmarks.gpu.dense_layer import dense_layer
-from engine import sampler
-from engine.config import GPU_PAGE_TOKENS
-from engine.config.model import ModelSpec
-from engine.cuda.sampler_cuda import DeviceSampler
-from engine.kernels.base import Kernels, Linear, StepLayout
-from engine.kernels.cuda import CudaKernels
-from engine.kernels.linear.gated_product import FusedGated, PlainGated, choose_gated_product
-from engine.kernels.linear.triton_activation import silu_mul
-from engine.kernels.reference import ReferenceKernels
-from engine.kernels.reference import rms_norm as plain_rms_norm
-from engine.kernels.rowwise.triton_norm import rms_norm
-from engine.kernels.triton_launch import overlaps_launches
-from engine.models.rope import rope_table
-from engine.steps.draws import Draw
-from wire.messages import SamplingParams
+from tandem.engine import sampler
+from tandem.engine.config import GPU_PAGE_TOKENS
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.cuda.sampler_cuda import DeviceSampler
+from tandem.engine.kernels.base import Kernels, Linear, StepLayout
+from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.linear.gated_product import FusedGated, PlainGated, choose_gated_product
+from tandem.engine.kernels.linear.triton_activation import silu_mul
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.reference import rms_norm as plain_rms_norm
+from tandem.engine.kernels.rowwise.triton_norm import rms_norm
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.models.rope import rope_table
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
 
 DECODE_TOKENS = 256
 """Largest step in which each token is a row of its own; larger steps are one prompt."""

@@ -13,15 +13,15 @@ import torch
 
 from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.gpu.device_spans import Span, last_steps, record_spans
-from costs.roofline import ModelSizes
-from costs.step_work import StepWork
-from engine.cuda.cuda_stepper import CudaStepper
-from engine.cuda.step_graph import StepGraph
-from engine.model_runner import ModelRunner
-from engine.steps.batch import PendingStep, StepBatch, StepRow
-from engine.steps.draws import Draw
-from wire.kv_pages import FREED
-from wire.messages import SamplingParams
+from tandem.cost_model.roofline import ModelSizes
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.cuda.cuda_stepper import CudaStepper
+from tandem.engine.cuda.step_graph import StepGraph
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.kv_pages import FREED
+from tandem.protocol.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 DECODE_STEPS = 48

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.ceilings import graph_seconds
-from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
-from engine.config.attention import LatentShape
-from engine.kernels.latent.absorbed import AbsorbedAttention
-from engine.kernels.latent.absorbed_plan import Plan, PlanFunction, make_plan
-from engine.kernels.latent.triton_products import absorb
-from engine.kernels.triton_launch import overlaps_launches
-from wire.ending import pages_for
+from tandem.engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.latent.absorbed import AbsorbedAttention
+from tandem.engine.kernels.latent.absorbed_plan import Plan, PlanFunction, make_plan
+from tandem.engine.kernels.latent.triton_products import absorb
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.protocol.ending import pages_for
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -23,14 +23,14 @@ import torch
 
 from benchmarks.command_line import at_least, exit_on_error, need_gpu
 from benchmarks.results import run_facts, save_result
-from engine.config import AdapterSource, EngineConfig
-from engine.config.model import ModelSpec
-from engine.models.allocation import allocate_parameters
-from engine.models.families import places_of
-from engine.models.load_spec import load_spec
-from engine.models.shapes import shape_names, write_shape
-from engine.weights.gguf import default_cache
-from engine.weights.safetensors_file import write_float32
+from tandem.engine.config import AdapterSource, EngineConfig
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.families import places_of
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.shapes import shape_names, write_shape
+from tandem.engine.weights.gguf import default_cache
+from tandem.engine.weights.safetensors_file import write_float32
 
 CONTEXT, PROMPT = 1024, 2048
 ROUNDS = 5
@@ -61,7 +61,7 @@ def main() -> None:
 def _measure(asked: argparse.Namespace, folder: Path) -> dict[str, object]:
     # Triton is not installed where there is no GPU.
     from benchmarks.gpu.gpu_engine import DECODE_STEPS, GpuEngine
-    from engine.model_runner import ModelRunner
+    from tandem.engine.model_runner import ModelRunner
 
     model = write_shape(asked.shape, default_cache() / f"shape-{asked.shape}")
     adapter = write_random_adapter(folder, load_spec(model), asked.rank)

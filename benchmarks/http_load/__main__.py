@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 from benchmarks.command_line import exit_on_error
 from benchmarks.results import run_facts, save_result
-from cli.bench.servers import list_models
-from cli.load.http_client import HttpShare, run_http_share
-from cli.load.record import RequestRecord
-from cli.load.run import deal, run_clients
-from cli.load.slo import SloCell
-from cli.load.spread import percentile
-from cli.load.synthetic import Lengths, Synthetic
-from cli.load.workload import Workload, parse_rates
 from router.observability.verdict import Outcome
-from wire.errors import InvalidArgument
+from tandem.cli.bench.servers import list_models
+from tandem.cli.load.http_client import HttpShare, run_http_share
+from tandem.cli.load.record import RequestRecord
+from tandem.cli.load.run import deal, run_clients
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.spread import percentile
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.cli.load.workload import Workload, parse_rates
+from tandem.protocol.errors import InvalidArgument
 
 GOOD = {
     "good_1000_25": SloCell("1000 and 25 ms", 1.0, 0.025, 95),

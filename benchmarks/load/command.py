@@ -16,15 +16,15 @@ from benchmarks.load.served_model import ServedModel, add_model_options, choose_
 from benchmarks.load.stage import parse_setting, running_cluster
 from benchmarks.load.sweep import at_rates, knees, sweep
 from benchmarks.results import run_facts, save_result
-from cli.load.report import LoadReport
-from cli.load.run import LoadSettings, run_load
-from cli.load.slo import SloCell, parse_cell, standard_cells
-from cli.load.spread import LEVELS
-from cli.load.synthetic import Lengths, Synthetic
-from cli.load.target import Target, find_target, warm_up
-from cli.load.trace import Trace, read_trace
-from cli.load.workload import Source, Workload, parse_rates
-from wire.errors import InvalidArgument, TandemError
+from tandem.cli.load.report import LoadReport
+from tandem.cli.load.run import LoadSettings, run_load
+from tandem.cli.load.slo import SloCell, parse_cell, standard_cells
+from tandem.cli.load.spread import LEVELS
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.cli.load.target import Target, find_target, warm_up
+from tandem.cli.load.trace import Trace, read_trace
+from tandem.cli.load.workload import Source, Workload, parse_rates
+from tandem.protocol.errors import InvalidArgument, TandemError
 
 Figures = dict[str, object]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cli.load.record import RequestRecord
-from cli.load.run import LoadSettings, run_load
-from cli.load.synthetic import Lengths, Synthetic
-from cli.load.target import Target
-from cli.load.workload import Block, Workload
+from tandem.cli.load.record import RequestRecord
+from tandem.cli.load.run import LoadSettings, run_load
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.cli.load.target import Target
+from tandem.cli.load.workload import Block, Workload
 
 _SHARED = Block(1 << 40, 96)
 """The common prefix of every second prompt; no other block has its key."""

@@ -4,9 +4,9 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.models.default_model import NAME, find_default_model
-from cli.models.random_model import random_model
-from engine.weights.gguf import prepare_model
+from tandem.cli.models.default_model import NAME, find_default_model
+from tandem.cli.models.random_model import random_model
+from tandem.engine.weights.gguf import prepare_model
 
 
 @dataclass(frozen=True, slots=True)

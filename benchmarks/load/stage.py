@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.load.served_model import ServedModel
-from cluster.config import ClusterConfig
-from cluster.launcher import Cluster, Endpoints
-from wire.errors import InvalidArgument
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Cluster, Endpoints
+from tandem.protocol.errors import InvalidArgument
 
 Settings = Mapping[str, object]
 """Fields of `ClusterConfig` by name."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from cli.load.report import LoadReport
-from wire.errors import InvalidArgument
+from tandem.cli.load.report import LoadReport
+from tandem.protocol.errors import InvalidArgument
 
 GOODPUT_SHARE = 0.9
 """Share of all requests that must meet a cell; the knee is the highest goodput with that share."""

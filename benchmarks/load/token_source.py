@@ -10,13 +10,15 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from cluster.operations.adapters import Adapters
-from cluster.operations.operator import Operator
-from cluster.service import ClusterServicer
-from cluster.supervision.registry import Registry
-from wire import convert
-from wire.generated.tandem.v1 import cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
-from wire.messages import (
+from tandem.cluster.operations.adapters import Adapters
+from tandem.cluster.operations.operator import Operator
+from tandem.cluster.service import ClusterServicer
+from tandem.cluster.supervision.registry import Registry
+from tandem.net.rpc import listen, open_server
+from tandem.protocol import conversion
+from tandem.protocol.generated.tandem.v1 import cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import (
     FinishReason,
     GrantedLease,
     Lease,
@@ -30,8 +32,6 @@ from wire.messages import (
     WorkerInfo,
     WorkerLoad,
 )
-from wire.rpc import listen, open_server
-from wire.tracing.timeline import Edge, EdgeStamp
 
 MODEL = ModelFacts("tokens", 49_152, 8192, (2,), "none")
 TOKEN = "of a cluster that answers nothing"
@@ -87,17 +87,17 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         self._out = asyncio.Queue()
         await context.send_initial_metadata(())
         while True:
-            yield convert.step_events_to_proto(await self._out.get())
+            yield conversion.step_events_to_proto(await self._out.get())
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
         """Grants a lease at once."""
-        ref = convert.reservation_from_proto(request).ref
+        ref = conversion.reservation_from_proto(request).ref
         self._epoch += 1
-        return convert.granted_to_proto(GrantedLease(Lease(ref.request_id, ref.attempt, self._epoch), _LEASE_S))
+        return conversion.granted_to_proto(GrantedLease(Lease(ref.request_id, ref.attempt, self._epoch), _LEASE_S))
 
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
         """Sends the first token at once; the others follow by steps."""
-        task = convert.prefill_task_from_proto(request)
+        task = conversion.prefill_task_from_proto(request)
         edges = tuple(EdgeStamp.now(edge) for edge in (Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED))
         self._running[task.ref.request_id] = task, 1
         self._tell((RequestEvent(task.ref, 0, (token_of(time.monotonic()),), edges=edges),))

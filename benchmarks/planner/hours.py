@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.slo import SloClass
-from simulation.arrivals import Mix
-from simulation.request import LoadRequest
+from tandem.capacity.simulation.arrivals import Mix
+from tandem.capacity.simulation.request import LoadRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,15 @@ from benchmarks.planner.timetable import Timetable
 from benchmarks.planner.watch import Watch
 from benchmarks.results import run_facts, save_result
 from benchmarks.strategies.switch import Switch
-from cli.load.run import LoadSettings
-from cli.load.slo import SloCell
-from cli.load.target import find_target, touch
-from cluster.config import CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS
-from cluster.launcher import Endpoints
-from cluster.planner_config import PlannerConfig, PlannerMode
-from planner.decision import Split
 from router.slo import BEST_EFFORT, SloClass
-from wire.errors import InvalidArgument, TandemError
+from tandem.capacity.planner.decision import Split
+from tandem.cli.load.run import LoadSettings
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.target import find_target, touch
+from tandem.cluster.config import CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS
+from tandem.cluster.launcher import Endpoints
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode
+from tandem.protocol.errors import InvalidArgument, TandemError
 
 BATCH_REQUESTS, STEP_TOKENS = 8, 256
 """Default limits that define a worker's capacity: decode batch size, and a step no longer than a prompt."""

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cli.load.report import LoadReport
-from cli.load.slo import SloCell
-from cli.load.synthetic import Lengths, Synthetic
-from cli.load.workload import Arrival, Workload
 from router.observability.verdict import Outcome
-from wire.errors import InvalidArgument
+from tandem.cli.load.report import LoadReport
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.cli.load.workload import Arrival, Workload
+from tandem.protocol.errors import InvalidArgument
 
 HOUR_BITS = 32
 """Bits for the number of a request within its hour, so that prompts of two hours share nothing."""

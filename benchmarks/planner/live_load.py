@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from benchmarks.load.command import show
-from cli.load.report import LoadReport
-from cli.load.run import LoadSettings, run_load
-from cli.load.slo import SloCell
-from cli.load.target import Target
-from cli.load.workload import Workload
+from tandem.cli.load.report import LoadReport
+from tandem.cli.load.run import LoadSettings, run_load
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.target import Target
+from tandem.cli.load.workload import Workload
 
 
 def ask(

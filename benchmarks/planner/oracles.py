@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from planner.decision import Direction
+from tandem.capacity.planner.decision import Direction
 
 UNDONE_PART = 0.1
 """Share of the role changes that may be undone within the same hour; small corrections are not flapping."""

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.planner.sizes import SHORT_PROMPT
-from cli.load.record import RequestRecord
-from cli.load.run import LoadSettings, run_load
-from cli.load.target import Target
-from cli.load.workload import Arrival, Block, Workload
-from wire.errors import Unavailable
+from tandem.cli.load.record import RequestRecord
+from tandem.cli.load.run import LoadSettings, run_load
+from tandem.cli.load.target import Target
+from tandem.cli.load.workload import Arrival, Block, Workload
+from tandem.protocol.errors import Unavailable
 
 PROMPT_TOKENS = 256
 ANSWER_TOKENS = 48

@@ -11,14 +11,14 @@ from benchmarks.planner.pace import PROMPT_TOKENS
 from benchmarks.planner.run import PlannedRun, Run
 from benchmarks.planner.sizes import Pace, Sizes
 from benchmarks.simulation.stage import make_requests
-from cli.load.workload import Workload
-from engine.config import GPU_PAGE_TOKENS
-from engine.models.shapes import shape_config
-from planner.decision import Split
-from simulation.arrivals import Mix
-from simulation.hardware import Hardware
-from simulation.request import LoadRequest
-from wire.cost_parameters import CostParameters
+from tandem.capacity.planner.decision import Split
+from tandem.capacity.simulation.arrivals import Mix
+from tandem.capacity.simulation.hardware import Hardware
+from tandem.capacity.simulation.request import LoadRequest
+from tandem.cli.load.workload import Workload
+from tandem.engine.config import GPU_PAGE_TOKENS
+from tandem.engine.models.shapes import shape_config
+from tandem.protocol.cost_parameters import CostParameters
 
 _SHAPE = "llama-3-8b"
 """A shape with a long context; its step cost is not used, since the cost is measured."""

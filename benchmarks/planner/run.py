@@ -8,24 +8,24 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.planner.hours import Day, Tally
 from benchmarks.simulation.stage import make_cluster
-from cluster.supervision.modes import Topology, assign
-from costs.answer_length import AnswerLengths
-from costs.step_cost import StepCost
-from planner.decision import Decision, Direction, Limits, Split, State
-from planner.demand import Promise
-from planner.load_ratio import WorkerFacts
-from planner.observation import Kept, Observation, Offered
-from planner.policy import plan
 from router.observability.verdict import Outcome as Kind
 from router.observability.verdict import Verdict
-from simulation.cluster import VirtualCluster
-from simulation.hardware import Hardware
-from simulation.network import Network
-from simulation.request import LoadRequest, Outcome
-from simulation.search.judge import judge
-from wire.messages import Role
-from wire.mode import Mode
-from wire.tracing.spans import Phase
+from tandem.capacity.planner.decision import Decision, Direction, Limits, Split, State
+from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.load_ratio import WorkerFacts
+from tandem.capacity.planner.observation import Kept, Observation, Offered
+from tandem.capacity.planner.policy import plan
+from tandem.capacity.simulation.cluster import VirtualCluster
+from tandem.capacity.simulation.hardware import Hardware
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.request import LoadRequest, Outcome
+from tandem.capacity.simulation.search.judge import judge
+from tandem.cluster.supervision.modes import Topology, assign
+from tandem.cost_model.answer_length import AnswerLengths
+from tandem.cost_model.step_cost import StepCost
+from tandem.protocol.lifecycle.spans import Phase
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
 
 NETWORK = Network(chunks_per_s=None)
 """No limit on chunks: so many workers would have several routers."""

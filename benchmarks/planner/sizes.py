@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.planner.live_hours import LiveHour
-from cli.load.synthetic import Lengths, Synthetic
 from router.slo import SloClass
-from wire.errors import FailedPrecondition
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.protocol.errors import FailedPrecondition
 
 LOAD = 0.93
 """Load of the right split as a share of its peak throughput.

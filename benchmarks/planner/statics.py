@@ -10,11 +10,11 @@ from benchmarks.planner.pace import serve_answers, serve_prompts
 from benchmarks.planner.sizes import Pace
 from benchmarks.strategies.rows import Strategy
 from benchmarks.strategies.switch import Switch
-from cli.load.report import LoadReport
-from cli.load.run import LoadSettings
-from cli.load.slo import SloCell
-from cli.load.target import Target
-from planner.decision import Split
+from tandem.capacity.planner.decision import Split
+from tandem.cli.load.report import LoadReport
+from tandem.cli.load.run import LoadSettings
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.target import Target
 
 KEPT = 0.97
 """Share of the requests that the right split should serve within the class; with less the hour is too heavy."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 END_S = 8.0
 """Seconds reserved for the end: stopping clusters, and the result."""

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from cli.connection.controller_client import ControllerClient
-from cluster.launcher import Endpoints
-from planner.decision import Direction, Split
-from wire.messages import Role
+from tandem.capacity.planner.decision import Direction, Split
+from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cluster.launcher import Endpoints
+from tandem.protocol.messages import Role
 
 _LOOK_S = 0.5
 

@@ -1,8 +1,9 @@
 """Compares a model's predictions with those of the same model in 16 or 32 bits: `python -m benchmarks.quality MODEL`.
 
-Candidate and reference read the same text, of which calibration uses none (`cli/quantization/sample_text.py`). Reported
-are the mean KL(reference ‖ candidate), the agreement of the most likely tokens and both perplexities, for positions
-scored as prompts and as decode steps, and how many numbers hidden in long texts each finds. The last line is JSON.
+Candidate and reference read the same text, of which calibration uses none (`tandem/cli/quantization/sample_text.py`).
+Reported are the mean KL(reference ‖ candidate), the agreement of the most likely tokens and both perplexities, for
+positions scored as prompts and as decode steps, and how many numbers hidden in long texts each finds. The last line is
+JSON.
 """
 
 import argparse
@@ -17,15 +18,15 @@ from rich.progress import Progress
 from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.quality.needle import DEPTHS, found_needles, make_needles
 from benchmarks.results import run_facts, save_result
-from cli.quantization.quality_view import quality_table
-from cli.quantization.sample_text import sample_text, text_hash, token_samples
-from engine.config import EngineConfig
-from engine.config.quantization import Codes
-from engine.models.load_spec import load_spec
-from engine.quality.loading import load_for_comparison
-from engine.quality.teacher_forced import COMPANY, compare
-from engine.weights.gguf import prepare_model
 from router.text.tokenizer import Tokenizer
+from tandem.cli.quantization.quality_view import quality_table
+from tandem.cli.quantization.sample_text import sample_text, text_hash, token_samples
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.quantization import Codes
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.quality.loading import load_for_comparison
+from tandem.engine.quality.teacher_forced import COMPANY, compare
+from tandem.engine.weights.gguf import prepare_model
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _NEEDLES = (4096, 16384, 32768)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.model_runner import ModelRunner
-from engine.quality.teacher_forced import StepRows
-from engine.steps.batch import StepBatch
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.quality.teacher_forced import StepRows
+from tandem.engine.steps.batch import StepBatch
 
 DEPTHS = (0.1, 0.5, 0.9)
 """The places of the number, as parts of the text."""

@@ -24,8 +24,8 @@ from torch import Tensor
 from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.quality.needle import DEPTHS, Needles, found_needles
 from benchmarks.results import run_facts, save_result
-from engine.config import EngineConfig
-from engine.quality.loading import load_for_comparison
+from tandem.engine.config import EngineConfig
+from tandem.engine.quality.loading import load_for_comparison
 
 VOCAB = 512
 NUMBER_TOKENS = 6

@@ -21,15 +21,15 @@ from rich.table import Table
 from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.results import run_facts, save_result
 from benchmarks.speculation.local_worker import Answer, LocalWorker
-from cli.models.default_model import find_default_model
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.weights.gguf import prepare_model
 from router.text.chat_template import ChatTurn
 from router.text.tokenizer import Tokenizer
-from vocabulary.grammars import Grammars, of_json_schema
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
+from tandem.cli.models.default_model import find_default_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.weights.gguf import prepare_model
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.tokenizers.grammars import Grammars, of_json_schema
 
 KV_BYTES = 1280 << 20
 LEVELS = 10

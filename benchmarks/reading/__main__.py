@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     tree = asked.tree.resolve()
     if not (tree / "worker" / "loop.py").is_file():
-        raise SystemExit(f"{tree} is not a checkout of this repository: it has no worker/loop.py")
+        raise SystemExit(f"{tree} is not a checkout of this repository: it has no tandem/worker/loop.py")
     figures = measure(tree, trace(tree))
     print(json.dumps(figures, indent=1) if asked.json else as_text(figures, files=asked.files))
 

@@ -2,10 +2,10 @@
 
 This file is run as a script, in a process of its own, with the tree as working directory and PYTHONPATH; it prints a
 JSON object of paths by name. It relies on modules that older trees have as well: `tests/worker_pair.py`, two workers in
-one process, here over the real engine with a tiny model on the CPU, and `tests/unit/simulation/stages.py`.
+one process, here over the real engine with a tiny model on the CPU, and `tests/unit/capacity/simulation/stages.py`.
 
 A file counts if one of its functions is called, or an object of one of its dataclasses is made. Tests, `telemetry/` and
-the kernels below `engine/kernels/` do not count.
+the kernels below `tandem/engine/kernels/` do not count.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 TREE = Path.cwd()
-SKIPPED = ("tests/", "telemetry/", "benchmarks/", "engine/kernels/", "simulation/", ".venv/")
-LOOP_FILE, LOOP_STEP = "worker/loop.py", "_step"
-HANDOVER_ROOTS = ("prefill_worker/handoff.py", "decode_worker/admission.py", "worker/servicer.py")
+SKIPPED = ("tests/", "telemetry/", "benchmarks/", "tandem/engine/kernels/", "simulation/", ".venv/")
+LOOP_FILE, LOOP_STEP = "tandem/worker/loop.py", "_step"
+HANDOVER_ROOTS = ("prefill_worker/handoff.py", "decode_worker/admission.py", "tandem/worker/servicer.py")
 PLACEMENT_ROOTS = ("router/placement", "router/binder.py")
 """Files that place requests; router/binder.py exists in older trees only."""
 STEP_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 32, 200, 48
@@ -137,9 +137,9 @@ def _relative(path: str) -> str:
 
 def engine_factory(folder: Path) -> Callable[[int], Any]:
     """Returns a factory of a worker pair's engines: the real engine with a tiny model on the CPU."""
-    from engine.model_runner import ModelRunner
+    from tandem.engine.model_runner import ModelRunner
+    from tandem.worker.process import layout_of
     from tests.factories import tiny_engine_config, write_tiny_model
-    from worker.process import layout_of
 
     model = write_tiny_model(folder / "model", max_position_embeddings=512)
 
@@ -158,14 +158,14 @@ def prompt(first: int) -> list[int]:
 
 def speculation(method: str) -> dict[str, Any]:
     """Returns the setting of workers for a method of speculative decoding; none in trees without it."""
-    if importlib.util.find_spec("wire.speculation_method") is None:
+    if importlib.util.find_spec("tandem.protocol.speculation_method") is None:
         return {}
-    return {"speculate": importlib.import_module("wire.speculation_method").SpeculationMethod(method)}
+    return {"speculate": importlib.import_module("tandem.protocol.speculation_method").SpeculationMethod(method)}
 
 
 async def trace_drafts(recorder: Recorder) -> None:
     """Records decode steps whose drafts are verified."""
-    from wire.messages import SamplingParams
+    from tandem.protocol.messages import SamplingParams
 
     pairs: Any = importlib.import_module("tests.worker_pair")
     sampling = SamplingParams(max_tokens=10 * ANSWER_TOKENS, ignore_eos=True)
@@ -178,7 +178,7 @@ async def trace_drafts(recorder: Recorder) -> None:
 
 async def trace_workers(recorder: Recorder, folder: Path) -> None:
     """Records steps and hand-overs of a pair of workers; the first request only compiles and connects."""
-    from wire.messages import SamplingParams
+    from tandem.protocol.messages import SamplingParams
 
     pairs: Any = importlib.import_module("tests.worker_pair")
     pairs.FakeEngine = engine_factory(folder)
@@ -199,9 +199,9 @@ async def trace_workers(recorder: Recorder, folder: Path) -> None:
 
 def trace_placement(recorder: Recorder) -> None:
     """Records the placement of a few requests on two simulated workers."""
-    from wire.messages import Role
+    from tandem.protocol.messages import Role
 
-    stages: Any = importlib.import_module("tests.unit.simulation.stages")
+    stages: Any = importlib.import_module("tests.unit.capacity.simulation.stages")
     cluster = stages.cluster(stages.Mode.ADAPTIVE, [Role.BOTH, Role.BOTH])
     with recorder.recording_below("placement and admission", PLACEMENT_ROOTS):
         cluster.run([stages.request(0.01 * number, 400, 20, key=number) for number in range(20)])

@@ -20,9 +20,9 @@ from benchmarks.command_line import at_least
 from benchmarks.results import run_facts, save_result
 from benchmarks.router.processes import Usage, run_router, run_source
 from benchmarks.router.readers import Answers, Asked, not_reading, run_readers
-from cli.load.spread import percentile
-from cli.models.default_model import find_default_model
-from engine.weights.gguf import prepare_model
+from tandem.cli.load.spread import percentile
+from tandem.cli.models.default_model import find_default_model
+from tandem.engine.weights.gguf import prepare_model
 
 Figures = dict[str, float]
 UNCOALESCED = {"chunks_per_s": 1e9}

@@ -17,7 +17,7 @@ from benchmarks.load.token_source import TOKEN, TokenSource
 from router.api.listeners import SERVICE
 from router.config import RouterConfig
 from router.server import RouterServer
-from wire.heap import settle_heap
+from tandem.net.heap import settle_heap
 
 
 @dataclass(frozen=True, slots=True)

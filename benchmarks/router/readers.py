@@ -13,8 +13,8 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.load.token_source import age_of
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.heap import settle_heap
+from tandem.net.heap import settle_heap
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 PROMPT = tuple(range(1000, 1020))
 _CHUNK = b'"text"'

@@ -24,16 +24,16 @@ from benchmarks.strategies.part import Load, goodput_of, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, chosen_offers, offers
-from cli.load.slo import SloCell, standard_cells
-from cli.load.workload import Workload, parse_rates
-from cluster.config import KV_DTYPES
-from costs.devices import DEVICES, device_kind
-from costs.step_cost import CostParameters
-from engine.config.quantization import Codes
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
-from simulation.hardware import Hardware, hardware
-from simulation.network import Network
-from wire.errors import InvalidArgument, TandemError
+from tandem.capacity.simulation.hardware import Hardware, hardware
+from tandem.capacity.simulation.network import Network
+from tandem.cli.load.slo import SloCell, standard_cells
+from tandem.cli.load.workload import Workload, parse_rates
+from tandem.cluster.config import KV_DTYPES
+from tandem.cost_model.devices import DEVICES, device_kind
+from tandem.cost_model.step_cost import CostParameters
+from tandem.engine.config.quantization import Codes
+from tandem.protocol.errors import InvalidArgument, TandemError
 
 Fitted = Mapping[tuple[str, str, float], CostParameters]
 """Step costs by workload, row and rate."""

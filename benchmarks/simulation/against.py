@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.load.sweep import GOODPUT_SHARE
 from benchmarks.strategies.part import knees
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 NEAR = 0.15
 """Largest relative difference that counts as near."""

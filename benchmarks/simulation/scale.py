@@ -20,11 +20,11 @@ from benchmarks.command_line import above_0, at_least
 from benchmarks.results import run_facts, save_result
 from benchmarks.simulation.stage import make_cluster
 from router.slo import BEST_EFFORT
-from simulation.cluster import VirtualCluster
-from simulation.hardware import Hardware, hardware
-from simulation.network import Network
-from simulation.prompt import VirtualPrompt, page_names
-from simulation.request import LoadRequest
+from tandem.capacity.simulation.cluster import VirtualCluster
+from tandem.capacity.simulation.hardware import Hardware, hardware
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
+from tandem.capacity.simulation.request import LoadRequest
 
 _SIGMA = 0.8
 _QUEUE = 1_000_000

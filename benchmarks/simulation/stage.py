@@ -5,26 +5,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.simulation.chunks import Chunks
-from cli.load.record import RequestRecord
-from cli.load.report import LoadReport, make_report
-from cli.load.slo import SloCell
-from cli.load.workload import Arrival, Block, Workload
-from cluster.config import ClusterConfig
-from cluster.supervision.roles import plan
-from engine.config import EngineConfig
 from router.config import RouterConfig
 from router.requests.chunk_budget import must_not_wait
 from router.slo import BEST_EFFORT, SloClass
-from simulation.cluster import VirtualCluster
-from simulation.hardware import Hardware
-from simulation.network import Network
-from simulation.prompt import VirtualPrompt, page_names
-from simulation.request import LoadRequest, Outcome
-from simulation.search.network_jitter import DeliveryDelay
-from simulation.spec import WorkerSpec
-from wire.mode import Mode
-from wire.policy_name import PolicyName
-from worker.config import WorkerConfig
+from tandem.capacity.simulation.cluster import VirtualCluster
+from tandem.capacity.simulation.hardware import Hardware
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
+from tandem.capacity.simulation.request import LoadRequest, Outcome
+from tandem.capacity.simulation.search.network_jitter import DeliveryDelay
+from tandem.capacity.simulation.spec import WorkerSpec
+from tandem.cli.load.record import RequestRecord
+from tandem.cli.load.report import LoadReport, make_report
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.workload import Arrival, Block, Workload
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.supervision.roles import plan
+from tandem.engine.config import EngineConfig
+from tandem.protocol.mode import Mode
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.config import WorkerConfig
 
 _TIMEOUT = "DEADLINE_EXCEEDED"
 LONE_PROMPT, LONE_TOKENS = 512, 64

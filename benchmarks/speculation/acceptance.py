@@ -20,15 +20,15 @@ from benchmarks.speculation.greedy_answers import greedy_answers
 from benchmarks.speculation.heads_acceptance import heads_tokens_a_step
 from benchmarks.speculation.prompt_sets import SETS, encode_prompts
 from benchmarks.speculation.replay import Replay, measure_time
-from cli.models.default_model import find_default_model
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.speculation.ngram import NgramProposer
-from engine.speculation.ngram_history import LONGEST, MATCH_MAX
-from engine.speculation.proposer import Proposer
-from engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
-from engine.weights.gguf import prepare_model
 from router.text.tokenizer import Tokenizer
+from tandem.cli.models.default_model import find_default_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.speculation.ngram import NgramProposer
+from tandem.engine.speculation.ngram_history import LONGEST, MATCH_MAX
+from tandem.engine.speculation.proposer import Proposer
+from tandem.engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
+from tandem.engine.weights.gguf import prepare_model
 
 PROPOSERS: Mapping[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
 DRAFTS = (1, 2, 3, 4, 5, 7)

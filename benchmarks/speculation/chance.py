@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from decode_worker.drafts import RowDrafts, StepDrafts
-from engine.speculation.proposer import Draft
+from tandem.engine.speculation.proposer import Draft
 
 CHANCE_MATCH = 1
 """The class of all drafts."""

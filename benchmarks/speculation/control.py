@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command_line import at_least
-from costs.acceptance import Acceptance
-from costs.step_cost import StepCost
-from costs.step_fit import StepFit
-from costs.step_work import StepWork
 from decode_worker.draft_choice import Candidate, StepBounds, break_even, with_most_tokens
 from decode_worker.speculation import PROBE_EVERY
-from engine.speculation.proposer import DRAFTS_MAX, Draft
-from wire.cost_parameters import CostParameters
+from tandem.cost_model.acceptance import Acceptance
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_fit import StepFit
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.speculation.proposer import DRAFTS_MAX, Draft
+from tandem.protocol.cost_parameters import CostParameters
 
 STEPS, WARM_UP = 600, 200
 BATCHES = (1, 8, 32, 64, 128, 256)

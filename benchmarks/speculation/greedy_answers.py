@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from engine.model_runner import ModelRunner
-from engine.quality.teacher_forced import StepRows
-from engine.steps.batch import StepBatch, StepRow
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.quality.teacher_forced import StepRows
+from tandem.engine.steps.batch import StepBatch, StepRow
 
 BATCH = 16
 """Prompts that are answered at once."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from engine.draft_training.answers import BATCH, Answering, tokens_a_step
-from engine.model_runner import ModelRunner
-from engine.speculation.proposer import BatchProposer, WantedDraft
-from engine.steps.draws import Draw
-from wire.messages import SamplingParams
+from tandem.engine.draft_training.answers import BATCH, Answering, tokens_a_step
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.speculation.proposer import BatchProposer, WantedDraft
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
 
 
 def heads_tokens_a_step(

@@ -29,22 +29,31 @@ from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.cpu.no_engine import MODEL, STEP_TOKENS, NoEngine
 from benchmarks.cpu.stopwatch import Stopwatch
 from benchmarks.results import run_facts, save_result
-from engine.cache.page_pool import PagePool
-from engine.config import GPU_PAGE_TOKENS, EngineConfig
-from engine.cuda.sampler_cuda import DeviceSampler
-from engine.cuda.verify_graphs import verify_sizes
-from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
-from engine.steps.draft_groups import fill_draft_groups
-from engine.steps.step_buffer import StepLimits, StepSizes
-from engine.steps.step_packer import StepPacker
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
-from wire import convert
-from wire.cost_parameters import CostParameters
-from wire.messages import Destination, ModelFacts, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
-from wire.speculation_method import SpeculationMethod
-from worker.config import WorkerConfig
-from worker.router_stream import RouterStream
-from worker.worker import Worker
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.config import GPU_PAGE_TOKENS, EngineConfig
+from tandem.engine.cuda.sampler_cuda import DeviceSampler
+from tandem.engine.cuda.verify_graphs import verify_sizes
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from tandem.engine.steps.draft_groups import fill_draft_groups
+from tandem.engine.steps.step_buffer import StepLimits, StepSizes
+from tandem.engine.steps.step_packer import StepPacker
+from tandem.protocol import conversion
+from tandem.protocol.cost_parameters import CostParameters
+from tandem.protocol.messages import (
+    Destination,
+    ModelFacts,
+    PeerRef,
+    PrefillTask,
+    RequestRef,
+    Reservation,
+    Role,
+    SamplingParams,
+)
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.worker.config import WorkerConfig
+from tandem.worker.router_stream import RouterStream
+from tandem.worker.worker import Worker
 
 ME, ROUTER = PeerRef("both-0", 1), "router"
 CASES = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
@@ -192,7 +201,7 @@ async def measure(requests: int, drafts: int | None, steps: int, temperature: fl
 async def _read(stream: RouterStream) -> None:
     """Reads the stream like the servicer, until it ends."""
     async for message in stream.messages():
-        convert.step_events_to_proto(message).SerializeToString()
+        conversion.step_events_to_proto(message).SerializeToString()
 
 
 def _send(tested: Worker, name: str, sampling: SamplingParams) -> None:

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
-from wire.messages import (
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.protocol.messages import (
     Destination,
     FinishReason,
     PeerRef,
@@ -22,10 +22,10 @@ from wire.messages import (
     SamplingParams,
     TokenLogprobs,
 )
-from wire.speculation_method import SpeculationMethod
-from worker.config import WorkerConfig
-from worker.process import layout_of
-from worker.worker import Worker
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.worker.config import WorkerConfig
+from tandem.worker.process import layout_of
+from tandem.worker.worker import Worker
 
 ROUTER = "benchmark"
 ME = PeerRef("worker-0", 1)

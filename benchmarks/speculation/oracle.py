@@ -6,7 +6,7 @@ Models of random weights have no text that a real proposer could guess. Every fi
 import random
 from collections.abc import Callable, Hashable, Sequence
 
-from engine.speculation.proposer import NO_DRAFT, Draft
+from tandem.engine.speculation.proposer import NO_DRAFT, Draft
 
 ORACLE_MATCH = 1
 """The class of all guesses."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.speculation.proposer import Proposer
+from tandem.engine.speculation.proposer import Proposer
 
 SALT = ""
 _LONG = 8192

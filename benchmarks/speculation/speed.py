@@ -23,14 +23,14 @@ from benchmarks.speculation import step_table
 from benchmarks.speculation.local_worker import LocalWorker
 from benchmarks.speculation.prompt_sets import SETS, encode_prompts
 from benchmarks.speculation.step_table import StepTable
-from cli.models.default_model import find_default_model
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.models.shapes import write_shape
-from engine.weights.gguf import default_cache, prepare_model
 from router.text.tokenizer import Tokenizer
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
+from tandem.cli.models.default_model import find_default_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.shapes import write_shape
+from tandem.engine.weights.gguf import default_cache, prepare_model
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
 
 KV_BYTES, GPU_KV_BYTES = 256 << 20, 4 << 30
 GPU_BATCHES = (1, 8, 32)

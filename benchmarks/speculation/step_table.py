@@ -15,12 +15,12 @@ from rich.table import Table
 
 from benchmarks.speculation.chance import Chance, ChanceProposer
 from benchmarks.speculation.local_worker import ROUTER, Answer, LocalWorker
-from engine.config import EngineConfig
-from engine.cuda.verify_graphs import DRAFTS, MOST_ROWS
-from engine.model_runner import ModelRunner
-from engine.speculation.proposer import DRAFTS_MAX
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
+from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.verify_graphs import DRAFTS, MOST_ROWS
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.speculation.proposer import DRAFTS_MAX
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
 
 WANTED = {1: 4, 8: 3, 32: 3, 64: 2, 128: 1}
 """The number of drafts that a batch is measured with besides `DRAFTS`."""

@@ -18,14 +18,14 @@ from rich.table import Table
 
 from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.results import run_facts, save_result
-from cli.drafts.train_draft import prompts_of
-from cli.models.default_model import find_default_model
-from cli.progress import progress_bars
-from engine.config import EngineConfig
-from engine.draft_training.answers import Answer
-from engine.draft_training.train_draft import EAGLE, MEDUSA, Learned, Recipe, base_weights, learn, make_answers
-from engine.models.load_spec import load_spec
-from engine.weights.gguf import prepare_model
+from tandem.cli.drafts.train_draft import prompts_of
+from tandem.cli.models.default_model import find_default_model
+from tandem.cli.progress import progress_bars
+from tandem.engine.config import EngineConfig
+from tandem.engine.draft_training.answers import Answer
+from tandem.engine.draft_training.train_draft import EAGLE, MEDUSA, Learned, Recipe, base_weights, learn, make_answers
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.weights.gguf import prepare_model
 
 DRAFTS = 4
 CONTEXTS = (1, 4, 16)

@@ -33,16 +33,16 @@ from benchmarks.strategies.steps import steps_of
 from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
 from benchmarks.strategies.table import as_text, common_load, figures, make_rows
 from benchmarks.strategies.workloads import Offer, chosen_offers, offers
-from cli.load.run import LoadSettings, run_load
-from cli.load.slo import SloCell, standard_cells
-from cli.load.spread import LEVELS
-from cli.load.target import Target, find_target, warm_up
-from cli.load.workload import Workload, parse_rates
-from cli.observe.top import scrape
-from cluster.launcher import Endpoints
-from planner.reading import fitted
-from telemetry.scrape import Scrape, ScrapeInterval
-from wire.errors import InvalidArgument, TandemError
+from tandem.capacity.planner.reading import fitted
+from tandem.cli.load.run import LoadSettings, run_load
+from tandem.cli.load.slo import SloCell, standard_cells
+from tandem.cli.load.spread import LEVELS
+from tandem.cli.load.target import Target, find_target, warm_up
+from tandem.cli.load.workload import Workload, parse_rates
+from tandem.cli.observe.top import scrape
+from tandem.cluster.launcher import Endpoints
+from tandem.metrics.scrape import Scrape, ScrapeInterval
+from tandem.protocol.errors import InvalidArgument, TandemError
 
 _PARTS_BITS = 16
 """Bits for the number of a load: more than rows times loads times classes."""

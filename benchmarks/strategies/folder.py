@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 _RUN = "run.json"
 

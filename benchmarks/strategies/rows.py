@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from benchmarks.load.stage import Settings
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 SHARED = "shared"
 ADAPTIVE = "adaptive"

@@ -1,8 +1,8 @@
 """Statistics of a load's engine steps: durations, and durations / predictions."""
 
-from telemetry import families as f
-from telemetry.family import Family
-from telemetry.scrape import ScrapeInterval
+from tandem.metrics import families as f
+from tandem.metrics.family import Family
+from tandem.metrics.scrape import ScrapeInterval
 
 _PHASES = ("decode", "mixed", "prefill")
 _PARTS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

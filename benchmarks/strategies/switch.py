@@ -4,13 +4,13 @@ import asyncio
 import time
 
 from benchmarks.strategies.rows import Strategy
-from cli.connection.client import RouterClient
-from cli.connection.controller_client import ControllerClient
-from cli.load.target import Target, touch, wait_until_idle
-from cluster.launcher import Endpoints
-from wire.errors import DeadlineExceeded, InvalidArgument
-from wire.mode import Mode
-from wire.policy_name import PolicyName
+from tandem.cli.connection.client import RouterClient
+from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cli.load.target import Target, touch, wait_until_idle
+from tandem.cluster.launcher import Endpoints
+from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
+from tandem.protocol.mode import Mode
+from tandem.protocol.policy_name import PolicyName
 
 BY_SWITCH = "a switch of the running cluster's mode"
 _FOLLOW_S = 10.0

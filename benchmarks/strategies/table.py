@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.load.sweep import GOODPUT_SHARE
 from benchmarks.strategies.part import Load, knees
 from benchmarks.strategies.rows import ADAPTIVE, DISAGGREGATED, SHARED, Strategy
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 _COLOCATED_SIGN = "colocated"
 _NOT_ALIKE = "_not_swept_alike"

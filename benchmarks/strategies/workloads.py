@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.load.synthetic import Lengths, Synthetic
-from cli.load.trace import read_trace
-from cli.load.workload import Source
-from wire.errors import InvalidArgument
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.cli.load.trace import read_trace
+from tandem.cli.load.workload import Source
+from tandem.protocol.errors import InvalidArgument
 
 _SIGMA = 0.8
 """Standard deviation of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wire.tracing.timeline import Edge, Timeline
+from tandem.protocol.lifecycle.timeline import Edge, Timeline
 
 _TO_MS = 1e3
 _HANDOVER = {

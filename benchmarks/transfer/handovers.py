@@ -14,10 +14,10 @@ from typing import Any
 from benchmarks.transfer.handover_parts import Answer, handover_parts_ms, handovers_ms
 from benchmarks.transfer.kv_settings import Settings
 from benchmarks.transfer.met_steps import gaps_meeting_transfers_ms
-from wire import convert
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_client_channel
-from wire.tracing.timeline import Edge
+from tandem.net.rpc import open_client_channel
+from tandem.protocol import conversion
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.protocol.lifecycle.timeline import Edge
 
 _TIMEOUT_S = 600
 _BACKGROUND_PROMPT = 256
@@ -45,7 +45,7 @@ class Client:
             if message.chunk.token_ids:
                 moments.append(time.time())  # by the clock of timelines
             if message.HasField("complete"):
-                timeline = convert.timeline_from_proto(message.complete.timeline)
+                timeline = conversion.timeline_from_proto(message.complete.timeline)
         if timeline is None:
             raise RuntimeError("an answer without an end")
         return Answer(tuple(moments), timeline)

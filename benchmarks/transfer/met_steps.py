@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.transfer.handover_parts import Answer
-from wire.tracing.timeline import Edge
+from tandem.protocol.lifecycle.timeline import Edge
 
 _NANOS = 1e9
 

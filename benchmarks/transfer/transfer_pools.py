@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.ray_processes.ray_node import RayNode
-from cluster.ray_processes.ray_process import actor_class
-from engine.cache.paged_cache import PagedCache, page_bytes
-from engine.models.load_spec import load_spec
 from kv_transfer.backends import open_transport
 from kv_transfer.base import PageWrite, WriteDone
-from wire.messages import PeerDescription, PeerRef
-from worker.process import layout_of
+from tandem.cluster.ray_processes.ray_node import RayNode
+from tandem.cluster.ray_processes.ray_process import actor_class
+from tandem.engine.cache.paged_cache import PagedCache, page_bytes
+from tandem.engine.models.load_spec import load_spec
+from tandem.protocol.messages import PeerDescription, PeerRef
+from tandem.worker.process import layout_of
 
 IN_FLIGHT = 4
 """Concurrent writes of a steady stream: a prefill worker hands over several requests at a time."""

@@ -22,12 +22,12 @@ import psutil
 from benchmarks.command_line import at_least, exit_on_error
 from benchmarks.engine import Engine, random_prompts, take_turns
 from benchmarks.results import run_facts, save_result
-from cli.models.default_model import find_default_model
-from engine.config import EngineConfig
-from engine.kernels.cpu.pool import usable_cores
-from engine.model_runner import ModelRunner
-from engine.weights.gguf import prepare_model
-from wire.errors import InvalidArgument
+from tandem.cli.models.default_model import find_default_model
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.cpu.pool import usable_cores
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.weights.gguf import prepare_model
+from tandem.protocol.errors import InvalidArgument
 
 PROMPT_TOKENS, NEW_TOKENS, PREFILL_TOKENS = 128, 33, 512
 BATCHES = (1, 8)

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu.dense_layer import dense_layer
-from engine.config.model import ModelSpec
-from engine.kernels.linear import triton_linear
-from engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, TOKEN_TILES, fits_scratch
-from engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.linear import triton_linear
+from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, TOKEN_TILES, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
 
 STORE, GATE_UP, ADD = (int(op.value) for op in (triton_linear.STORE, triton_linear.GATE_UP, triton_linear.ADD))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.tuning.linear_candidates import Product
 from benchmarks.tuning.linear_timing import launch, make_inputs
-from engine.kernels.linear.triton_linear_tiles import Tile
+from tandem.engine.kernels.linear.triton_linear_tiles import Tile
 
 
 class Variant(Protocol):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks.gpu.ceilings import graph_seconds
 from benchmarks.tuning.linear_candidates import Model, Product
-from engine.kernels.linear import triton_linear
-from engine.kernels.linear.triton_linear_tiles import Tile
+from tandem.engine.kernels.linear import triton_linear
+from tandem.engine.kernels.linear.triton_linear_tiles import Tile
 
 _ROTATED_BYTES = 256 << 20
 """Minimum size of the weights that a timed graph uses: five times L2."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from benchmarks.tuning.linear_candidates import Product
 from benchmarks.tuning.linear_timing import Inputs, make_inputs
-from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, MULTIPROCESSORS, fits_scratch
-from engine.kernels.linear.triton_linear_tiles import Skinny
-from engine.kernels.packed import packed_products
-from engine.kernels.packed.packed_tiles import TOKEN_TILES, tile_for
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, MULTIPROCESSORS, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed import packed_products
+from tandem.engine.kernels.packed.packed_tiles import TOKEN_TILES, tile_for
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.triton_launch import overlaps_launches
 
 FORMS = {"int8": (torch.int8, 8), "fp8": (torch.float8_e4m3fn, 8), "int4": (torch.uint8, 4)}
 _SHARED_MEMORY = 227 << 10

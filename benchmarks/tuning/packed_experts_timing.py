@@ -14,11 +14,11 @@ from torch import Tensor
 from benchmarks.command_line import need_gpu
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.gpu.experts_timing import ExpertLayer, compile_steps
-from engine.config.quantization import Codes, Packing
-from engine.kernels.experts.packed_experts import prepared_experts
-from engine.kernels.packed_weight import PackedWeight, Weight
-from engine.models.shapes import shape_names
-from engine.weights.quantized.rounding import rounded
+from tandem.engine.config.quantization import Codes, Packing
+from tandem.engine.kernels.experts.packed_experts import prepared_experts
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.models.shapes import shape_names
+from tandem.engine.weights.quantized.rounding import rounded
 
 TOKENS = (1, 8, 32, 128, 256, 2048)
 FORMS = {

@@ -3,8 +3,8 @@
 For each product and number of tokens the time of the engine's tile, or with `--candidates` of the fastest of some, and
 the share of the run's own copy bandwidth at which codes and scales are read; from 128 tokens on also the time through
 a dequantized weight; then the same product in bfloat16, by the engine's tile or by cuBLAS, whichever is faster. With
-`--candidates` also lines for `TUNED` of engine/kernels/packed/packed_tiles.py. With `--scaled` instead the products
-whose inputs have 8 bits, too, see `benchmarks.tuning.scaled_timing`. The last line is one JSON object.
+`--candidates` also lines for `TUNED` of tandem/engine/kernels/packed/packed_tiles.py. With `--scaled` instead the
+products whose inputs have 8 bits, too, see `benchmarks.tuning.scaled_timing`. The last line is one JSON object.
 """
 
 import argparse
@@ -29,15 +29,15 @@ from benchmarks.tuning.packed_candidates import (
     make_weight,
     rule_of,
 )
-from engine.kernels.held_weight import step_bytes
-from engine.kernels.linear.triton_linear import reserve_scratch
-from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, tile_for
-from engine.kernels.linear.triton_linear_tiles import Skinny
-from engine.kernels.packed.packed_products import multiply_dequantized
-from engine.kernels.packed.packed_tiles import TOKEN_TILES
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.triton_launch import overlaps_launches
-from engine.models.shapes import shape_config, shape_names
+from tandem.engine.kernels.held_weight import step_bytes
+from tandem.engine.kernels.linear.triton_linear import reserve_scratch
+from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, tile_for
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed.packed_products import multiply_dequantized
+from tandem.engine.kernels.packed.packed_tiles import TOKEN_TILES
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.models.shapes import shape_config, shape_names
 
 _ROTATED_BYTES = 256 << 20
 """Minimum size of the weights that a timed graph uses: five times L2."""

@@ -17,15 +17,15 @@ from torch import Tensor
 from benchmarks.gpu.ceilings import graph_seconds
 from benchmarks.tuning.linear_candidates import Product
 from benchmarks.tuning.linear_timing import Weights, make_inputs, product_seconds
-from engine.kernels.linear.triton_activation import silu_mul
-from engine.kernels.linear.triton_linear import ADD
-from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch, tile_for
-from engine.kernels.linear.triton_linear_tiles import Skinny
-from engine.kernels.packed import packed_products, scaled_products
-from engine.kernels.packed.library_products import library_product
-from engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.linear.triton_activation import silu_mul
+from tandem.engine.kernels.linear.triton_linear import ADD
+from tandem.engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch, tile_for
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed import packed_products, scaled_products
+from tandem.engine.kernels.packed.library_products import library_product
+from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.triton_launch import overlaps_launches
 
 TOKENS = (1, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 FORMS = {"fp8": (torch.float8_e4m3fn, 0), "fp8_blocks": (torch.float8_e4m3fn, 128), "int8": (torch.int8, 0)}

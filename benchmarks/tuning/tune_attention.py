@@ -18,8 +18,8 @@ from benchmarks.command_line import need_gpu
 from benchmarks.gpu.attention_timing import DTYPE, Size, in_parallel, make_inputs, own_plan, plans, rank, uneven
 from benchmarks.gpu.ceilings import copy_bandwidth
 from benchmarks.results import run_facts, save_result
-from engine.kernels.attention.triton_attention_plan import Plan
-from engine.models.shapes import shape_config, shape_names
+from tandem.engine.kernels.attention.triton_attention_plan import Plan
+from tandem.engine.models.shapes import shape_config, shape_names
 
 KV_DTYPES = {"bfloat16": DTYPE, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")

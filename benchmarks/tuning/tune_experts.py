@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.gpu.experts_timing import ExpertLayer, ExpertStep, compile_steps
-from engine.kernels.experts.expert_tiles import (
+from tandem.engine.kernels.experts.expert_tiles import (
     MOST_TOKENS,
     TILES,
     TOKENS_OF_TILES,

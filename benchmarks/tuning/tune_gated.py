@@ -3,7 +3,8 @@
     python -m benchmarks.tuning.tune_gated
 
 All take turns on a chip that was heated first: a kernel measured after a pause, such as a compilation, would run above
-the clock that the power limit sustains. The choice is in engine/kernels/linear/gated_product.py. The last line is JSON.
+the clock that the power limit sustains. The choice is in tandem/engine/kernels/linear/gated_product.py. The last line
+is JSON.
 """
 
 import argparse
@@ -16,9 +17,9 @@ from torch import Tensor
 from benchmarks.command_line import need_gpu
 from benchmarks.gpu.race import Contestant, race
 from benchmarks.results import run_facts, save_result
-from engine.kernels.base import Linear
-from engine.kernels.linear.gated_product import FusedGated, GatedTile, PlainGated
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.linear.gated_product import FusedGated, GatedTile, PlainGated
+from tandem.engine.kernels.triton_launch import overlaps_launches
 
 SHAPES = {"llama-3-8b": (4096, 14336), "llama-3.2-1b": (2048, 8192), "qwen3-0.6b": (1024, 3072)}
 """Hidden and intermediate size."""

@@ -3,9 +3,9 @@
     python -m benchmarks.tuning.tune_linear [--models llama-3-8b qwen3-8b] [--tokens 1 16 32 64 128] [--early 512]
         [--save]
 
-Prints lines for `TUNED` and `STREAMED_TOKENS` of engine/kernels/linear/triton_linear_tiles.py, then whole decode chains
-in one CUDA graph with and without overlapped launches; the last line is JSON. Times are per product, weights rotate
-through memory far larger than L2. All products are bfloat16.
+Prints lines for `TUNED` and `STREAMED_TOKENS` of tandem/engine/kernels/linear/triton_linear_tiles.py, then whole
+decode chains in one CUDA graph with and without overlapped launches; the last line is JSON. Times are per product,
+weights rotate through memory far larger than L2. All products are bfloat16.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from benchmarks.results import run_facts, save_result
 from benchmarks.tuning.linear_candidates import Model, Product, candidates, model_of
 from benchmarks.tuning.linear_compilers import Compilers, Job
 from benchmarks.tuning.linear_timing import Found, Weights, chain_seconds, fastest, product_seconds
-from engine.kernels.linear import triton_linear
-from engine.kernels.linear.triton_linear_plan import TOKEN_TILES
-from engine.kernels.linear.triton_linear_tiles import Tile
-from engine.kernels.triton_launch import overlaps_launches
-from engine.models.shapes import shape_config, shape_names
+from tandem.engine.kernels.linear import triton_linear
+from tandem.engine.kernels.linear.triton_linear_plan import TOKEN_TILES
+from tandem.engine.kernels.linear.triton_linear_tiles import Tile
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.models.shapes import shape_config, shape_names
 
 MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")
 _LEAST_NUMBERS = 1 << 29

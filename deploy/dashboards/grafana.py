@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from telemetry import families as f
-from telemetry.family import Family
-from wire.messages import Role
+from tandem.metrics import families as f
+from tandem.metrics.family import Family
+from tandem.protocol.messages import Role
 
 SCHEMA_VERSION = 39
 """The schema of Grafana 10.4; newer versions migrate it when they load it."""

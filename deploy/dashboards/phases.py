@@ -2,8 +2,8 @@
 
 from deploy.dashboards.grafana import Dashboard, Panel, Query, Row, Unit
 from deploy.dashboards.promql import Selection, mean, of_workers, quantile, rate, series, share, total
-from telemetry import families as f
-from telemetry.family import Family
+from tandem.metrics import families as f
+from tandem.metrics.family import Family
 
 _PHASES = {
     "queue": f.QUEUE_TIME,

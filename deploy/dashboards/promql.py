@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from telemetry import families as f
-from telemetry.family import Family, Kind
+from tandem.metrics import families as f
+from tandem.metrics.family import Family, Kind
 
 RATE_INTERVAL = "$__rate_interval"
 """Grafana's variable for an interval that holds at least four scrapes."""

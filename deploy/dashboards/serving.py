@@ -2,8 +2,8 @@
 
 from deploy.dashboards.grafana import Dashboard, Kind, Panel, Query, Row, Unit
 from deploy.dashboards.promql import quantile, rate, series, share, total
-from telemetry import families as f
-from telemetry.family import Family
+from tandem.metrics import families as f
+from tandem.metrics.family import Family
 
 _REQUESTS, _MET = series(f.SLO_REQUESTS), series(f.SLO_REQUESTS, outcome="met")
 _QUANTILES = (0.5, 0.9, 0.99)

@@ -2,8 +2,8 @@
 
 from deploy.dashboards.grafana import Dashboard, Kind, Panel, Query, Row, Unit
 from deploy.dashboards.promql import Selection, of_workers, peak_to_mean, quantile, rate, series, share, total
-from telemetry import families as f
-from telemetry.family import Family
+from tandem.metrics import families as f
+from tandem.metrics.family import Family
 
 
 def _process(name: str) -> Selection:

@@ -22,8 +22,8 @@ from kv_transfer.nixl_backend.processes import lives, this_process
 from kv_transfer.nixl_backend.ucx_shared_memory import check_transports, listening, ucx_settings
 from kv_transfer.nixl_backend.wire import UCX_LOG
 from kv_transfer.nixl_backend.wires import host_id
-from wire.errors import FailedPrecondition
-from wire.messages import PeerDescription, PeerRef
+from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.messages import PeerDescription, PeerRef
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.nixl_backend.peers import Link
-from wire.errors import TransferFailed
+from tandem.protocol.errors import TransferFailed
 
 
 @dataclass(slots=True, eq=False)

@@ -22,8 +22,8 @@ from typing import Any
 from kv_transfer.nixl_backend.agent import PoolAgent, TransferState
 from kv_transfer.nixl_backend.peers import Link, Links
 from kv_transfer.poll_backoff import LAST_LOOK_S, PollBackoff
-from wire.errors import TransferFailed
-from wire.messages import PeerDescription
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import PeerDescription
 
 ERROR_REST_S = 0.5
 

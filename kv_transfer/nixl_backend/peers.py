@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 
 from kv_transfer.nixl_backend.agent import Connection, PoolAgent
-from wire.errors import TandemError, TransferFailed
-from wire.messages import PeerDescription, PeerRef
+from tandem.protocol.errors import TandemError, TransferFailed
+from tandem.protocol.messages import PeerDescription, PeerRef
 
 log = logging.getLogger(__name__)
 

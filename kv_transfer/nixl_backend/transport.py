@@ -30,8 +30,8 @@ from kv_transfer.nixl_backend.wire import UCX_LOG
 from kv_transfer.nixl_backend.wires import Wires, host_id
 from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.poll_backoff import wait_precisely
-from wire.errors import FailedPrecondition, TandemError, TransferFailed
-from wire.messages import PeerDescription, PeerRef, TransferNotice
+from tandem.protocol.errors import FailedPrecondition, TandemError, TransferFailed
+from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
 

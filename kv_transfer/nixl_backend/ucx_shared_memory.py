@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 WITHIN_A_HOST = frozenset(
     {"self", "loopback", "sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"}

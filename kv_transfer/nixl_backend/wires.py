@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.wire import find_wire
-from wire.messages import PeerDescription, PeerRef
+from tandem.protocol.messages import PeerDescription, PeerRef
 
 log = logging.getLogger(__name__)
 

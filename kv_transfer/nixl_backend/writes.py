@@ -15,9 +15,9 @@ from kv_transfer.nixl_backend.agent import PoolAgent
 from kv_transfer.nixl_backend.flight import Flight
 from kv_transfer.nixl_backend.moves import Moves
 from kv_transfer.nixl_backend.peers import Link, Links
-from wire.convert import decode_notice, encode_notice
-from wire.errors import TransferFailed
-from wire.messages import PeerDescription, PeerRef, TransferNotice
+from tandem.protocol.conversion import decode_notice, encode_notice
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import PeerDescription, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
 

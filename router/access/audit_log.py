@@ -14,10 +14,10 @@ from queue import SimpleQueue
 from typing import IO
 
 from router.access.client_call import ClientCall
-from telemetry import families as f
-from telemetry.registry import Registry
-from wire.errors import FailedPrecondition
-from wire.logging.recurring import RECURRING
+from tandem.logging.recurring import RECURRING
+from tandem.metrics import families as f
+from tandem.metrics.registry import Registry
+from tandem.protocol.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from router.access.quota import Quota
 from router.access.tenants import tenant_named, tenant_of_digest
-from wire.errors import RateLimited, TandemError
-from wire.security.api_keys import ApiKey, ApiKeys, KeyRole, KeySource, check_role, no_valid_key
+from tandem.net.security.api_keys import ApiKey, ApiKeys, KeyRole, KeySource, check_role, no_valid_key
+from tandem.protocol.errors import RateLimited, TandemError
 
 Headers = Iterable[tuple[str | bytes, str | bytes]]
 

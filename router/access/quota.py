@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from wire.errors import RateLimited
+from tandem.protocol.errors import RateLimited
 
 QUOTA_HEADERS = tuple(
     f"x-ratelimit-{value}-{kind}" for kind in ("requests", "tokens") for value in ("limit", "remaining", "reset")

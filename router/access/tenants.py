@@ -2,7 +2,7 @@
 
 from hashlib import blake2b
 
-from wire.security.api_keys import digest_of
+from tandem.net.security.api_keys import digest_of
 
 _DOMAIN = b"tandem.tenant.2"
 _NAME_DOMAIN = b"tandem.named.1"

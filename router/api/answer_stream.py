@@ -13,7 +13,7 @@ from router.api.completions.prompt_replies import PromptReplies
 from router.api.replies.reply import StreamedReply
 from router.requests.answer import Ending
 from router.requests.choices import Choices
-from wire.errors import TandemError
+from tandem.protocol.errors import TandemError
 
 COMMENT = b": waiting\n\n"
 """A comment that clients skip and that shows proxies that the connection is alive."""

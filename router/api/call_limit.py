@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.api.messages.error_responses import error_response
-from wire.errors import ResourceExhausted
-from wire.limits.call_count import CallCount
+from router.api.anthropic.error_responses import error_response
+from tandem.net.limits.call_count import CallCount
+from tandem.protocol.errors import ResourceExhausted
 
 
 class CallLimit:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from wire.errors import Cancelled
+from tandem.protocol.errors import Cancelled
 
 _T = TypeVar("_T")
 

@@ -16,15 +16,14 @@ from router.access.callers import Callers
 from router.access.client_call import served_call
 from router.access.quota import QUOTA_HEADERS
 from router.api.access.http_access import READERS_PATHS, AuditedHttp, HttpAccess
+from router.api.anthropic.error_responses import add_error_handlers
 from router.api.call_limit import CallLimit
 from router.api.completions.answers import best_of, collected
 from router.api.completions.prompt_replies import PromptReplies
-from router.api.messages.error_responses import add_error_handlers
 from router.api.model_routes import add_models
-from router.api.openai.requests import ChatCompletionRequest, CompletionRequest
-from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
-from router.api.openai_replies import ReplyShape
-from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
+from router.api.openai.models.requests import ChatCompletionRequest, CompletionRequest
+from router.api.openai.replies import ReplyShape
+from router.api.openai.requests import OpenAICall, parse_chat, parse_completion
 from router.api.openapi.json_body import json_body
 from router.api.openapi.routes import add_pages
 from router.api.probes import PROBE_PATHS, add_probes
@@ -33,16 +32,17 @@ from router.api.routes.adapter_routes import add_adapters
 from router.api.routes.item_routes import add_item_apis
 from router.api.routes.posted_calls import PostedCalls
 from router.api.tokenizer_routes import add_tokenizer
+from router.api.unserved_fields import IGNORED_HEADER, IgnoredLog
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
 from router.requests.validation import RequestValidator
 from router.workers.adapter_calls import AdapterCalls
-from telemetry.exposition import Exposition
-from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
-from wire.convert import traces_to_json
-from wire.tracing.request_trace import TRACEPARENT, only
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.metrics.exposition import Exposition
+from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
+from tandem.protocol.conversion import traces_to_json
+from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 
 Parser = Callable[..., OpenAICall]
 

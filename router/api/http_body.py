@@ -6,7 +6,7 @@ from fastapi import Request
 from starlette.types import Receive
 
 from router.text.request_reader import check_size
-from wire.errors import Cancelled
+from tandem.protocol.errors import Cancelled
 
 _DRAIN_BYTES = 64 << 20
 """A body over the limit is read up to this size, so that the client gets the error instead of a broken pipe."""

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from router.api.openai_fields import Unserved
-from wire.errors import InvalidArgument
+from router.api.unserved_fields import Unserved
+from tandem.protocol.errors import InvalidArgument
 
 _NAMES_MAX = 16
 _NAME_CHARS = 64

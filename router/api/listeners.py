@@ -13,13 +13,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
 
-from wire.address import address_of
-from wire.errors import FailedPrecondition
-from wire.generated.tandem.v1 import inference_pb2
-from wire.http.server import HttpServer, Listener
-from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
-from wire.rpc import Check, Rejected, open_server
-from wire.security.server_tls import ServerTls, TlsFiles
+from tandem.net.address import address_of
+from tandem.net.http.server import HttpServer, Listener
+from tandem.net.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
+from tandem.net.rpc import Check, Rejected, open_server
+from tandem.net.security.server_tls import ServerTls, TlsFiles
+from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 GOODBYE_S = 2.0

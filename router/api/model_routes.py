@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse
 
-from router.api.messages.api_key import MODELS_PATH
+from router.api.anthropic.api_key import MODELS_PATH
 from router.config import RouterConfig
 from router.requests.dispatch import Dispatcher
 from router.requests.validation import find_adapter

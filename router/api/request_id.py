@@ -8,7 +8,7 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.api.messages.api_key import is_messages_path
+from router.api.anthropic.api_key import is_messages_path
 
 REQUEST_ID_HEADER = "x-request-id"
 _ANTHROPICS_HEADER = "request-id"

@@ -14,15 +14,15 @@ from router.access.client_call import served_call
 from router.api.client_gone import unless_gone
 from router.api.http_body import disconnected, read_body
 from router.api.json_fields import UnknownFields
-from router.api.openai.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from router.api.openai_fields import CHAT_UNSERVED, INERT
-from router.api.openai_requests import body_fields, conversation, encoding
+from router.api.openai.models.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from router.api.openai.requests import body_fields, conversation, encoding
 from router.api.openapi.json_body import json_body
+from router.api.unserved_fields import CHAT_UNSERVED, INERT
 from router.config import RouterConfig
 from router.requests.request import ClientRequest, Conversation, Options
 from router.requests.validation import RequestValidator
-from wire.errors import InvalidArgument
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
 

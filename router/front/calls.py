@@ -12,9 +12,9 @@ from router.api.access.grpc_access import GrpcAccess
 from router.front.grpc_calls import GrpcCall, methods_of
 from router.front.http_calls import HttpCall
 from router.front.pulse import Pulse
-from wire.errors import Internal, from_code
-from wire.frames import FrameStream
-from wire.generated.tandem.v1 import front_pb2
+from tandem.net.frames import FrameStream
+from tandem.protocol.errors import Internal, from_code
+from tandem.protocol.generated.tandem.v1 import front_pb2
 
 RouterStream = FrameStream[front_pb2.RouterFrames, front_pb2.FrontFrames]
 _Send = Callable[..., None]

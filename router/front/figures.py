@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from telemetry import families as f
-from telemetry.registry import Reading, Registry
-from wire.frames import Tally
+from tandem.metrics import families as f
+from tandem.metrics.registry import Reading, Registry
+from tandem.net.frames import Tally
 
 
 @dataclass(slots=True)

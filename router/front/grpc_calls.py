@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 
 from router.front.headers import packed, unpacked
 from router.front.window import Acknowledger, Window
-from wire.errors import Cancelled, Internal
-from wire.generated.tandem.v1 import front_pb2, inference_pb2
-from wire.rpc import guarded_unary
+from tandem.net.rpc import guarded_unary
+from tandem.protocol.errors import Cancelled, Internal
+from tandem.protocol.generated.tandem.v1 import front_pb2, inference_pb2
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class CallContext:
 def methods_of(servicer: Any) -> dict[str, Method]:
     """Return the methods of a servicer by name, from bytes to bytes.
 
-    `servicer` parses requests itself, as `router.api.service.InferenceServicer` does.
+    `servicer` parses requests itself, as `router.api.grpc.service.InferenceServicer` does.
     """
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     guarded = {each.name: guarded_unary(getattr(servicer, each.name)) for each in service.methods}

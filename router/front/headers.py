@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from wire.generated.tandem.v1 import front_pb2
+from tandem.protocol.generated.tandem.v1 import front_pb2
 
 
 def packed(pairs: Iterable[tuple[str | bytes, str | bytes]]) -> list[front_pb2.Header]:

@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Scope
 
 from router.front.headers import packed, unpacked
 from router.front.window import Acknowledger, Window, parts
-from wire.errors import Internal
-from wire.generated.tandem.v1 import front_pb2
+from tandem.protocol.errors import Internal
+from tandem.protocol.generated.tandem.v1 import front_pb2
 
 log = logging.getLogger(__name__)
 

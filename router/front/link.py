@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from router.front.window import PART_BYTES_MAX, Acknowledger, Window, parts
-from wire.errors import Cancelled, Internal, ResourceExhausted, TandemError, Unavailable
-from wire.frames import FrameStream
-from wire.generated.tandem.v1 import front_pb2
+from tandem.net.frames import FrameStream
+from tandem.protocol.errors import Cancelled, Internal, ResourceExhausted, TandemError, Unavailable
+from tandem.protocol.generated.tandem.v1 import front_pb2
 
 MESSAGES_BYTES_MAX = 64 << 20
 """Most bytes of gRPC messages that wait until the router has read them; small messages are exempt.

@@ -21,15 +21,15 @@ from router.api.listeners import SERVICE, InProcessListeners
 from router.front.connections import count_connections
 from router.front.link import FrontStream, RouterLink
 from router.front.relay import GrpcRelay, HttpRelay
-from wire.errors import TandemError
-from wire.frames import FrameStream
-from wire.generated.tandem.v1 import front_pb2
-from wire.heap import settle_heap
-from wire.limits.listener_limits import ListenerLimits
-from wire.logging.logs import LogConfig, LogFormat, begin_log
-from wire.security.api_keys import ApiKeys, KeySource
-from wire.security.server_tls import TlsFiles
-from wire.turns import take_short_turns
+from tandem.logging.logs import LogConfig, LogFormat, begin_log
+from tandem.net.frames import FrameStream
+from tandem.net.heap import settle_heap
+from tandem.net.limits.listener_limits import ListenerLimits
+from tandem.net.security.api_keys import ApiKeys, KeySource
+from tandem.net.security.server_tls import TlsFiles
+from tandem.net.turns import take_short_turns
+from tandem.protocol.errors import TandemError
+from tandem.protocol.generated.tandem.v1 import front_pb2
 
 log = logging.getLogger(__name__)
 

@@ -16,16 +16,16 @@ from router.api.listeners import GOODBYE_S, RouterEndpoints
 from router.front.calls import FrontCalls, RouterStream
 from router.front.figures import FrontFigures, show
 from router.front.process import STREAM_LIMIT_BYTES, FrontConfig
-from telemetry.registry import Registry
-from wire.address import address_of
-from wire.errors import FailedPrecondition, Unavailable
-from wire.frames import FrameStream
-from wire.generated.tandem.v1 import front_pb2
-from wire.http.server import Listener
-from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
-from wire.logging.logs import LogConfig
-from wire.security.api_keys import KeySource
-from wire.security.server_tls import TlsFiles
+from tandem.logging.logs import LogConfig
+from tandem.metrics.registry import Registry
+from tandem.net.address import address_of
+from tandem.net.frames import FrameStream
+from tandem.net.http.server import Listener
+from tandem.net.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
+from tandem.net.security.api_keys import KeySource
+from tandem.net.security.server_tls import TlsFiles
+from tandem.protocol.errors import FailedPrecondition, Unavailable
+from tandem.protocol.generated.tandem.v1 import front_pb2
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wire.heartbeat import Heartbeat
+from tandem.net.heartbeat import Heartbeat
 
 LOOK_S = 5.0
 """Interval of the checks, in seconds."""

@@ -11,13 +11,13 @@ import grpc.aio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.api.messages.errors import error_content
-from router.api.openai_replies import error_headers
+from router.api.anthropic.errors import error_content
+from router.api.openai.replies import error_headers
 from router.front.headers import packed, unpacked
 from router.front.link import Call, RouterLink
 from router.front.window import PART_BYTES_MAX
-from wire.errors import Cancelled, TandemError, Unavailable
-from wire.generated.tandem.v1 import front_pb2
+from tandem.protocol.errors import Cancelled, TandemError, Unavailable
+from tandem.protocol.generated.tandem.v1 import front_pb2
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 

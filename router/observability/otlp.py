@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
-from wire.errors import FailedPrecondition, InvalidArgument
-from wire.tracing.request_trace import RequestTrace
-from wire.tracing.spans import Phase, Span, spans_of
-from wire.tracing.timeline import Edge
+from tandem.protocol.errors import FailedPrecondition, InvalidArgument
+from tandem.protocol.lifecycle.request_trace import RequestTrace
+from tandem.protocol.lifecycle.spans import Phase, Span, spans_of
+from tandem.protocol.lifecycle.timeline import Edge
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

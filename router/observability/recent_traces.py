@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from telemetry.registry import EXEMPLAR_CHARS, Exemplar, Histogram
-from wire.tracing.request_trace import RequestTrace
-from wire.tracing.timeline import Edge
+from tandem.metrics.registry import EXEMPLAR_CHARS, Exemplar, Histogram
+from tandem.protocol.lifecycle.request_trace import RequestTrace
+from tandem.protocol.lifecycle.timeline import Edge
 
 _TRACE_ID, _REQUEST_ID = "trace_id", "request_id"
 SLOW_SHOWN = 20

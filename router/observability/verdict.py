@@ -13,9 +13,9 @@ from enum import StrEnum
 
 from router.refusal import Refusal, reason_of
 from router.slo import SloClass
-from wire.errors import ResourceExhausted, TandemError
-from wire.tracing.spans import Phase, Span, last_attempt, seconds_by_phase
-from wire.tracing.timeline import Edge, Timeline
+from tandem.protocol.errors import ResourceExhausted, TandemError
+from tandem.protocol.lifecycle.spans import Phase, Span, last_attempt, seconds_by_phase
+from tandem.protocol.lifecycle.timeline import Edge, Timeline
 
 
 class Outcome(StrEnum):

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_state import WorkerState
-from wire.messages import PeerRef
+from tandem.protocol.messages import PeerRef
 
 REMEMBERED_S = 300.0
 """The time for which a pair counts as incompatible; it bounds the harm of an accidental rejection."""

@@ -2,15 +2,16 @@
 
     prompt: cost = ttft + decode rows · delay of their tokens            misses = 1 if ttft misses its target
     answer: cost = tokens · (step + rows · growth of the step) / speedup misses = gap targets broken, its own included
-Every prediction of the router is made here, from the step costs that the worker itself fits (`costs/step_cost.py`).
+Every prediction of the router is made here, from the step costs that the worker itself fits
+(`tandem/cost_model/step_cost.py`).
 """
 
 import math
 
-from costs.chunks import ConcurrentDecode, chunks_within
-from costs.step_work import chunk_pairs
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
+from tandem.cost_model.chunks import ConcurrentDecode, chunks_within
+from tandem.cost_model.step_work import chunk_pairs
 
 
 class PromptPrediction:

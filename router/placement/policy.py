@@ -15,8 +15,8 @@ from router.placement.prefill_reserve import NO_WORKERS, PrefillReserve
 from router.placement.prefix_index import PrefixMatch
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import WorkerState
-from wire.messages import PeerRef
-from wire.mode import Mode
+from tandem.protocol.messages import PeerRef
+from tandem.protocol.mode import Mode
 
 _CANDIDATES = 2
 """The workers of each role that are compared for their load, and as many for the prefix that they hold."""

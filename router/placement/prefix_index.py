@@ -41,7 +41,7 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    """Maps page names (`wire.page_digests`) to the workers that hold the page.
+    """Maps page names (`tandem.protocol.page_digests`) to the workers that hold the page.
 
     A worker that holds a page holds the pages before it, as caches evict from the leaves: the holders along a prompt
     only become fewer, and a look-up bisects for each time that they do. Memory: about 200 bytes a page; a worker counts

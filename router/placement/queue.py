@@ -30,7 +30,7 @@ class QueuedRequest:
     to_the_limit: bool = False
     """True if nothing but `max_tokens` ends the answer, as far as is known."""
     digests: tuple[bytes, ...] = ()
-    """The names of the prompt's full pages (`wire.page_digests`); () = unknown."""
+    """The names of the prompt's full pages (`tandem.protocol.page_digests`); () = unknown."""
     tenant: str = ""
     priority: int = 0
     """Lower goes first, among its tenant's."""

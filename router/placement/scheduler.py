@@ -3,7 +3,6 @@
 It does no I/O: the dispatcher, real or simulated, asks it for the next request and reports how each one ends.
 """
 
-from costs.answer_length import AnswerLengths
 from router.config import RouterConfig
 from router.placement.fleet import Fleet
 from router.placement.latency_model import PromptPrediction
@@ -12,6 +11,7 @@ from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.worker_state import BACK_OFF_S, AnswerWork, Clock, PromptWork, WorkerState
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload
+from tandem.cost_model.answer_length import AnswerLengths
 
 _RETRY_MIN_S = 2 * BACK_OFF_S
 

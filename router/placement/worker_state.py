@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from costs.chunks import ConcurrentDecode, StepLimit, breaks_target, step_limit
-from costs.margin import LearnedMargin
-from costs.step_cost import StepCost
-from costs.step_work import chunk_pairs
 from router.slo import SloClass
-from wire.ending import answer_tokens
-from wire.messages import WorkerInfo, WorkerLoad
-from wire.tracing.timeline import TransferStats
+from tandem.cost_model.chunks import ConcurrentDecode, StepLimit, breaks_target, step_limit
+from tandem.cost_model.margin import LearnedMargin
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import chunk_pairs
+from tandem.protocol.ending import answer_tokens
+from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.messages import WorkerInfo, WorkerLoad
 
 BACK_OFF_S = 0.05
 """The time for which a worker that refused a request is not asked again while others can serve."""

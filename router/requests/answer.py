@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.text.token_scores import TokenScore
-from wire.errors import Cancelled, Internal, TandemError
-from wire.messages import FinishReason, PromptLogprobs
-from wire.tracing.timeline import Timeline
+from tandem.protocol.errors import Cancelled, Internal, TandemError
+from tandem.protocol.lifecycle.timeline import Timeline
+from tandem.protocol.messages import FinishReason, PromptLogprobs
 
 
 @dataclass(slots=True)

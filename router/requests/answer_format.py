@@ -11,10 +11,10 @@ from typing import Any
 
 from router.config import RouterConfig
 from router.text.tokenizing import TokenizerPool
-from vocabulary.grammar_process import GrammarKind, GrammarProcess, GrammarTokens
-from vocabulary.grammars import GRAMMAR_CHARS_MAX
-from wire.errors import InvalidArgument
-from wire.messages import ModelFacts
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import ModelFacts
+from tandem.tokenizers.grammar_process import GrammarKind, GrammarProcess, GrammarTokens
+from tandem.tokenizers.grammars import GRAMMAR_CHARS_MAX
 
 _PROCESSES = 2
 """Processes that compile grammars, so that one that takes its two seconds does not stop the others."""

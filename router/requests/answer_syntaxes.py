@@ -9,8 +9,8 @@ from router.text.answer_syntax.formats import FORCED_CALLS, AnswerSyntax, choose
 from router.text.answer_syntax.reasoning import THINK
 from router.text.tokenizer import Tokenizer
 from router.text.tools import ToolChoice, ToolOptions
-from vocabulary.grammar_process import GrammarKind
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
+from tandem.tokenizers.grammar_process import GrammarKind
 
 _TAIL_TOKENS = 8
 """Tokens at the prompt's end that can contain `<think>` and a line break: one for each character but "think"."""

@@ -1,7 +1,7 @@
 """Puts the tokens of one answer in order, each once, whatever order and however often workers report them."""
 
-from wire.errors import Unavailable
-from wire.messages import FinishReason, TokenLogprobs
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.messages import FinishReason, TokenLogprobs
 
 
 class TokenAssembler:

@@ -15,8 +15,8 @@ from hashlib import blake2b
 from router.access.client_call import served_call
 from router.requests.answer import Answer, AnswerChunk, Ending
 from router.requests.request import Admitted
-from wire.errors import Cancelled, TandemError
-from wire.messages import SamplingParams
+from tandem.protocol.errors import Cancelled, TandemError
+from tandem.protocol.messages import SamplingParams
 
 _SEED_BYTES = 8
 _DOMAIN = b"tandem.choice.1"

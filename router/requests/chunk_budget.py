@@ -2,7 +2,7 @@
 
 import math
 
-from costs.chunks import breaks_target
+from tandem.cost_model.chunks import breaks_target
 
 
 def must_not_wait(target_s: float, predicted_s: float, step_s: float, delay_max_s: float) -> bool:

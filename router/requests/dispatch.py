@@ -35,12 +35,12 @@ from router.text.answer_text import TokenText
 from router.workers.recovery import Recovery
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_pool import WorkerPool
-from telemetry import families as f
-from telemetry.registry import Facts
-from wire.errors import InvalidArgument, StaleEpoch, TandemError, Unavailable
-from wire.messages import FinishReason, Lease, StepEvents
-from wire.mode import Mode
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.metrics import families as f
+from tandem.metrics.registry import Facts
+from tandem.protocol.errors import InvalidArgument, StaleEpoch, TandemError, Unavailable
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import FinishReason, Lease, StepEvents
+from tandem.protocol.mode import Mode
 
 log = logging.getLogger(__name__)
 

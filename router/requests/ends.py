@@ -14,7 +14,8 @@ from router.requests.answer import Ending
 from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.request import RoutedRequest
-from wire.errors import (
+from tandem.logging.logs import about
+from tandem.protocol.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -25,9 +26,8 @@ from wire.errors import (
     TransferFailed,
     Unavailable,
 )
-from wire.logging.logs import about
-from wire.messages import FinishReason
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import FinishReason
 
 log = logging.getLogger(__name__)
 

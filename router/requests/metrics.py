@@ -15,12 +15,12 @@ from router.observability.recent_traces import Exemplars, TraceStore
 from router.observability.verdict import Outcome, PhaseTimes, Verdict, failed, judge, rejected
 from router.refusal import Refusal, reason_of
 from router.requests.request import RoutedRequest
-from telemetry import families as f
-from telemetry.registry import Registry
-from wire.errors import TandemError
-from wire.messages import FinishReason
-from wire.tracing.spans import Phase, Span, spans_of
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.metrics import families as f
+from tandem.metrics.registry import Registry
+from tandem.protocol.errors import TandemError
+from tandem.protocol.lifecycle.spans import Phase, Span, spans_of
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import FinishReason
 
 _ROLE = "router"
 _TTFT, _ITL = "ttft", "itl"

@@ -14,9 +14,9 @@ from router.text.token_scores import TokenScore, spell_prompt
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
-from wire.errors import ContextLengthExceeded, ContextLengths, InvalidArgument, shown
-from wire.messages import PromptLogprobs
-from wire.page_digests import page_digests, root_digest
+from tandem.protocol.errors import ContextLengthExceeded, ContextLengths, InvalidArgument, shown
+from tandem.protocol.messages import PromptLogprobs
+from tandem.protocol.page_digests import page_digests, root_digest
 
 _ROLES = ("system", "user", "assistant", "tool")
 _PAGES_INLINE = 64

@@ -19,9 +19,9 @@ from router.text.answer_syntax.formats import AnswerSyntax
 from router.text.answer_text import AnswerText
 from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.tools import ToolOptions
-from wire.messages import AdapterFacts, FinishReason, Lease, RequestRef, SamplingParams
-from wire.tracing.request_trace import RequestTrace, TraceContext
-from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from tandem.protocol.messages import AdapterFacts, FinishReason, Lease, RequestRef, SamplingParams
 
 if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink
@@ -124,7 +124,7 @@ class ClientRequest:
     tenant: str = ""
     """The tenant that owns the request (`router/access/tenants.py`)."""
     traceparent: str = ""
-    """The client's traceparent header (`wire/tracing/request_trace.py`); "" = none."""
+    """The client's traceparent header (`tandem/protocol/lifecycle/request_trace.py`); "" = none."""
 
     @property
     def operation(self) -> str:

@@ -19,9 +19,9 @@ from router.requests.chunk_budget import ChunkBudget, must_not_wait
 from router.requests.first_token import hold_s
 from router.requests.request import RoutedRequest
 from router.requests.text_thread import RequestText, TextThread
-from wire.errors import Internal, TandemError, Unavailable, from_code
-from wire.messages import FinishReason, RequestEvent, StepEvents, TokenLogprobs
-from wire.tracing.timeline import Edge
+from tandem.protocol.errors import Internal, TandemError, Unavailable, from_code
+from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.messages import FinishReason, RequestEvent, StepEvents, TokenLogprobs
 
 
 class RequestOwner(Protocol):

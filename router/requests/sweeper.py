@@ -11,7 +11,7 @@ from typing import Protocol
 from router.config import RouterConfig
 from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
-from wire.errors import DeadlineExceeded
+from tandem.protocol.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 

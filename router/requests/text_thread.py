@@ -9,8 +9,8 @@ from queue import SimpleQueue
 
 from router.requests.request import RoutedRequest
 from router.text.answer_text import TextJob
-from wire.errors import TandemError
-from wire.logging.logs import about
+from tandem.logging.logs import about
+from tandem.protocol.errors import TandemError
 
 log = logging.getLogger(__name__)
 

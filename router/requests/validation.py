@@ -23,9 +23,10 @@ from router.text.token_scores import TokenScore
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
-from vocabulary.model_folder import GenerationDefaults
-from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable, shown
-from wire.messages import (
+from tandem.protocol.errors import InvalidArgument, NotFound, TandemError, Unavailable, shown
+from tandem.protocol.lifecycle.request_trace import TraceContext
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import (
     FREQUENCY_MAX,
     LOGIT_BIAS_MAX,
     LOGIT_BIASES_MAX,
@@ -38,8 +39,7 @@ from wire.messages import (
     PromptLogprobs,
     SamplingParams,
 )
-from wire.tracing.request_trace import TraceContext
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.tokenizers.model_folder import GenerationDefaults
 
 _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")

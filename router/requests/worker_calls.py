@@ -9,7 +9,8 @@ from typing import Protocol
 from router.config import RouterConfig
 from router.requests.request import RoutedRequest
 from router.workers.worker_link import WorkerLink
-from wire.errors import (
+from tandem.logging.logs import about
+from tandem.protocol.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     Internal,
@@ -18,9 +19,8 @@ from wire.errors import (
     TandemError,
     Unavailable,
 )
-from wire.logging.logs import about
-from wire.messages import Destination, PrefillTask, RequestRef, Reservation
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import Destination, PrefillTask, RequestRef, Reservation
 
 log = logging.getLogger(__name__)
 

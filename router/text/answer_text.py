@@ -8,7 +8,7 @@ from typing import Protocol
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopStrings
 from router.text.token_scores import TokenScore, spell
-from wire.messages import FinishReason, TokenLogprobs
+from tandem.protocol.messages import FinishReason, TokenLogprobs
 
 
 class TokenText(Protocol):

@@ -16,7 +16,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from wire.errors import InvalidArgument, ModelError
+from tandem.protocol.errors import InvalidArgument, ModelError
 
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 _GIVEN = frozenset(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vocabulary.model_folder import read_json
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
+from tandem.tokenizers.model_folder import read_json
 
 DEFAULT = "default"
 """The template for conversations without tools."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types, see https://protobuf.dev/programming-guides/encoding/; no message of Tandem uses groups."""

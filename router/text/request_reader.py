@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from router.config import RouterConfig
 from router.text.request_items import check_json_items, check_message_items, malformed
 from router.text.tokenizing import TokenizerPool
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from wire.messages import PromptLogprobs, TokenLogprobs
+from tandem.protocol.messages import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

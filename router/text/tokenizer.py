@@ -13,9 +13,9 @@ from tokenizers.processors import TemplateProcessing
 from router.text.chat_template import NO_VARIABLES, ChatTemplate, ChatTurn, PromptEnd
 from router.text.chat_template_files import DEFAULT, FOR_TOOLS, template_sources
 from router.text.token_length import token_length
-from vocabulary.model_folder import read_json
-from vocabulary.tokenizer_formats import load_tokenizer
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
+from tandem.tokenizers.model_folder import read_json
+from tandem.tokenizers.tokenizer_formats import load_tokenizer
 
 _SPELLED_BYTE = re.compile("<0x[0-9A-F]{2}>")
 """The token text for one byte of an unknown character in SentencePiece-style tokenizers."""

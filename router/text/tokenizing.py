@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from router.refusal import Refusal, Refused
-from wire.errors import TandemError, Unavailable
+from tandem.protocol.errors import TandemError, Unavailable
 
 _T = TypeVar("_T")
 _JOB_BYTES_MIN = 4 << 10

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from router.text.request_items import check_json_items
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 _ARGUMENT_ITEMS_MAX = 1 << 16
 """Most items in the arguments of one call; parsing more would hold the GIL too long."""

@@ -9,11 +9,11 @@ from typing import TypeVar
 import grpc.aio
 
 from router.workers.worker_pool import WorkerPool
-from wire import convert
-from wire.errors import DeadlineExceeded
-from wire.generated.tandem.v1 import types_pb2
-from wire.messages import AdapterFacts
-from wire.rpc import error_of
+from tandem.net.rpc import error_of
+from tandem.protocol import conversion
+from tandem.protocol.errors import DeadlineExceeded
+from tandem.protocol.generated.tandem.v1 import types_pb2
+from tandem.protocol.messages import AdapterFacts
 
 _CHANGE_S = 300.0
 """Timeout of a change, in seconds: each worker reads the adapter's files."""
@@ -32,11 +32,12 @@ class AdapterCalls:
     async def load(self, name: str, path: str) -> AdapterFacts:
         """Have every worker load the adapter in `path`; return it once requests may name it.
 
-        See `Adapters.load` in `cluster/operations/adapters.py` for the errors; Unavailable if there is no controller.
+        See `Adapters.load` in `tandem/cluster/operations/adapters.py` for the errors; Unavailable if there is no
+        controller.
         """
         request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
         reply = await _typed(self._pool.controller.LoadAdapter(request, timeout=_CHANGE_S))
-        adapter = convert.adapter_from_proto(reply.adapter)
+        adapter = conversion.adapter_from_proto(reply.adapter)
         await self._follow(lambda: adapter in self._pool.adapters)
         return adapter
 

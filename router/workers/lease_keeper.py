@@ -5,8 +5,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from wire.errors import TandemError
-from wire.messages import GrantedLease, Lease
+from tandem.protocol.errors import TandemError
+from tandem.protocol.messages import GrantedLease, Lease
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from wire.errors import TandemError
-from wire.heartbeat import Heartbeat
+from tandem.net.heartbeat import Heartbeat
+from tandem.protocol.errors import TandemError
 
 log = logging.getLogger(__name__)
 

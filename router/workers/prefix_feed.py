@@ -1,7 +1,7 @@
 """Applies one worker's prefix cache updates to the prefix index."""
 
 from router.placement.prefix_index import PrefixIndex
-from wire.prefixes import PrefixChanges, PrefixList
+from tandem.protocol.prefixes import PrefixChanges, PrefixList
 
 _KEPT_MAX = 1024
 """Most batches kept while a full list is loaded; beyond it the oldest are dropped and another list is needed."""

@@ -15,10 +15,11 @@ from router.placement.worker_state import BACK_OFF_S, WorkerState
 from router.workers.lease_keeper import LeaseKeeper
 from router.workers.liveness import LivenessProbe
 from router.workers.prefix_feed import PrefixFeed
-from wire import convert
-from wire.errors import DeadlineExceeded, TandemError, Unavailable
-from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import (
+from tandem.net.rpc import error_of, open_channel
+from tandem.protocol import conversion
+from tandem.protocol.errors import DeadlineExceeded, TandemError, Unavailable
+from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import (
     GrantedLease,
     Lease,
     PrefillTask,
@@ -27,7 +28,6 @@ from wire.messages import (
     StepEvents,
     WorkerInfo,
 )
-from wire.rpc import error_of, open_channel
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +142,12 @@ class WorkerLink:
 
     async def reserve(self, reservation: Reservation) -> GrantedLease:
         """Reserve pages on a decode worker; returns the lease or raises the worker's `TandemError`."""
-        request = convert.reservation_to_proto(reservation)
-        return convert.granted_from_proto(await self._call(self._stub.Reserve(request, timeout=self._timeout)))
+        request = conversion.reservation_to_proto(reservation)
+        return conversion.granted_from_proto(await self._call(self._stub.Reserve(request, timeout=self._timeout)))
 
     async def prefill(self, task: PrefillTask) -> None:
         """Send a prompt to a prefill worker; raises the worker's `TandemError` if it rejects it."""
-        await self._call(self._stub.Prefill(convert.prefill_task_to_proto(task), timeout=self._timeout))
+        await self._call(self._stub.Prefill(conversion.prefill_task_to_proto(task), timeout=self._timeout))
 
     def abort(self, ref: RequestRef) -> None:
         """Abort `ref` and its earlier attempts on the worker; aborts of one event loop turn are batched."""
@@ -158,7 +158,7 @@ class WorkerLink:
     async def _send_aborts(self) -> None:
         refs, self._aborts = self._aborts, []
         message = worker_pb2.AbortWorkRequest(
-            router_id=self._router_id, requests=[convert.ref_to_proto(ref) for ref in refs]
+            router_id=self._router_id, requests=[conversion.ref_to_proto(ref) for ref in refs]
         )
         tries = 0
         while True:
@@ -181,9 +181,9 @@ class WorkerLink:
         log.warning("abort of %d requests did not reach %s: %s", len(refs), self.name, error)
 
     async def _heartbeat(self, leases: Sequence[Lease], timeout_s: float) -> frozenset[Lease]:
-        message = worker_pb2.HeartbeatRequest(leases=[convert.lease_to_proto(lease) for lease in leases])
+        message = worker_pb2.HeartbeatRequest(leases=[conversion.lease_to_proto(lease) for lease in leases])
         reply = await self._call(self._stub.Heartbeat(message, timeout=min(timeout_s, self._timeout)))
-        return frozenset(convert.lease_from_proto(lease) for lease in reply.unknown)
+        return frozenset(conversion.lease_from_proto(lease) for lease in reply.unknown)
 
     async def _call(self, call: Awaitable[_Reply]) -> _Reply:
         try:
@@ -230,7 +230,7 @@ class WorkerLink:
         self._set_connected(True)
         async for message in call:
             self._probe.heard()
-            step = convert.step_events_from_proto(message)
+            step = conversion.step_events_from_proto(message)
             self._learn(step)
             self._observer.on_step(self, step)
 
@@ -274,7 +274,7 @@ class WorkerLink:
                 await asyncio.sleep(_LIST_PAUSE_S)
             else:
                 if self.connected:
-                    self._prefixes.load(convert.prefix_list_from_proto(reply))
+                    self._prefixes.load(conversion.prefix_list_from_proto(reply))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

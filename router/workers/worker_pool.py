@@ -14,13 +14,13 @@ from router.config import RouterConfig
 from router.placement.fleet import Fleet
 from router.placement.worker_state import WorkerState
 from router.workers.worker_link import LinkObserver, WorkerLink
-from wire import convert
-from wire.ending import answer_tokens
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.logging.recurring import RECURRING
-from wire.messages import AdapterFacts, ExpectedWorker, Membership, ModelFacts, PeerRef, Role, WorkerInfo
-from wire.mode import Mode
-from wire.rpc import is_refused_peer, open_channel
+from tandem.logging.recurring import RECURRING
+from tandem.net.rpc import is_refused_peer, open_channel
+from tandem.protocol import conversion
+from tandem.protocol.ending import answer_tokens
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.protocol.messages import AdapterFacts, ExpectedWorker, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.protocol.mode import Mode
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class WorkerPool:
         while True:
             try:
                 async for message in self.controller.Watch(cluster_pb2.WatchRequest()):
-                    self._follow(convert.membership_from_proto(message))
+                    self._follow(conversion.membership_from_proto(message))
                     pause = _RETRY_S[0]
             except grpc.aio.AioRpcError as error:
                 # Workers continue to serve without a controller; only changes are missed until it is back.

@@ -15,7 +15,7 @@ from tandem.client.async_client import AsyncClient, AsyncStream
 from tandem.client.connection import Tls
 from tandem.client.requests import ChatOptions, GenerateOptions, Message, Options, Tool, ToolCall
 from tandem.client.sync_client import Client, Stream
-from wire.errors import (
+from tandem.protocol.errors import (
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,

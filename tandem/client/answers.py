@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tandem.client.requests import Message, ToolCall
-from wire import convert
-from wire.errors import Unavailable
-from wire.generated.tandem.v1 import inference_pb2, types_pb2
-from wire.tracing.timeline import Timeline
+from tandem.protocol import conversion
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.generated.tandem.v1 import inference_pb2, types_pb2
+from tandem.protocol.lifecycle.timeline import Timeline
 
 
 class FinishReason(StrEnum):
@@ -221,5 +221,5 @@ def _answer(message: inference_pb2.GenerateResponse, parts: _Parts, prompt: Prom
         completion_tokens=end.completion_tokens,
         cached_tokens=end.cached_tokens,
         prompt=prompt,
-        timeline=convert.timeline_from_proto(end.timeline),
+        timeline=conversion.timeline_from_proto(end.timeline),
     )

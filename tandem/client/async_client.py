@@ -23,7 +23,7 @@ from tandem.client.requests import (
     prompt_count,
     tokenize_request,
 )
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 
 class AsyncStream:

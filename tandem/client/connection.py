@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from wire.errors import InvalidArgument, TandemError, Unauthenticated, Unavailable
-from wire.rpc import AUTHORIZATION, CHANNEL_OPTIONS, ERROR_CODE, error_of
-from wire.security.credentials import check_key
+from tandem.net.rpc import AUTHORIZATION, CHANNEL_OPTIONS, ERROR_CODE, error_of
+from tandem.net.security.credentials import check_key
+from tandem.protocol.errors import InvalidArgument, TandemError, Unauthenticated, Unavailable
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from wire.errors import InvalidArgument
-from wire.generated.tandem.v1 import inference_pb2
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 
 @dataclass(frozen=True, slots=True)

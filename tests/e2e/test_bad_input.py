@@ -10,7 +10,7 @@ import grpc
 import httpx
 import pytest
 
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 Options = inference_pb2.GenerationOptions
 NAN = float("nan")

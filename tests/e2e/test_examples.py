@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from wire.generate import ROOT
+from tandem.protocol.generate import ROOT
 
 EXAMPLES = ROOT / "examples"
 

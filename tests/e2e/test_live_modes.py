@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tandem.net.rpc import open_client_channel
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tests.e2e.test_same_tokens import ask
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.rpc import open_client_channel
 
 NEW_TOKENS = 12
 CLIENTS = 3

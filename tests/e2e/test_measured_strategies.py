@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.strategies.__main__ import main
 from benchmarks.strategies.switch import BY_SWITCH
-from cluster.launcher import Endpoints
+from tandem.cluster.launcher import Endpoints
 
 LOAD = "--rates 3 --seconds 2 --drain-seconds 120 --length-scale 0.01 --ask none --clients 1 --minutes 60"
 FEW_AND_SHORT = {"WARM_REQUESTS": 2, "WARM_PROMPT": 16, "WARM_TOKENS": 3, "LONE_PROMPT": 32, "LONE_TOKENS": 5}
@@ -36,7 +36,7 @@ def starts(running_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("benchmarks.strategies.__main__.running_cluster", start)
     for name, value in FEW_AND_SHORT.items():
-        monkeypatch.setattr(f"cli.load.target.{name}", value)
+        monkeypatch.setattr(f"tandem.cli.load.target.{name}", value)
     yield started
     asyncio.run(cluster.controller.set_mode(**AS_STARTED))
     cluster.assert_idle_and_sound()

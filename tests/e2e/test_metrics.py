@@ -17,16 +17,16 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.speculation.proposer import DRAFTS_MAX
-from telemetry.families import (
+from tandem.engine.speculation.proposer import DRAFTS_MAX
+from tandem.metrics.families import (
     AUDIT_RECORDS,
     AUDIT_RECORDS_LOST,
     FAMILIES,
     SPECULATION_MODEL_BYTES,
     TLS_CERTIFICATE_EXPIRES,
 )
-from telemetry.metrics_server import fetch
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.metrics.metrics_server import fetch
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 PROMPT = "Zanzibar's lighthouse keeper counted seventeen albatrosses before breakfast, and wrote down every one. " * 2
 ANSWER_TOKENS = (1, 5, 12)

@@ -15,13 +15,13 @@ import grpc.aio
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
 from router.config import RouterConfig
 from router.server import RouterServer
+from tandem.cli.main import app
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.protocol.mode import Mode
 from tests.unit.router.fake_cluster import until
 from tests.unit.router.test_traces import TRIES, Receiver, attributes, seconds
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.mode import Mode
 
 PROMPT = "Zanzibar's lighthouse keeper counted seventeen albatrosses before breakfast, and wrote down every one. " * 2
 Traced = tuple[str, RouterServer, Receiver]

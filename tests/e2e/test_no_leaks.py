@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from wire.rpc import open_client_channel
-from wire.tracing.timeline import Edge
+from tandem.net.rpc import open_client_channel
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tandem.protocol.lifecycle.timeline import Edge
 
 REQUESTS = 120
 AT_ONCE = 24

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli.load.report import LoadReport
-from cli.load.run import LoadSettings, run_load
-from cli.load.slo import SloCell
-from cli.load.synthetic import Lengths, Synthetic
-from cli.load.target import find_target, warm_up
-from cli.load.workload import Arrival, Block, Workload
-from cli.main import app
-from wire.errors import Unavailable
+from tandem.cli.load.report import LoadReport
+from tandem.cli.load.run import LoadSettings, run_load
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.cli.load.target import find_target, warm_up
+from tandem.cli.load.workload import Arrival, Block, Workload
+from tandem.cli.main import app
+from tandem.protocol.errors import Unavailable
 
 LOOSE, HOPELESS = SloCell("loose", 1e6, 1e6), SloCell("hopeless", 1e-9, 1e6)
 SETTINGS = LoadSettings(clients=2, drain_s=120.0)
@@ -94,7 +94,7 @@ def _vocabulary(model: Any, size: int) -> Any:
 
 def test_one_request_alone_tells_the_step(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WARM_PROMPT": 16, "WARM_TOKENS": 3, "LONE_PROMPT": 32, "LONE_TOKENS": 5}.items():
-        monkeypatch.setattr(f"cli.load.target.{name}", value)
+        monkeypatch.setattr(f"tandem.cli.load.target.{name}", value)
     assert 0 < warm_up(find_target(address)) < 10
 
 

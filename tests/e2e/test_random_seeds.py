@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_client_channel
+from tandem.net.rpc import open_client_channel
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 
 async def sample(stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], seed: int | None) -> tuple[int, ...]:

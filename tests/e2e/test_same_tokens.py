@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tandem.net.rpc import open_client_channel
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from tests.e2e.reference import Choices, Reference, compare
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_client_channel
 
 Prompt = tuple[int, ...]
 NEW_TOKENS = 40

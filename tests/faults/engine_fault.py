@@ -35,7 +35,7 @@ def broken(launch):
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "engine.host_stepper":
+        if name != "tandem.engine.host_stepper":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

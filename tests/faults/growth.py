@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from benchmarks.results import run_facts, save_result
-from cluster.supervision.health import Health
+from tandem.cluster.supervision.health import Health
 
 MIB = 1 << 20
 SETTLED_AFTER = 10

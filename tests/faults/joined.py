@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 
-from cli.connection.controller_client import ControllerClient
-from cluster.launcher import Endpoints
+from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cluster.launcher import Endpoints
+from tandem.net import rpc
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.ray_start import UP
-from wire import rpc
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 START_S, STOP_S, IDLE_WITHIN_S = 150.0, 30.0, 120.0

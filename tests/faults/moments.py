@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.supervision.health import Health
-from wire.generated.tandem.v1 import worker_pb2
+from tandem.cluster.supervision.health import Health
+from tandem.protocol.generated.tandem.v1 import worker_pb2
 
 TRIES_S = 60.0
 LOOK_S = 0.02

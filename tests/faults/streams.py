@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_client_channel
+from tandem.net.rpc import open_client_channel
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 DEADLINE_S = 300.0
 """The deadline of each request in seconds: one that takes longer hangs. A worker's replacement may be among it."""

@@ -18,14 +18,14 @@ import grpc
 import pytest
 import torch
 
-from engine.draft_training.answers import Answering
-from engine.draft_training.train_draft import base_weights
-from engine.draft_training.train_heads import HeadSizes, TrainedHeads, frequent_tokens, train_heads, write_heads
-from engine.model_runner import ModelRunner
-from engine.speculation.proposer import HEADS_CLASS
-from telemetry import families as f
-from telemetry.metrics_server import fetch
-from telemetry.scrape import Scrape
+from tandem.engine.draft_training.answers import Answering
+from tandem.engine.draft_training.train_draft import base_weights
+from tandem.engine.draft_training.train_heads import HeadSizes, TrainedHeads, frequent_tokens, train_heads, write_heads
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.speculation.proposer import HEADS_CLASS
+from tandem.metrics import families as f
+from tandem.metrics.metrics_server import fetch
+from tandem.metrics.scrape import Scrape
 from tests.adapter_client import AdapterClient
 from tests.e2e.reference import TIE, Reference
 from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model

@@ -21,7 +21,7 @@ import openai
 import psutil
 import pytest
 
-from wire.errors import Unavailable
+from tandem.protocol.errors import Unavailable
 
 from .moments import LOOK_S, busy, kill, restarted
 from .streams import Client, Question, Stream, undisturbed

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from cluster.launcher import Endpoints
+from tandem.cluster.launcher import Endpoints
 from tests.ray_start import head_address, ray_environment, ray_start
 
 from .joined import START_S, JoinedCluster, Process, joined_cluster, ray_node, short_folder

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import grpc
 
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_client_channel
+from tandem.net.rpc import open_client_channel
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from .streams import Client, Question, Stream
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from cluster.launcher import Endpoints
+from tandem.cluster.launcher import Endpoints
 from tests.ray_start import head_address, ray_environment, ray_start
 
 from .joined import ROOT, START_S, JoinedCluster, Process, joined_cluster, ray_node, short_folder

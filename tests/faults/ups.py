@@ -82,7 +82,7 @@ class Ups:
 
     async def start(self, *options: str) -> Up:
         """Starts another `tandem up`, which does not serve yet."""
-        command = (sys.executable, "-m", "cli.main", "up", "--address", self._environment["RAY_ADDRESS"])
+        command = (sys.executable, "-m", "tandem.cli.main", "up", "--address", self._environment["RAY_ADDRESS"])
         pipe, same = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
         process = await asyncio.create_subprocess_exec(
             *(*command, "--model", str(self._model), *OPTIONS, *options),

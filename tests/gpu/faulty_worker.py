@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from wire.errors import Internal
-from wire.messages import PrefillTask, RequestEvent, RequestRef, Role, SamplingParams
-from worker.config import WorkerConfig
-from worker.process import WorkerProcess
+from tandem.engine.config import EngineConfig
+from tandem.protocol.errors import Internal
+from tandem.protocol.messages import PrefillTask, RequestEvent, RequestRef, Role, SamplingParams
+from tandem.worker.config import WorkerConfig
+from tandem.worker.process import WorkerProcess
 
 STEP_DEADLINE_S = 5.0
 SPIN_CYCLES = 400_000_000_000

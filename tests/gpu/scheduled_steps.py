@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from engine.model_runner import ModelRunner
-from engine.steps.batch import PendingStep, StepBatch, StepRow
-from engine.steps.draws import Draw, History
-from wire.messages import SamplingParams, TokenLogprobs
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
+from tandem.engine.steps.draws import Draw, History
+from tandem.protocol.messages import SamplingParams, TokenLogprobs
 
 Schedule = Sequence[Sequence[tuple[int, int]]]
 """For each step its rows: (index of the request, number of its tokens); one token after its prompt is a decode row."""

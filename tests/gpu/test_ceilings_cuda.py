@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from costs.roofline import GPU
-from engine.ceilings import measure_ceilings
+from tandem.cost_model.roofline import GPU
+from tandem.engine.ceilings import measure_ceilings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.linear.triton_linear_plan import FLOAT_STREAMED_TOKENS
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.steps.batch import PendingStep, StepBatch, StepRow
-from engine.steps.draws import Draw
-from wire.errors import InvalidArgument
-from wire.messages import SamplingParams
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.linear.triton_linear_plan import FLOAT_STREAMED_TOKENS
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.config.model import ExpertRouter, MixtureOfExperts
-from engine.kernels.experts.expert_tiles import TILES, TUNED, ExpertShape, ExpertTile, tile_for
+from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
+from tandem.engine.kernels.experts.expert_tiles import TILES, TUNED, ExpertShape, ExpertTile, tile_for
 from tests.kernels.experts.expert_cases import EPS, OURS, ExpertCase, experts_as, make_case, moe, reference_run, run
 from tests.kernels.steps import assert_as_good
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
 from tests.factories import FAMILIES, draw, write_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

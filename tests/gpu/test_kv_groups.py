@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.kv_pages import FREED, KvPages
+from tandem.protocol.messages import SamplingParams
 from tests.factories import write_tiny_model
-from wire.kv_pages import FREED, KvPages
-from wire.messages import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

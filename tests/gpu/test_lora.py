@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import AdapterSource, EngineConfig
-from engine.kernels.lora.lora_kernels import LoraReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
+from tandem.engine.config import AdapterSource, EngineConfig
+from tandem.engine.kernels.lora.lora_kernels import LoraReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
 from tests.adapters import ATTENTION, DENSE, TinyAdapter
 from tests.factories import draw, write_tiny_model
 

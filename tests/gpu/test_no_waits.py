@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.steps.batch import PendingStep, StepBatch
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch
+from tandem.protocol.messages import SamplingParams
 from tests.gpu.scheduled_steps import Request, launch_ahead
-from wire.messages import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

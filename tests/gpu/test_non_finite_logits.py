@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model_runner import ModelRunner
-from engine.steps.batch import PendingStep, StepBatch, StepRow
-from engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
+from tandem.engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.protocol.messages import SamplingParams
 from tests.adapters import TinyAdapter
 from tests.factories import draw, write_tiny_model
 from tests.gpu.test_lora import PAGE_TOKENS, WIDE, config_of
-from wire.messages import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.cache.page_checksums import page_checksums
-from engine.cache.page_words import as_words
+from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.page_words import as_words
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -14,7 +14,7 @@ PAGE_TOKENS = SHAPE[4]
 
 def test_the_same_on_both_devices() -> None:
     # Not above: without a GPU, nothing may import Triton before tests/kernels has chosen its interpreter.
-    from engine.kernels.rowwise.triton_checksum import reference_sums
+    from tandem.engine.kernels.rowwise.triton_checksum import reference_sums
 
     cache = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16)
     pages, filled = [5, 0, 3], [PAGE_TOKENS, 1, PAGE_TOKENS - 1]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.steps.batch import PendingStep, StepBatch, StepRow
-from engine.steps.draws import Draw, History
-from wire.messages import SamplingParams, TokenLogprobs
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
+from tandem.engine.steps.draws import Draw, History
+from tandem.protocol.messages import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.reference import ReferenceKernels
-from engine.logprobs import score
-from engine.model_runner import ModelRunner
-from engine.sampler import sample
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from wire.messages import SamplingParams
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.logprobs import score
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.sampler import sample
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
 
 from .scheduled_steps import Request, Schedule, launch_ahead, logits_again
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model_runner import ModelRunner
-from engine.steps.batch import PendingStep, StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.steps.prompt_scoring import PIECE, PromptScores
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.prompt_scoring import PIECE, PromptScores
+from tandem.protocol.messages import SamplingParams
 from tests.factories import tiny_engine_config, write_tiny_model
-from wire.messages import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.gpu.device_spans import added_time, idle_share, idle_share_next_to_copies
 from benchmarks.gpu.gpu_engine import GpuEngine
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine.kernels.linear import triton_linear
-from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS
-from engine.kernels.linear.triton_linear_tiles import TUNED, Gemv, Tile
+from tandem.engine.kernels.linear import triton_linear
+from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS
+from tandem.engine.kernels.linear.triton_linear_tiles import TUNED, Gemv, Tile
 from tests.kernels.product_cases import Case, check, make_case, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

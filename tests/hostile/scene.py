@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import psutil
 
-from cli.models.default_model import find_default_model
-from cluster.config import ClusterConfig
-from cluster.supervision.health import Phase
-from engine.weights.gguf import prepare_model
+from tandem.cli.models.default_model import find_default_model
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.supervision.health import Phase
+from tandem.engine.weights.gguf import prepare_model
 from tests.running_cluster import RunningCluster
 
 TIMEOUT_S = 60.0

@@ -9,8 +9,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from cluster.config import ClusterConfig
-from cluster.launcher import Cluster
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Cluster
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from kv_transfer.backends import open_transport
 from kv_transfer.base import PageWrite
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.transport import NixlTransport
-from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
+from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
 
 def pool_of(seed: int, pages: int, page_floats: int) -> np.ndarray:

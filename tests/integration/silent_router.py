@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 PAGE_TOKENS = 16
 _LARGEST_PAGES, _SMALL_PAGES, _SPARE_PAGES = 400, 3, 2

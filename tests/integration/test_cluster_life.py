@@ -23,9 +23,9 @@ import httpx
 import psutil
 import pytest
 
-from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from tandem.protocol.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
-UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
+UP = [sys.executable, "-m", "tandem.cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 
 
 def tokens_of_a_request(address: str) -> int:
@@ -281,7 +281,7 @@ def test_down_stops_what_up_started(
     assert set(answers_once_healthy(f"http://127.0.0.1:{port}", within_s=120.0)) == {200}
     read_until(process, "Ctrl-C stops it")
     relatives = family(process.pid)
-    tandem = [sys.executable, "-m", "cli.main"]
+    tandem = [sys.executable, "-m", "tandem.cli.main"]
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -19,7 +19,7 @@ import pytest
 from tests.ray_start import UP as RAY_UP
 from tests.ray_start import free_port, head_address, ray_environment, ray_start
 
-UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
+UP = [sys.executable, "-m", "tandem.cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
 WITHOUT_WORKERS = [ACTORS[0], ACTORS[1], ACTORS[1]]
 """The controller, the router and the router's standby."""
@@ -133,7 +133,7 @@ def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Pope
         TANDEM_CLUSTER_TOKEN="t" * 16,
     )
     assert "first token" in read_until(second, "Ctrl-C stops it")
-    down = [sys.executable, "-m", "cli.main", "down", "--address", head.address, "--cluster-name", "left"]
+    down = [sys.executable, "-m", "tandem.cli.main", "down", "--address", head.address, "--cluster-name", "left"]
 
     def run_down() -> tuple[int, str]:
         done = subprocess.run(down, env=head.env, text=True, capture_output=True, timeout=120, check=False)
@@ -159,7 +159,16 @@ def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[...
     port, token = str(free_port()), secrets.token_hex(16)
     process = up("--address", head.address, "--controller-port", port, TANDEM_CLUSTER_TOKEN=token)
     read_until(process, "Ctrl-C stops it")
-    drain = [sys.executable, "-m", "cli.main", "drain", "--node", "127.0.0.1", "--controller", f"127.0.0.1:{port}"]
+    drain = [
+        sys.executable,
+        "-m",
+        "tandem.cli.main",
+        "drain",
+        "--node",
+        "127.0.0.1",
+        "--controller",
+        f"127.0.0.1:{port}",
+    ]
     known = {**head.env, "TANDEM_CLUSTER_TOKEN": token, "TANDEM_STATE_DIR": head.env["TANDEM_STATE_DIR"] + "-none"}
     done = subprocess.run(drain, env=known, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -22,8 +22,8 @@ from kv_transfer.backends import available_backends, open_transport
 from kv_transfer.base import PageWrite, Transport, WriteDone
 from kv_transfer.nixl_backend.transport import CONNECT_ATTENTION_S, LISTEN_S, REST_S, NixlTransport
 from kv_transfer.nixl_backend.wires import host_id
-from wire.errors import FailedPrecondition, TransferFailed
-from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
+from tandem.protocol.errors import FailedPrecondition, TransferFailed
+from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
 PEER = Path(__file__).with_name("kv_transfer_peer.py")
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ import pytest
 
 from kv_transfer.backends import open_transport
 from kv_transfer.nixl_backend.agent import PoolAgent
+from tandem.protocol.errors import FailedPrecondition, InvalidArgument, TransferFailed
+from tandem.protocol.messages import PeerRef
 from tests.integration.test_kv_transfer_nixl import PAGES, Peer, Prefill, layout_of, pool_of
-from wire.errors import FailedPrecondition, InvalidArgument, TransferFailed
-from wire.messages import PeerRef
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux")
 

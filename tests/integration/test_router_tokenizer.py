@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.models.default_model import find_default_model
 from router.text.chat_template import ChatTurn, PromptEnd
 from router.text.detokenizer import Detokenizer
 from router.text.tokenizer import Tokenizer
+from tandem.cli.models.default_model import find_default_model
 
 TEXTS = [
     "Hello",

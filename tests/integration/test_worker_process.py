@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from costs.roofline import CPU, Ceilings
-from engine.model_runner import ModelRunner
 from kv_transfer.nixl_backend.transport import NixlTransport
+from tandem.cost_model.roofline import CPU, Ceilings
+from tandem.engine.model_runner import ModelRunner
+from tandem.protocol.ending import answer_tokens
+from tandem.protocol.errors import FailedPrecondition, Internal, InvalidArgument, ModelError, Unavailable
+from tandem.protocol.messages import PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.config import WorkerConfig
+from tandem.worker.peers.peers import Peers
+from tandem.worker.process import WorkerProcess
 from tests.factories import tiny_engine_config, write_tiny_model
-from wire.ending import answer_tokens
-from wire.errors import FailedPrecondition, Internal, InvalidArgument, ModelError, Unavailable
-from wire.messages import PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
-from wire.policy_name import PolicyName
-from worker.config import WorkerConfig
-from worker.peers.peers import Peers
-from worker.process import WorkerProcess
 
 
 @pytest.fixture(scope="module")

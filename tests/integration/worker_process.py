@@ -11,10 +11,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config import EngineConfig
-from wire.messages import Role
-from worker.config import WorkerConfig
-from worker.process import WorkerProcess
+from tandem.engine.config import EngineConfig
+from tandem.protocol.messages import Role
+from tandem.worker.config import WorkerConfig
+from tandem.worker.process import WorkerProcess
 
 
 def damage_arrivals(process: WorkerProcess, transfers: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.cpu.kernels import CpuKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 

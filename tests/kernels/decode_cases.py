@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.attention.triton_attention_plan import Plan, PlanFunction
-from engine.kernels.reference import ReferenceKernels
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.attention.triton_attention_plan import Plan, PlanFunction
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.triton_launch import overlaps_launches
 
 from .steps import LAYER, Step, assert_as_good, heads, make_step
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.kernels.packed_weight import PackedWeight, pack_nibbles
+from tandem.engine.kernels.packed_weight import PackedWeight, pack_nibbles
 
 KINDS = ("int8", "int8_offsets", "int4", "int4_offsets", "fp8")
 

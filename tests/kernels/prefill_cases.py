@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.attention.prefill_attention import PrefillAttention
-from engine.kernels.base import StepLayout
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.attention.prefill_attention import PrefillAttention
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.reference import ReferenceKernels
 
 from .steps import LAYER, Step, assert_as_good, heads
 

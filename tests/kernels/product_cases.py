@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Linear
-from engine.kernels.linear import triton_linear as ours
-from engine.kernels.linear.triton_linear_tiles import Tile
-from engine.kernels.reference import ReferenceKernels, activate, rms_norm
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.linear import triton_linear as ours
+from tandem.engine.kernels.linear.triton_linear_tiles import Tile
+from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
+from tandem.engine.kernels.triton_launch import overlaps_launches
 
 from .steps import assert_as_good
 

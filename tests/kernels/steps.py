@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.base import StepLayout
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.base import StepLayout
 
 LAYERS, LAYER = 3, 1
 

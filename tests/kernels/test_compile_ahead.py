@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton import knobs
 
-from engine.cuda.compile_ahead import run_side_by_side
+from tandem.engine.cuda.compile_ahead import run_side_by_side
 
 CPU = torch.device("cpu")
 

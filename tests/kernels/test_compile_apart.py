@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import compile_apart as module
-from engine.kernels.compile_apart import Job, compile_apart
+from tandem.engine.kernels import compile_apart as module
+from tandem.engine.kernels.compile_apart import Job, compile_apart
 
 DEVICE = "a GPU"
 Process = subprocess.Popen[bytes]

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.cuda import CudaKernels
-from engine.kernels.linear.gated_product import GatedProduct, PlainGated
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.models.load_spec import load_spec
-from engine.speculation.eagle.proposer import EagleProposer
-from engine.speculation.proposer import WantedDraft
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.linear.gated_product import GatedProduct, PlainGated
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.speculation.eagle.proposer import EagleProposer
+from tandem.engine.speculation.proposer import WantedDraft
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
 from tests.eagle_heads import write_eagle
 from tests.factories import write_tiny_model
-from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 MODELS: dict[str, dict[str, Any]] = {

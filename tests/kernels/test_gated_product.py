@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.base import Linear
-from engine.kernels.linear.gated_product import (
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.linear.gated_product import (
     FUSED_TOKENS,
     FusedGated,
     PlainGated,
     choose_gated_product,
 )
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.triton_launch import overlaps_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps_launches()

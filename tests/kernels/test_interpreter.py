@@ -3,8 +3,8 @@
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from engine.kernels.rowwise import triton_norm
-from engine.kernels.triton_launch import INTERPRETED
+from tandem.engine.kernels.rowwise import triton_norm
+from tandem.engine.kernels.triton_launch import INTERPRETED
 
 
 def test_the_interpreter_is_chosen_where_there_is_no_gpu() -> None:

@@ -10,12 +10,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from engine.kernels.attention import prefill_attention
-from engine.kernels.attention.prefill_attention import FlashPrefill, SdpaPrefill, compiled
-from engine.kernels.fallback import failure_of, why_not_imported
-from engine.kernels.libraries import Wanted, keep_compiled
-from engine.kernels.linear import gated_product
-from engine.kernels.linear.gated_product import PlainGated, choose_gated_product
+from tandem.engine.kernels.attention import prefill_attention
+from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, SdpaPrefill, compiled
+from tandem.engine.kernels.fallback import failure_of, why_not_imported
+from tandem.engine.kernels.libraries import Wanted, keep_compiled
+from tandem.engine.kernels.linear import gated_product
+from tandem.engine.kernels.linear.gated_product import PlainGated, choose_gated_product
 
 CPU = torch.device("cpu")
 _SETTINGS = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")

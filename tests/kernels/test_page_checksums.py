@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cache.page_checksums import page_checksums
-from engine.cache.page_words import as_words
-from engine.cache.paged_cache import PagedCache, page_bytes
-from engine.config.attention import AttentionShape
-from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
-from engine.kernels.kv_cache import KvCache, QuantizedKv, quantize_kv
-from engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums, reference_sums
+from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.page_words import as_words
+from tandem.engine.cache.paged_cache import PagedCache, page_bytes
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, quantize_kv
+from tandem.engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums, reference_sums
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5, 2, 2, 3, 16, 64), (4, 3, 2, 1, 5, 6), (3, 1, 2, 1, 4, 2), (4, 4, 2, 8, 128, 8)]

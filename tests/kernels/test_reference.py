@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from engine.kernels.base import Linear
-from engine.kernels.reference import ReferenceKernels, rms_norm, visible
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.reference import ReferenceKernels, rms_norm, visible
 
 from .steps import LAYER, heads, make_step
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import logprobs, sampler
-from engine.cuda.penalty_counts import PenaltyCounts
-from engine.cuda.sampler_cuda import IN_PROMPT, DeviceSampler
-from engine.cuda.token_draws import Drawn, TokenDraws
-from engine.grammar_masks import GrammarMasks
-from engine.kernels.triton_launch import overlaps_launches
-from engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.engine import logprobs, sampler
+from tandem.engine.cuda.penalty_counts import PenaltyCounts
+from tandem.engine.cuda.sampler_cuda import IN_PROMPT, DeviceSampler
+from tandem.engine.cuda.token_draws import Drawn, TokenDraws
+from tandem.engine.grammar_masks import GrammarMasks
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.protocol.messages import SamplingParams, TokenLogprobs
+from tandem.tokenizers.grammars import LazyGrammars, of_regex
 from tests.factories import draw
 from tests.fake_engine import small_grammars
 from tests.small_tokenizer import EOS as END
-from vocabulary.grammars import LazyGrammars, of_regex
-from wire.messages import SamplingParams, TokenLogprobs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps_launches()

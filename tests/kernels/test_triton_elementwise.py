@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.base import Feed
-from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
-from engine.kernels.reference import ReferenceKernels, activate
-from engine.kernels.reference import rms_norm as reference_rms_norm
-from engine.kernels.rowwise.triton_embed import embed
-from engine.kernels.rowwise.triton_norm import norm_add, rms_norm
-from engine.kernels.rowwise.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
-from engine.kernels.triton_launch import overlaps_launches
-from engine.steps.draws import NO_TOKEN
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.base import Feed
+from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
+from tandem.engine.kernels.reference import ReferenceKernels, activate
+from tandem.engine.kernels.reference import rms_norm as reference_rms_norm
+from tandem.engine.kernels.rowwise.triton_embed import embed
+from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
+from tandem.engine.kernels.rowwise.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.steps.draws import NO_TOKEN
 from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

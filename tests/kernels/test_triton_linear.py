@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.kernels.linear import triton_linear as ours
-from engine.kernels.linear.triton_linear_plan import tile_for
-from engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.linear import triton_linear as ours
+from tandem.engine.kernels.linear.triton_linear_plan import tile_for
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
+from tandem.engine.kernels.triton_launch import overlaps_launches
 
 from .product_cases import DEVICE, EPS, Case, check, guarded, make_case, run
 

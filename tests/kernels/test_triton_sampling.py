@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import logprobs as host_logprobs
-from engine import sampler
-from engine.cuda.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
-from engine.kernels.sampling.triton_logprobs import logprobs
-from engine.kernels.triton_launch import overlaps_launches
-from engine.steps.draws import NO_TOKEN, Draw, History
-from engine.steps.seeded import uniform
+from tandem.engine import logprobs as host_logprobs
+from tandem.engine import sampler
+from tandem.engine.cuda.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
+from tandem.engine.kernels.sampling.triton_logprobs import logprobs
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.engine.steps.seeded import uniform
+from tandem.protocol.messages import SamplingParams
 from tests.factories import draw
-from wire.messages import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps_launches()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.kernels.attention.triton_attention_ranges import TileRange
+from tandem.engine.kernels.attention.triton_attention_ranges import TileRange
 
 WASTE = Fraction(9, 8)
 """The largest ratio of the cells of equal spans to the existing tiles."""

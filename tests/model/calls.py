@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tandem.net.rpc import ERROR_CODE, RETRY_AFTER
+from tandem.protocol.errors import Internal, TandemError
 from tests.model.network import Network
 from tests.model.virtual_loop import Process
-from wire.errors import Internal, TandemError
-from wire.rpc import ERROR_CODE, RETRY_AFTER
 
 
 def rpc_error(error: TandemError) -> grpc.aio.AioRpcError:

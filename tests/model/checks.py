@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.cache.page_checksums import page_checksums
-from engine.cache.page_pool import PagePool
-from engine.cache.paged_cache import kernel_view
-from engine.config.kv import KvGroup
-from engine.kernels.kv_cache import SCALE_BYTES
-from engine.steps.batch import StepRow
 from kv_transfer.layout import KVLayout
+from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.paged_cache import kernel_view
+from tandem.engine.config.kv import KvGroup
+from tandem.engine.kernels.kv_cache import SCALE_BYTES
+from tandem.engine.steps.batch import StepRow
+from tandem.protocol.messages import Lease, RequestRef
 from tests.fake_engine import PAGE_TOKENS, FakeEngine
-from wire.messages import Lease, RequestRef
 
 
 class Broken(AssertionError):

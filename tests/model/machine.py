@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kv_transfer.in_memory_by_hand import LateNotice
+from tandem.protocol.messages import Role, SamplingParams
 from tests.fake_engine import answer_to
 from tests.model.network import Message
 from tests.model.router import Client
 from tests.model.workers import QUARANTINE_S, SHORT_WINDOW_S, WINDOW_S, Controller
 from tests.model.world import World
-from wire.messages import Role, SamplingParams
 
 T = TypeVar("T")
 ROLES = {"prefill-0": Role.PREFILL, "prefill-1": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}

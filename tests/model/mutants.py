@@ -19,7 +19,6 @@ from decode_worker.drafts import RowDrafts, StepDrafts
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
-from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.fence import Exposure
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.lease import LeaseTable
@@ -29,9 +28,10 @@ from prefill_worker.handoff import Handoff
 from prefill_worker.page_writes import OutgoingWrites
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
-from wire.errors import TransferFailed
-from wire.messages import Lease, PeerRef, TransferNotice
-from worker.peers.deliveries import Deliveries
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import Lease, PeerRef, TransferNotice
+from tandem.worker.peers.deliveries import Deliveries
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

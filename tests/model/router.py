@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from costs.step_cost import StepCost
 from router.config import RouterConfig
 from router.placement.fleet import Fleet
 from router.placement.policy import Placement, PlacementPolicy
@@ -18,11 +17,8 @@ from router.requests.choices import Choices
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
 from router.requests.text_thread import RequestText
-from tests.fake_engine import answer_to
-from tests.model.checks import Broken
-from tests.model.virtual_loop import Process, VirtualLoop
-from tests.model.workers import RPC_TIMEOUT_S, Controller
-from wire.errors import (
+from tandem.cost_model.step_cost import StepCost
+from tandem.protocol.errors import (
     DeadlineExceeded,
     ResourceExhausted,
     StaleEpoch,
@@ -30,8 +26,12 @@ from wire.errors import (
     TransferFailed,
     Unavailable,
 )
-from wire.messages import FinishReason, SamplingParams
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import FinishReason, SamplingParams
+from tests.fake_engine import answer_to
+from tests.model.checks import Broken
+from tests.model.virtual_loop import Process, VirtualLoop
+from tests.model.workers import RPC_TIMEOUT_S, Controller
 
 STALL_S = QUEUE_S = 10.0
 SILENCE_S = 2.0

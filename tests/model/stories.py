@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from engine.cache.page_checksums import HostChecksums
 from kv_transfer.fence import Exposure, process_unknown
 from kv_transfer.lease import LeaseTable
 from prefill_worker.write_window import WriteWindow
+from tandem.engine.cache.page_checksums import HostChecksums
+from tandem.protocol.messages import SamplingParams
+from tandem.worker.peers.peers import Peers
 from tests.fake_engine import PAGE_TOKENS
 from tests.model.checks import TOKEN_BYTES
 from tests.model.mutants import Mutant, a_release_is_never_in_doubt
 from tests.model.workers import QUARANTINE_S, WINDOW_S
 from tests.model.world import World
-from wire.messages import SamplingParams
-from worker.peers.peers import Peers
 
 PROMPT = list(range(40, 54))
 """Three chunks; the first fills a page."""

@@ -29,12 +29,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from decode_worker.page_budget import PageBudget
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
+from tandem.protocol.messages import SamplingParams
 from tests.model.checks import Broken, WatchedEngine
 from tests.model.machine import ROLES, ClusterMachine, FlippingMachine
 from tests.model.mutants import MUTANTS, Mutant
 from tests.model.stories import STORIES, Story
 from tests.model.world import World
-from wire.messages import SamplingParams
 
 MOVES_A_RUN = 200
 RUNS = 105

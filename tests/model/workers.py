@@ -7,22 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from costs.answer_length import SEEN_MIN
 from decode_worker.request import DecodeRequest
-from engine.config import EngineConfig
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_by_hand import FabricByHand
+from tandem.cost_model.answer_length import SEEN_MIN
+from tandem.engine.config import EngineConfig
+from tandem.protocol import conversion
+from tandem.protocol.generated.tandem.v1 import cluster_pb2
+from tandem.protocol.kv_pages import held_pages
+from tandem.protocol.messages import (
+    ExpectedWorker,
+    Lease,
+    Membership,
+    PeerRef,
+    RequestRef,
+    Role,
+    RoutedEvent,
+    WorkerInfo,
+)
+from tandem.worker.config import WorkerConfig
+from tandem.worker.loop import StepLoop
+from tandem.worker.servicer import WorkerServicer
+from tandem.worker.worker import Worker
 from tests.fake_engine import answer_to
 from tests.model.checks import STEP_TOKENS, Broken, WatchedEngine
 from tests.model.virtual_loop import Process, VirtualLoop
-from wire import convert
-from wire.generated.tandem.v1 import cluster_pb2
-from wire.kv_pages import held_pages
-from wire.messages import ExpectedWorker, Lease, Membership, PeerRef, RequestRef, Role, RoutedEvent, WorkerInfo
-from worker.config import WorkerConfig
-from worker.loop import StepLoop
-from worker.servicer import WorkerServicer
-from worker.worker import Worker
 
 PAGES = 14
 BATCH = 4
@@ -261,7 +270,7 @@ class Controller:
         queue.put_nowait(self._membership())
         self._watchers.append(queue)
         while True:
-            yield convert.membership_to_proto(await queue.get())
+            yield conversion.membership_to_proto(await queue.get())
 
     def _tell(self) -> None:
         self._revision += 1

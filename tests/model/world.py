@@ -28,15 +28,17 @@ import router.requests.stream
 import router.workers.lease_keeper
 import router.workers.worker_link
 import router.workers.worker_pool
-import wire.rpc
-import wire.tracing.timeline
-import worker.loop
-import worker.peers.known_peers
-import worker.worker
+import tandem.net.rpc
+import tandem.protocol.lifecycle.timeline
+import tandem.worker.loop
+import tandem.worker.peers.known_peers
+import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
 from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
 from kv_transfer.in_memory_flight import Flight
 from prefill_worker.request import PrefillRequest
+from tandem.protocol.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
+from tandem.worker.loop import StepMeter
 from tests.model.calls import Channel
 from tests.model.checks import Alarms, Broken, Holder, holder_of
 from tests.model.network import Key, Network
@@ -54,8 +56,6 @@ from tests.model.workers import (
     pool_pages,
     whole_answer,
 )
-from wire.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
-from worker.loop import StepMeter
 
 LATE_S = 0.9 * QUARANTINE_S
 """The time for which late writes may still land; quarantines are longer.
@@ -124,38 +124,38 @@ class World:
             router.workers.lease_keeper,
             router.requests.stream,
             router.workers.worker_link,
-            worker.worker,
+            tandem.worker.worker,
         ):
             self._patches.setattr(module, "time", clock)
         for timed in (
             router.requests.ends,
             router.requests.live_requests,
             router.requests.request,
-            worker.loop,
+            tandem.worker.loop,
             prefill_worker.write_window,
             kv_transfer.in_memory_flight,
-            wire.tracing.timeline,
+            tandem.protocol.lifecycle.timeline,
         ):
             self._patches.setattr(timed, "time", clock)
         # What steps and transfers cost decides where requests are placed.
-        self._patches.setattr(worker.worker, "StepMeter", partial(StepMeter, clock=self.loop.time))
+        self._patches.setattr(tandem.worker.worker, "StepMeter", partial(StepMeter, clock=self.loop.time))
         numbers = itertools.count(1)
         uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
         self._patches.setattr(router.requests.live_requests, "uuid", uuid)
         self._patches.setattr(router.requests.live_requests, "Answer", CountedAnswer)
         self._patches.setattr(router.requests.stream, "TextThread", InlineText)
-        self._patches.setattr(worker.worker, "StepLoop", LoopByHand)
-        self._patches.setattr(worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_answer, 0.7))
+        self._patches.setattr(tandem.worker.worker, "StepLoop", LoopByHand)
+        self._patches.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_answer, 0.7))
         self._patches.setattr(
             kv_transfer.checksums, "threading", SimpleNamespace(Thread=ThreadByHand, Lock=threading.Lock)
         )
-        for module in (router.workers.worker_link, router.workers.worker_pool, wire.rpc):
+        for module in (router.workers.worker_link, router.workers.worker_pool, tandem.net.rpc):
             self._patches.setattr(module, "open_channel", self._open_channel)
-        self._patches.setattr(worker.peers.known_peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
+        self._patches.setattr(tandem.worker.peers.known_peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
         logging.getLogger().addHandler(self._alarms)
 
     def _open_channel(self, address: str, _token: str = "") -> Channel:
-        """Replaces `wire.rpc.open_channel`."""
+        """Replaces `tandem.net.rpc.open_channel`."""
         return Channel(self.network, this_process(), address)
 
     def close(self) -> None:

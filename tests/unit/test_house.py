@@ -9,34 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from wire.generate import OUT, ROOT, generate
+from tandem.protocol.generate import OUT, ROOT, generate
 
-ROOMS = [
-    "wire",
-    "tandem",
-    "telemetry",
-    "costs",
-    "vocabulary",
-    "planner",
-    "router",
-    "worker",
-    "prefill_worker",
-    "decode_worker",
-    "kv_transfer",
-    "engine",
-    "cluster",
-    "simulation",
-    "cli",
-    "benchmarks",
-    "deploy",
-]
+PACKAGES = ["tandem", "router", "prefill_worker", "decode_worker", "kv_transfer", "benchmarks", "deploy"]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_room_lies_in_this_repository(room: str) -> None:
-    file = importlib.import_module(room).__file__
-    assert file is not None, f"{room}/ has no __init__.py"
-    assert Path(file).resolve().parent == ROOT / room
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_lies_in_this_repository(package: str) -> None:
+    file = importlib.import_module(package).__file__
+    assert file is not None, f"{package}/ has no __init__.py"
+    assert Path(file).resolve().parent == ROOT / package
 
 
 def test_generated_code_matches_the_schemas(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.weights.checkpoint import stored_dtype
-from tests.unit.test_house import ROOMS
-from wire.errors import ModelError
-from wire.generate import ROOT
-from wire.page_digests import DIGEST_BYTES, page_digests, root_digest
+from tandem.engine.weights.checkpoint import stored_dtype
+from tandem.protocol.errors import ModelError
+from tandem.protocol.generate import ROOT
+from tandem.protocol.page_digests import DIGEST_BYTES, page_digests, root_digest
+from tests.unit.test_house import PACKAGES
 
 PAGE = (ROOT / "docs" / "security.md").read_text()
 ATTACKS = PAGE.partition("## Known attacks")[2]
@@ -28,7 +28,7 @@ CLASSES = (
     "writes into a worker's memory",
 )
 RUNS_CODE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-TO_ITS_OWN_CHILD = "engine/kernels/compile_apart.py"
+TO_ITS_OWN_CHILD = "tandem/engine/kernels/compile_apart.py"
 """The module that pickles through a pipe to a process that it starts itself."""
 
 
@@ -48,8 +48,8 @@ def test_the_tests_of_a_row_are_there(row: list[str]) -> None:
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
 
 
@@ -69,7 +69,7 @@ def what_runs_code(tree: ast.Module) -> Iterator[str]:
 
 def test_nothing_unpickles_or_evaluates() -> None:
     found = {file: list(what_runs_code(tree)) for file, tree in sources()}
-    assert len(found) > 500, "the rooms are looked at"
+    assert len(found) > 500, "the packages are looked at"
     assert {file: names for file, names in found.items() if names} == {TO_ITS_OWN_CHILD: ["pickle"]}
 
 

@@ -11,8 +11,8 @@ import grpc.aio
 from router.access.audit_log import AuditLog
 from router.access.callers import Caller, Callers, Headers
 from router.access.client_call import ClientCall, serve_call
-from wire.errors import Internal, TandemError, clipped
-from wire.generated.tandem.v1 import inference_pb2
+from tandem.protocol.errors import Internal, TandemError, clipped
+from tandem.protocol.generated.tandem.v1 import inference_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _READERS_METHODS = frozenset({"GetServerInfo", "GetLoads"})

@@ -10,14 +10,14 @@ from router.access.audit_log import AuditLog
 from router.access.callers import Caller, Callers
 from router.access.client_call import ClientCall, serve_call, served_call
 from router.access.quota import Quota
-from router.api.messages.api_key import key_headers
-from router.api.messages.error_responses import error_response
-from router.api.openai_replies import error_body
+from router.api.anthropic.api_key import key_headers
+from router.api.anthropic.error_responses import error_response
+from router.api.openai.replies import error_body
 from router.api.openapi.routes import OPEN_PATHS
 from router.api.probes import PROBE_PATHS
 from router.api.request_id import REQUEST_ID_HEADER
-from telemetry.metrics_server import METRICS_PATH, TRACES_PATH
-from wire.errors import NotFound, TandemError, clipped
+from tandem.metrics.metrics_server import METRICS_PATH, TRACES_PATH
+from tandem.protocol.errors import NotFound, TandemError, clipped
 
 READERS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
 """The paths that show the load of all tenants: for operators and readers, but not for tenants."""

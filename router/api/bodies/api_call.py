@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from router.requests.request import ClientRequest
-from wire.errors import ContextLengthExceeded, InvalidArgument
+from tandem.protocol.errors import ContextLengthExceeded, InvalidArgument
 
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
 

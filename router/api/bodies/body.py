@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Tag, Valida
 from pydantic_core import ErrorDetails
 
 from router.api.json_fields import JsonFields, UnknownFields
-from router.api.openai_fields import Unserved
-from wire.errors import InvalidArgument
+from router.api.unserved_fields import Unserved
+from tandem.protocol.errors import InvalidArgument
 
 _B = TypeVar("_B", bound="Body")
 TEXT, ITEMS = "<text>", "<items>"

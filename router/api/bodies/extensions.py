@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from router.api.bodies.body import LIST, Body
-from router.api.openai_fields import UNSERVED, Unserved
+from router.api.unserved_fields import UNSERVED, Unserved
 from router.requests.request import Options
 
 _CHAT = "it is a field of chat completions alone"

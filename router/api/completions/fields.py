@@ -4,7 +4,7 @@ from typing import Any
 
 from router.api.json_fields import JsonFields, is_integers
 from router.requests.request import Prompt
-from wire.errors import InvalidArgument, shown
+from tandem.protocol.errors import InvalidArgument, shown
 
 PROMPTS_MAX = 128
 """Most answers to a call with several prompts, and so most prompts."""

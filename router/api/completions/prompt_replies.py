@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from router.api.openai_logprobs import completion_logprobs, entry_text, finite
+from router.api.logprobs import completion_logprobs, entry_text, finite
 from router.requests.answer import AnswerChunk, Ending
 from router.requests.choices import Choices
 from router.requests.request import Admitted, ClientRequest, Options
 from router.requests.validation import RequestValidator
 from router.text.token_scores import ScoredToken, TokenScore
-from wire.messages import FinishReason
+from tandem.protocol.messages import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

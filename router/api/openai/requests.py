@@ -1,161 +1,253 @@
-"""The bodies of /v1/chat/completions, /v1/completions, /tokenize and /detokenize."""
+"""Parses the JSON bodies of the OpenAI-compatible API into a `ClientRequest`.
 
-from __future__ import annotations
+Field meanings follow OpenAI's API reference, and vLLM's for its extensions: top_k, min_p, repetition_penalty,
+ignore_eos, stop_token_ids, min_tokens, include_stop_str_in_output, chat_template_kwargs, priority, cache_salt,
+add_special_tokens, add_generation_prompt, continue_final_message, truncate_prompt_tokens, return_token_ids.
+`slo_class` and `speculate` are Tandem's own. `router/api/unserved_fields.py` has the other fields.
+"""
 
-from typing import Annotated, Any, Literal
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import ConfigDict, Field
-
-from router.api.bodies.body import Body
-from router.api.completions.fields import PROMPTS_MAX
-from router.api.openai.fields import (
-    Biases,
-    Count,
-    Frequency,
-    JsonSchema,
-    LastTokens,
-    Logprobs,
-    MinP,
-    Natural,
-    Presence,
-    Priority,
-    Repetition,
-    Salt,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-)
-from router.api.openai.messages import Message, NamedTool, ResponseFormat, StreamOptions, StructuredOutputs, Tool
-from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, Unserved
-from router.requests.validation import INT32_MAX
+from router.api.completions.fields import check_answers, take_bias, take_prompts
+from router.api.completions.prompt_replies import PromptForm
+from router.api.json_fields import JsonFields, UnknownFields
+from router.api.openai.structured_output import answer_format
+from router.api.openai.tool_fields import tool_calls, tool_options
+from router.api.unserved_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, MESSAGE_INERT, MESSAGE_UNSERVED
+from router.requests.request import ClientRequest, Conversation, Options, Prompt
+from router.text.chat_template import ChatTurn, PromptEnd
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.lifecycle.timeline import EdgeStamp
 
 
-def _others(refused: dict[str, Unserved]) -> dict[str, Any]:
-    """Return the extension of a schema that names the fields outside it."""
-    return {"x-refused": {name: rule.reason for name, rule in refused.items()}, "x-without-effect": sorted(INERT)}
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """The additional contents of a stream's events."""
+
+    include_usage: bool = False
+    """True if an event after the answer has its usage."""
+    continuous_usage: bool = False
+    """True if every event has the usage so far, too."""
 
 
-class Encoding(Body):
-    """The fields of how a prompt becomes token ids."""
+@dataclass(frozen=True, slots=True)
+class OpenAICall:
+    """A parsed body: the request, and the requested form of the reply."""
 
-    model: str | None = Field(None, description="The name in /v1/models; the served one if it is left out.")
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Adds the special tokens of the tokenizer to the prompt: true if left out, but false for messages.",
+    requests: tuple[ClientRequest, ...]
+    """One for each prompt, at least one; they differ in their prompts alone."""
+    stream: bool
+    stream_options: StreamOptions
+    prompts: PromptForm
+    return_token_ids: bool = False
+    """True if the reply has the token ids of the prompt and of the answers."""
+    ignored: tuple[str, ...] = ()
+    """Names of the ignored fields, fit for a header (`UnknownFields`)."""
+
+    @property
+    def request(self) -> ClientRequest:
+        """The first prompt's request."""
+        return self.requests[0]
+
+
+def parse_chat(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
+    """Parse the body of /v1/chat/completions; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
+    fields = body_fields(body, UnknownFields(strict=strict))
+    fields.refuse(CHAT_UNSERVED)
+    top_logprobs = _top_logprobs(fields)
+    return _call(fields, (conversation(fields),), received, top_logprobs=top_logprobs)
+
+
+def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
+    """Parse the body of /v1/completions, with the errors and arguments of `parse_chat`."""
+    fields = body_fields(body, UnknownFields(strict=strict))
+    fields.refuse(COMPLETION_UNSERVED)
+    logprobs = fields.integer("logprobs")
+    echo, best_of = fields.boolean("echo"), fields.integer("best_of")
+    return _call(fields, take_prompts(fields), received, logprobs=logprobs, echo=echo, best_of=best_of)
+
+
+def body_fields(body: bytes, unknown: UnknownFields) -> JsonFields:
+    """Return the fields of a JSON body; raises InvalidArgument if it is no object."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("body", f"is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument("body", "must be a JSON object")
+    return JsonFields(value, unknown)
+
+
+def _top_logprobs(fields: JsonFields) -> int | None:
+    """Return the requested number of top log probabilities, None without log probabilities."""
+    wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs") or 0
+    if top and not wanted:
+        raise fields.wrong("top_logprobs", "needs logprobs to be true")
+    return top if wanted else None
+
+
+def _call(
+    fields: JsonFields,
+    prompts: Sequence[Prompt],
+    received: EdgeStamp,
+    *,
+    logprobs: int | None = None,
+    top_logprobs: int | None = None,
+    echo: bool = False,
+    best_of: int | None = None,
+) -> OpenAICall:
+    """Take the fields that both calls have."""
+    fields.drop(INERT)
+    model = fields.text("model") or ""
+    n, max_tokens, listed = (fields.integer(name) for name in ("n", "max_tokens", "prompt_logprobs"))
+    given = Options(
+        max_tokens=max_tokens,
+        max_completion_tokens=fields.integer("max_completion_tokens"),
+        temperature=fields.number("temperature"),
+        top_k=_unless_minus_one(fields.integer("top_k"), 0),
+        top_p=fields.number("top_p"),
+        min_p=fields.number("min_p"),
+        frequency_penalty=fields.number("frequency_penalty"),
+        presence_penalty=fields.number("presence_penalty"),
+        repetition_penalty=fields.number("repetition_penalty"),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=listed,
+        logit_bias=take_bias(fields),
+        seed=_unless_minus_one(fields.integer("seed"), None),
+        n=n,
+        best_of=None if best_of == (n or 1) else best_of,
+        stop=_stop(fields),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        min_tokens=fields.integer("min_tokens") or 0,
+        include_stop=fields.boolean("include_stop_str_in_output"),
+        ignore_eos=fields.boolean("ignore_eos"),
+        speculate=fields.boolean("speculate", absent=True),
+        priority=fields.integer("priority") or 0,
+        slo_class=fields.text("slo_class") or "",
+        cache_salt=fields.text("cache_salt") or "",
+        answer_format=answer_format(fields),
+        **encoding(fields),
     )
-    truncate_prompt_tokens: LastTokens | None = Field(
-        None, description="Keeps so many of the prompt's last tokens; -1: as many as the context leaves."
-    )
+    form = PromptForm.of(given, echo=echo)
+    options = form.options(given)
+    stream = fields.boolean("stream")
+    stream_options = _stream_options(fields, stream)
+    return_token_ids = fields.boolean("return_token_ids")
+    fields.end()
+    for name, value in (("best_of", options.best_of), ("prompt_logprobs", listed)):
+        if stream and value is not None:
+            raise fields.wrong(name, "cannot be combined with stream")
+    check_answers(len(prompts), options.answers)
+    requests = tuple(ClientRequest("", model, prompt, options, received) for prompt in prompts)
+    return OpenAICall(requests, stream, stream_options, form, return_token_ids, fields.ignored)
 
 
-class ChatEncoding(Encoding):
-    """The fields of how a conversation becomes a prompt."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
-    reasoning_effort: str | None = Field(None, description="A variable for the model's chat template.")
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one call is returned.")
-    add_generation_prompt: bool | None = Field(
-        None, description="True, unless continue_final_message is: the prompt ends where the next answer begins."
-    )
-    continue_final_message: bool | None = Field(None, description="The answer continues the last message.")
+def encoding(fields: JsonFields) -> dict[str, Any]:
+    """Take the `Options` of how the prompt becomes token ids."""
+    special = fields.boolean_or_none("add_special_tokens")
+    return {"add_special_tokens": special, "truncate_prompt_tokens": fields.integer("truncate_prompt_tokens")}
 
 
-class Generation(Body):
-    """The options of the answer."""
-
-    max_tokens: Count | None = Field(None, description="If it is left out, the rest of the context.")
-    max_completion_tokens: Count | None = Field(
-        None, description="OpenAI's newer name of max_tokens, which it goes before."
-    )
-    min_tokens: Natural | None = None
-    temperature: Temperature | None = None
-    top_k: TopK | None = Field(None, description="0 and -1: any token.")
-    top_p: TopP | None = None
-    min_p: MinP | None = None
-    frequency_penalty: Frequency | None = None
-    presence_penalty: Presence | None = None
-    repetition_penalty: Repetition | None = None
-    logit_bias: Biases | None = Field(None, description="Numbers to add to the logits of tokens, by token id.")
-    prompt_logprobs: Logprobs | None = Field(
-        None, description="The number of alternatives to report with each token of the prompt. Not with stream."
-    )
-    seed: Seed | None = Field(None, description="-1: a random one.")
-    n: Annotated[int, Field(ge=1)] | None = Field(None, description="The number of answers.")
-    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
-    stop_token_ids: list[Natural] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    speculate: bool | None = Field(None, description="False: no speculative decoding. The tokens are the same.")
-    priority: Priority | None = Field(None, description="Lower values are served first.")
-    slo_class: str | None = Field(None, description="The service class, by name.")
-    cache_salt: Salt | None = Field(None, description="Cached KV is reused only between requests of the same salt.")
-    return_token_ids: bool | None = Field(None, description="The reply has the token ids of prompt and answers.")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    json_schema: JsonSchema | None = None
-    regex: str | None = None
-    ebnf: str | None = None
+def _unless_minus_one(value: int | None, off: int | None) -> int | None:
+    """Replace -1 by `off`: vLLM's clients send -1 for a disabled filter and for a random seed."""
+    return off if value == -1 else value
 
 
-class ChatCompletionRequest(ChatEncoding, Generation):
-    """The body of /v1/chat/completions."""
-
-    model_config = ConfigDict(json_schema_extra=_others(dict(CHAT_UNSERVED)))
-
-    logprobs: bool | None = None
-    top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
-
-
-Text = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[Natural], Field(min_length=1)]
+def _stop(fields: JsonFields) -> tuple[str, ...]:
+    value = fields.take("stop")
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise InvalidArgument("stop", "must be a string or a list of strings")
+    return tuple(value)
 
 
-class CompletionRequest(Encoding, Generation):
-    """The body of /v1/completions."""
-
-    model_config = ConfigDict(json_schema_extra=_others(dict(COMPLETION_UNSERVED)))
-
-    prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=PROMPTS_MAX)] = Field(
-        description="A prompt, or several, whose choices follow one another."
-    )
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="If it is left out, the rest of the context. 0 only with echo: the reply is the prompt alone."
-    )
-    echo: bool | None = Field(
-        None, description="True: the text begins with the prompt, and logprobs with those of its tokens."
-    )
-    best_of: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The number of answers, of which the n most likely are returned. Not with stream."
-    )
-    logprobs: Logprobs | None = None
+def _stream_options(fields: JsonFields, stream: bool) -> StreamOptions:
+    """Parse `stream_options` with vLLM's meaning: usage in every event requires `include_usage`."""
+    value = fields.take("stream_options")
+    if value is None:
+        return StreamOptions()
+    if not stream:
+        raise InvalidArgument("stream_options", "needs stream to be true")
+    if not isinstance(value, dict):
+        raise InvalidArgument("stream_options", "must be an object")
+    options = fields.within(value, "stream_options.")
+    options.drop(frozenset({"include_obfuscation"}))
+    include, continuous = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
+    options.end()
+    return StreamOptions(include, include and continuous)
 
 
-class TokenizeTextRequest(Encoding):
-    """The body of /tokenize for a text."""
+def conversation(fields: JsonFields) -> Conversation:
+    """Take the messages and the variables of the chat template."""
+    value = fields.take("messages")
+    if not isinstance(value, list):
+        raise InvalidArgument("messages", "must be a list of messages")
+    turns = tuple(_turn(fields, item, f"messages[{number}]") for number, item in enumerate(value))
+    variables = fields.object("chat_template_kwargs")
+    effort = fields.text("reasoning_effort")
+    if effort is not None:
+        variables = {"reasoning_effort": effort, **variables}
+    return Conversation(turns, variables, tool_options(fields), prompt_end(fields), parsed=True)
 
-    prompt: Annotated[str, Field(min_length=1)]
-    return_token_strs: bool | None = Field(None, description="The reply has the tokens' spellings, too.")
+
+def prompt_end(fields: JsonFields) -> PromptEnd:
+    """Take `add_generation_prompt` and `continue_final_message`; the first is false where only the second is given."""
+    continued = fields.boolean("continue_final_message")
+    if fields.boolean("add_generation_prompt", absent=not continued):
+        if continued:
+            raise fields.wrong("continue_final_message", "cannot be combined with add_generation_prompt; send one")
+        return PromptEnd.NEXT_TURN
+    return PromptEnd.WITHIN_LAST_TURN if continued else PromptEnd.LAST_TURN
 
 
-class TokenizeChatRequest(ChatEncoding):
-    """The body of /tokenize for a conversation."""
+def _turn(call: JsonFields, value: Any, path: str) -> ChatTurn:
+    if not isinstance(value, dict):
+        raise InvalidArgument(path, "must be an object with role and content")
+    fields = call.within(value, f"{path}.")
+    role = fields.text("role")
+    if role is None:
+        raise fields.wrong("role", "is missing")
+    fields.refuse(MESSAGE_UNSERVED)
+    extras = _extras(fields, path, role)
+    content = _content(fields, path, role)
+    fields.drop(MESSAGE_INERT)
+    fields.end()
+    return ChatTurn("system" if role == "developer" else role, content, extras)
 
-    prompt: None = None
-    return_token_strs: bool | None = Field(None, description="The reply has the tokens' spellings, too.")
+
+def _extras(fields: JsonFields, path: str, role: str) -> dict[str, Any]:
+    """Take the fields that only some roles have."""
+    extras: dict[str, Any] = {}
+    if role == "assistant":
+        reasoning = fields.text("reasoning_content"), fields.text("reasoning")
+        extras = {"tool_calls": tool_calls(fields, path), "reasoning_content": reasoning[0] or reasoning[1]}
+    elif role == "tool":
+        extras = {"tool_call_id": fields.text("tool_call_id"), "name": fields.text("name")}
+        if not extras["tool_call_id"]:
+            raise fields.wrong("tool_call_id", "is missing; name the call that this message answers")
+    return {name: value for name, value in extras.items() if value}
 
 
-class DetokenizeRequest(Body):
-    """The body of /detokenize."""
-
-    model: str | None = None
-    tokens: Annotated[list[Natural], Field(min_length=1)]
+def _content(fields: JsonFields, path: str, role: str) -> str:
+    """Return the content, with text parts joined; only an assistant's message may have none."""
+    value = fields.take("content")
+    if isinstance(value, str):
+        return value
+    if value is None and role == "assistant":
+        return ""
+    if not isinstance(value, list):
+        raise fields.wrong("content", "must be a string or a list of text parts")
+    texts = []
+    for number, part in enumerate(value):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise InvalidArgument(f"{path}.content[{number}]", "must be a text part; other kinds are not supported")
+        texts.append(text)
+    return "".join(texts)

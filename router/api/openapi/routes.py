@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, HTMLResponse, Response
 
 from router.api.openapi.page import openapi_page
-from wire.errors import NotFound
+from tandem.protocol.errors import NotFound
 
 OPENAPI_PATH = "/openapi.json"
 DOCS_PATH = "/docs"

@@ -14,7 +14,7 @@ from router.requests.answer import AnswerChunk, Ending
 from router.requests.choices import Choices
 from router.requests.request import Admitted
 from router.text.answer_syntax.parser import AnswerDelta
-from wire.errors import TandemError
+from tandem.protocol.errors import TandemError
 
 
 class StreamedReply(Protocol):

@@ -12,12 +12,12 @@ from router.access.client_call import served_call
 from router.api.access.http_access import LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH
 from router.api.http_body import read_body
 from router.api.json_fields import UnknownFields
-from router.api.openai_requests import body_fields
+from router.api.openai.requests import body_fields
 from router.api.openapi.json_body import json_body
 from router.config import RouterConfig
 from router.requests.validation import RequestValidator
 from router.workers.adapter_calls import AdapterCalls
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 
 class LoadLoraAdapterRequest(BaseModel):

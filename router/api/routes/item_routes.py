@@ -11,21 +11,21 @@ from fastapi import FastAPI, Request, Response
 from starlette.responses import JSONResponse
 
 from router.access.client_call import served_call
+from router.api.anthropic.api_key import MESSAGES_PATH
+from router.api.anthropic.body import CountTokensRequest, MessagesRequest
+from router.api.anthropic.reply import MessageReply
+from router.api.anthropic.request import parse_count, parse_message
 from router.api.bodies.api_call import ApiCall
-from router.api.messages.api_key import MESSAGES_PATH
-from router.api.messages.body import CountTokensRequest, MessagesRequest
-from router.api.messages.reply import MessageReply
-from router.api.messages.request import parse_count, parse_message
+from router.api.openai.responses.body import ResponsesRequest
+from router.api.openai.responses.reply import ResponseReply
+from router.api.openai.responses.request import parse_response
 from router.api.openapi.json_body import json_body
 from router.api.replies.reply import NamedEventsReply, ReplyFacts, collected
-from router.api.responses.body import ResponsesRequest
-from router.api.responses.reply import ResponseReply
-from router.api.responses.request import parse_response
 from router.api.routes.posted_calls import PostedCalls
 from router.requests.request import Admitted, ClientRequest
-from wire.errors import InvalidArgument
-from wire.tracing.request_trace import TRACEPARENT, only
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.lifecycle.request_trace import TRACEPARENT, only
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
 

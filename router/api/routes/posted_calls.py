@@ -15,16 +15,16 @@ from router.api.answer_stream import AnswerStream
 from router.api.client_gone import unless_gone
 from router.api.completions.prompt_replies import PromptReplies
 from router.api.http_body import disconnected, read_body
-from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
 from router.api.replies.reply import StreamedReply
 from router.api.request_id import REQUEST_ID_HEADER
+from router.api.unserved_fields import IGNORED_HEADER, IgnoredLog
 from router.config import RouterConfig
 from router.requests.choices import Choices
 from router.requests.dispatch import Dispatcher
 from router.requests.request import Admitted
 from router.requests.validation import RequestValidator
-from wire.errors import InvalidArgument, TandemError
-from wire.tracing.timeline import EdgeStamp
+from tandem.protocol.errors import InvalidArgument, TandemError
+from tandem.protocol.lifecycle.timeline import EdgeStamp
 
 
 class ParsedCall(Protocol):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from router.text.answer_syntax import reasoning, tagged_calls, tool_calls
 from router.text.answer_syntax.parser import AnswerParser, AnswerParts
 from router.text.answer_syntax.reader import AnswerReader, Steps
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 AUTO, NONE = "auto", "none"
 _HARMONY_CALLS, _HARMONY = "openai", "openai_gptoss"
@@ -49,7 +49,8 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
 _TAGGED = {"qwen3_coder": "<function=", "glm45": "<arg_key>"}
 """The text that chat templates with `<tool_call>` contain if calls are no JSON, by syntax."""
 FORCED_CALLS = "llama3_json"
-"""The syntax of calls that a grammar forces (`vocabulary.grammars.of_tool_calls`), whatever the model's own is."""
+"""The syntax of calls that a grammar forces (`tandem.tokenizers.grammars.of_tool_calls`), whatever the model's own
+is."""
 TOOL_CALL_PARSERS = (*_CALLS, _HARMONY_CALLS)
 REASONING_PARSERS = ("qwen3", _OPENED, _HARMONY)
 

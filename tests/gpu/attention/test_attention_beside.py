@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.base import StepLayout
-from engine.kernels.cuda import CudaKernels
-from engine.models.shapes import shape_config
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.models.shapes import shape_config
 from tests.kernels.prefill_cases import to_device
 from tests.kernels.steps import LAYER, make_step
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.prefill_attention import AttentionKind, FlashPrefill, PrefillAttention, SdpaPrefill
-from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.rowwise.triton_rope import rope_and_store
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.prefill_attention import AttentionKind, FlashPrefill, PrefillAttention, SdpaPrefill
+from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.rowwise.triton_rope import rope_and_store
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels import decode_cases, prefill_cases
 from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step, with_sinks
 from tests.pairwise import pairwise

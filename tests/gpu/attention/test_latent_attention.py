@@ -13,11 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import LatentShape
-from engine.kernels.latent.block_attention import BlockAttention, FlashBlocks, PlainBlocks, choose_block_attention
-from engine.kernels.latent.latent_kernels import LatentKernels
-from engine.kernels.reference import ReferenceKernels
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.latent.block_attention import (
+    BlockAttention,
+    FlashBlocks,
+    PlainBlocks,
+    choose_block_attention,
+)
+from tandem.engine.kernels.latent.latent_kernels import LatentKernels
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.latent.latent_steps import EPS, LAYER, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.prefill_attention import (
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.prefill_attention import (
     AttentionKind,
     FlashPrefill,
     PrefillAttention,
@@ -141,7 +141,7 @@ def test_no_prompt_waits_for_a_compiler(shape: str, page_tokens: int, dtype: tor
 
 
 def test_the_choice_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "engine.kernels.attention.prefill_attention"):
+    with caplog.at_level(logging.INFO, "tandem.engine.kernels.attention.prefill_attention"):
         choose_prefill_attention(GPU, torch.float32, [AttentionKind(SHAPES["gqa"])], 128, pdl=False)
     assert "SDPA" in caplog.text
     assert "bfloat16 and float16 only" in caplog.text

@@ -17,17 +17,17 @@ import torch
 from benchmarks.speculation.local_worker import LocalWorker
 from benchmarks.speculation.oracle import OracleProposer
 from decode_worker.request import DecodeRequest
-from engine.config import EngineConfig
-from engine.cuda.verify_graphs import VerifySize
-from engine.kernels.kv_cache import QuantizedKv
-from engine.model_runner import ModelRunner
-from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import Proposer
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
+from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.verify_graphs import VerifySize
+from tandem.engine.kernels.kv_cache import QuantizedKv
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.speculation.ngram import NgramProposer
+from tandem.engine.speculation.proposer import Proposer
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
 from tests.draft_rows import with_drafts
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

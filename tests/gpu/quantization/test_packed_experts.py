@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.model import ExpertRouter
-from engine.kernels.base import Experts
-from engine.kernels.experts.packed_experts import prepared_experts
-from engine.kernels.packed_weight import PackedWeight
+from tandem.engine.config.model import ExpertRouter
+from tandem.engine.kernels.base import Experts
+from tandem.engine.kernels.experts.packed_experts import prepared_experts
+from tandem.engine.kernels.packed_weight import PackedWeight
 from tests.kernels.experts.expert_cases import EPS, OURS, ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.packed_cases import KINDS, make_packed
 from tests.kernels.steps import assert_as_good

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Linear
-from engine.kernels.linear.triton_linear import reserve_scratch
-from engine.kernels.packed import packed_products
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.linear.triton_linear import reserve_scratch
+from tandem.engine.kernels.packed import packed_products
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.packed_cases import KINDS, make_packed
 from tests.kernels.steps import assert_as_good
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.models.allocation import allocate_parameters
-from engine.models.load_spec import quantized_at_load
-from engine.models.parameters import named_weights
-from engine.steps.batch import StepBatch
-from engine.weights.checkpoint import check_model, load_weights
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.load_spec import quantized_at_load
+from tandem.engine.models.parameters import named_weights
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.weights.checkpoint import check_model, load_weights
 from tests.factories import row, write_tiny_model
 from tests.unit.engine.weights.quantized_folders import CASES, write_quantized
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cache.page_checksums import page_checksums
-from engine.cache.paged_cache import kernel_view
-from engine.config import EngineConfig
-from engine.kernels.kv_cache import QuantizedKv
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
+from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.paged_cache import kernel_view
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.kv_cache import QuantizedKv
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
 from tests.gpu.test_engine_cuda import Forced, greedy
-from wire.messages import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

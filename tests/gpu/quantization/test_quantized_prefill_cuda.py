@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.prefill_attention import FlashPrefill
-from engine.kernels.attention.quantized_prefill import QuantizedPrefill
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.prefill_attention import FlashPrefill
+from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill
 from tests.kernels.prefill_cases import BATCHES, ROWS, to_device
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 from tests.kernels.quantized_kv.test_quantized_prefill import run, torch_of

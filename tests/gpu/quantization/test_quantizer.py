@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.kernels.reference import ReferenceKernels
-from engine.quality.loading import load_for_comparison
-from engine.quality.teacher_forced import compare
-from engine.quantizer.quantize import Recipe, quantize
-from engine.quantizer.scheme import SCHEMES
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.quality.loading import load_for_comparison
+from tandem.engine.quality.teacher_forced import compare
+from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.scheme import SCHEMES
 from tests.factories import write_tiny_model
 from tests.unit.engine.quantizer.plain_reader import read_plainly
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Linear
-from engine.kernels.linear.triton_linear import reserve_scratch
-from engine.kernels.packed import scaled_products
-from engine.kernels.packed.scaled_weight import ScaledWeight
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.linear.triton_linear import reserve_scratch
+from tandem.engine.kernels.packed import scaled_products
+from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.packed_cases import make_packed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -130,7 +130,7 @@ def test_a_token_alone_and_in_company(kind: str, group: int) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_codes_are_the_reference_s(kind: str) -> None:
-    from engine.kernels.kv_cache import quantize_kv
+    from tandem.engine.kernels.kv_cache import quantize_kv
 
     torch.manual_seed(300)
     x = random(300, 14336)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.prefill_attention import SdpaPrefill
-from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.prefill_attention import SdpaPrefill
+from tandem.engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
+from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels import prefill_cases
 from tests.kernels.decode_cases import ON_GPU, attention_of, check, decode_step, fixed, run, torch_of
 from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step, with_sinks

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.attention import triton_attention
-from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.attention.triton_attention_plan import (
+from tandem.engine.kernels.attention import triton_attention
+from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.attention.triton_attention_plan import (
     LARGE_TILE,
     NARROW_TILE,
     ROUNDS_TILE,

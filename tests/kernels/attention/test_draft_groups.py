@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime.interpreter import TensorHandle, interpreter_builder
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan, make_plan
-from engine.steps.batch import StepRow, TokenRows
-from engine.steps.draft_groups import DraftGroupSizes, fill_draft_groups, groups_needed
-from engine.steps.draws import Draw
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan, make_plan
+from tandem.engine.steps.batch import StepRow, TokenRows
+from tandem.engine.steps.draft_groups import DraftGroupSizes, fill_draft_groups, groups_needed
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
 from tests.draft_rows import with_drafts
 from tests.kernels.decode_cases import DEVICE, NO_PAGE, ON_GPU, REFERENCE, SHAPES, attention_of, fixed, torch_of
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, with_sinks
 from tests.pairwise import pairwise
-from wire.messages import SamplingParams
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16} | ({"bfloat16": torch.bfloat16} if ON_GPU else {})
 REQUESTS = [(1, 1), (8, 8), (4, 129), (2, 128), (1, 300), (6, 131), (3, 48), (5, 17)]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec
-from engine.kernels.attention.prefill_attention import AttentionKind, FlashPrefill
-from engine.kernels.cuda import CudaKernels
-from engine.kernels.reference import attend
-from engine.kernels.triton_launch import overlaps_launches
-from engine.models.shapes import shape_config
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec
+from tandem.engine.kernels.attention.prefill_attention import AttentionKind, FlashPrefill
+from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.reference import attend
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.models.shapes import shape_config
 from tests.kernels.prefill_cases import check, run, to_device, torch_of
 from tests.kernels.steps import LAYER, assert_as_good, head_major, heads, make_step, with_sinks
 

@@ -12,25 +12,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cache.paged_cache import PagedCache, cache_bytes
-from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
-from engine.host_stepper import HostStepper, forward_over
-from engine.kernels.base import Kernels
-from engine.kernels.cuda import CudaKernels
-from engine.kernels.reference import ReferenceKernels
-from engine.models.allocation import allocate_parameters
-from engine.models.decoder import DecoderModel
-from engine.models.load_spec import load_spec
-from engine.models.parameters import Parameters, tensors_of
-from engine.sampler import sample
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.steps.step_packer import StepPacker, step_limits
-from engine.weights.random_weights import fill_randomly
+from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.host_stepper import HostStepper, forward_over
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.parameters import Parameters, tensors_of
+from tandem.engine.sampler import sample
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.step_packer import StepPacker, step_limits
+from tandem.engine.weights.random_weights import fill_randomly
+from tandem.protocol.kv_pages import FREED, KvPages
+from tandem.protocol.messages import SamplingParams
 from tests.kernels.decode_cases import DEVICE, ON_GPU
 from tests.kernels.steps import assert_as_good
-from wire.kv_pages import FREED, KvPages
-from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 PAGE, PAGES = 16, 12

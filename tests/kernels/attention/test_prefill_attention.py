@@ -13,9 +13,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention import prefill_attention
-from engine.kernels.attention.prefill_attention import (
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention import prefill_attention
+from tandem.engine.kernels.attention.prefill_attention import (
     AttentionKind,
     FlashPrefill,
     SdpaPrefill,

@@ -14,12 +14,12 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention import triton_attention_kernels as kernels
-from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.attention.triton_attention_plan import Plan, PlanFunction, make_plan
-from engine.kernels.attention.triton_attention_ranges import TileRange
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention import triton_attention_kernels as kernels
+from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.attention.triton_attention_plan import Plan, PlanFunction, make_plan
+from tandem.engine.kernels.attention.triton_attention_ranges import TileRange
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels import tile_range_model
 from tests.kernels.decode_cases import DEVICE, ON_GPU, attention_of, check, decode_step, fixed, rows_of
 from tests.kernels.steps import heads

@@ -7,10 +7,10 @@ tested on a GPU only.
 import pytest
 import torch
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.decode_cases import (
     DEVICE,
     NO_PAGE,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.attention.triton_tails import clear_value_tails
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.attention.triton_tails import clear_value_tails
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.prefill_cases import to_device
 from tests.kernels.steps import heads, make_step
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.cuda.sampler_cuda import DeviceSampler
-from engine.cuda.verify_graphs import VerifyGraphs, VerifySize
-from engine.host_stepper import HostStepper
-from engine.kernels.cuda import CudaKernels
-from engine.kernels.triton_launch import overlaps_launches
-from engine.model_runner import ModelRunner
-from engine.models.load_spec import load_spec
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draft_groups import fill_draft_groups
-from engine.steps.draws import Draw
+from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.sampler_cuda import DeviceSampler
+from tandem.engine.cuda.verify_graphs import VerifyGraphs, VerifySize
+from tandem.engine.host_stepper import HostStepper
+from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draft_groups import fill_draft_groups
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
 from tests.draft_rows import with_drafts
-from wire.messages import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)

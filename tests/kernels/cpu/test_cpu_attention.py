@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.base import Kernels
-from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels.steps import LAYER, Step, assert_as_good, head_major, heads, make_step, row_alone, with_sinks
 from tests.pairwise import pairwise
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.config.model import ExpertRouter, MixtureOfExperts
-from engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
+from tandem.engine.kernels.cpu.kernels import CpuKernels
 from tests.kernels.experts.expert_cases import ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.product_cases import EPS
 from tests.kernels.steps import assert_as_good

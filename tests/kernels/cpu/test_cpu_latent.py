@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.config.attention import LatentShape
-from engine.kernels.cpu.latent import latent_attention
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.cpu.latent import latent_attention
+from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels.latent.latent_steps import LAYER, REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 

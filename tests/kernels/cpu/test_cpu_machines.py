@@ -16,9 +16,9 @@ import sys, torch
 sys.path.insert(0, "tests")
 from kernels.packed_cases import make_packed
 from kernels.steps import LAYER, assert_as_good, heads, make_step
-from engine.kernels.base import Linear
-from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.reference import ReferenceKernels
 torch.set_num_threads(1)
 reference, step = ReferenceKernels(), make_step([(1, 18), (1, 300), (60, 70)], heads(4, 2, 80), 16)
 torch.manual_seed(0)

@@ -8,15 +8,15 @@ from llvmlite import binding, ir
 from numba import types
 from torch import Tensor
 
-from engine.config.model import ExpertRouter
-from engine.kernels.base import Experts, Kernels, Linear
-from engine.kernels.cpu import code_tiles, integer_units
-from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.cpu.panel_weight import PanelWeight, in_panels
-from engine.kernels.cpu.products import LONG_TOKENS
-from engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.config.model import ExpertRouter
+from tandem.engine.kernels.base import Experts, Kernels, Linear
+from tandem.engine.kernels.cpu import code_tiles, integer_units
+from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.cpu.panel_weight import PanelWeight, in_panels
+from tandem.engine.kernels.cpu.products import LONG_TOKENS
+from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels.experts.expert_cases import moe
 from tests.kernels.packed_cases import KINDS, make_packed
 from tests.kernels.steps import assert_as_good

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Kernels, Linear
-from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.cpu.products import LONG_TOKENS
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.base import Kernels, Linear
+from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.cpu.products import LONG_TOKENS
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.protocol.errors import Internal
 from tests.kernels.steps import assert_as_good
-from wire.errors import Internal
 
 REFERENCE = ReferenceKernels()
 EPS = 1e-5

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.base import Kernels
-from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.kv_cache import QuantizedKv, dequantize_kv, quantize_kv
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.kv_cache import QuantizedKv, dequantize_kv, quantize_kv
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.protocol.errors import Internal
 from tests.kernels.quantized_kv.quantized_caches import quantized
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step, row_alone, with_sinks
 from tests.pairwise import pairwise
-from wire.errors import Internal
 
 REFERENCE = ReferenceKernels()
 SHAPES = {

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Linear
-from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.cpu.pool import SLEEPING
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.cpu.pool import SLEEPING
 
 NAME = "tandem-kernels"
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.config.model import ExpertRouter, MixtureOfExperts
-from engine.kernels.base import Experts, Linear
-from engine.kernels.experts.expert_tiles import ExpertTile
-from engine.kernels.experts.triton_experts import ExpertKernels
-from engine.kernels.reference import ReferenceKernels, choose_experts, rms_norm, router_logits
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
+from tandem.engine.kernels.base import Experts, Linear
+from tandem.engine.kernels.experts.expert_tiles import ExpertTile
+from tandem.engine.kernels.experts.triton_experts import ExpertKernels
+from tandem.engine.kernels.reference import ReferenceKernels, choose_experts, rms_norm, router_logits
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.product_cases import DEVICE, EPS, guarded, guards_of
 
 REFERENCE = ReferenceKernels()

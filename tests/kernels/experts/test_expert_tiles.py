@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from engine.kernels.experts.expert_tiles import (
+from tandem.engine.kernels.experts.expert_tiles import (
     FLOAT_TILE,
     MOST_TOKENS,
     TILES,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.model import ExpertRouter
-from engine.kernels.base import Linear
-from engine.kernels.experts.packed_experts import prepared_experts
-from engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.config.model import ExpertRouter
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.experts.packed_experts import prepared_experts
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
 from tests.kernels.experts.expert_cases import OURS, ExpertCase, experts_as, make_case, moe, reference_run
 from tests.kernels.packed_cases import KINDS, make_packed
 from tests.kernels.product_cases import DEVICE, EPS, guarded, guards_of

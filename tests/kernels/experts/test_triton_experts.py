@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.config.model import ExpertRouter, MixtureOfExperts
-from engine.kernels.experts import triton_experts
-from engine.kernels.experts.expert_tiles import ExpertTile, ProductTile
+from tandem.engine.config.model import ExpertRouter, MixtureOfExperts
+from tandem.engine.kernels.experts import triton_experts
+from tandem.engine.kernels.experts.expert_tiles import ExpertTile, ProductTile
 from tests.kernels.experts.expert_cases import ExpertCase, make_case, moe, reference_run, run
 from tests.kernels.product_cases import DEVICE
 from tests.kernels.steps import assert_as_good

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.config.attention import LatentShape
-from engine.kernels.base import StepLayout
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.base import StepLayout
 
 LAYERS, LAYER = 3, 1
 EPS = 1e-6

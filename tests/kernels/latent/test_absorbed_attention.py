@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.config.attention import LatentShape
-from engine.kernels.latent.absorbed import AbsorbedAttention
-from engine.kernels.latent.absorbed_plan import Plan, PlanFunction, absorbed_tokens, group_tokens, make_plan
-from engine.kernels.latent.token_groups import group_chunks
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.latent.absorbed import AbsorbedAttention
+from tandem.engine.kernels.latent.absorbed_plan import Plan, PlanFunction, absorbed_tokens, group_tokens, make_plan
+from tandem.engine.kernels.latent.token_groups import group_chunks
+from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels.latent.latent_steps import LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import LatentShape
-from engine.kernels.latent import expanded
-from engine.kernels.latent.block_attention import BlockAttention, PlainBlocks, choose_block_attention, compiled
-from engine.kernels.latent.expanded import ExpandedAttention
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.latent import expanded
+from tandem.engine.kernels.latent.block_attention import BlockAttention, PlainBlocks, choose_block_attention, compiled
+from tandem.engine.kernels.latent.expanded import ExpandedAttention
+from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels.latent.latent_steps import LAYER, ODD, REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 

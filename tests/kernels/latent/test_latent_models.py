@@ -5,23 +5,23 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.cache.paged_cache import PagedCache, cache_bytes
-from engine.config.attention import LatentShape
-from engine.config.model import DenseFeedForward, LatentAttention, LayerSpec, ModelSpec
-from engine.config.rope import RopeConfig
-from engine.host_stepper import forward_over
-from engine.kernels.base import Kernels
-from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.cuda import CudaKernels
-from engine.kernels.latent import latent_kernels
-from engine.kernels.reference import ReferenceKernels
-from engine.models.allocation import allocate_parameters
-from engine.models.decoder import DecoderModel
-from engine.models.parameters import Parameters, tensors_of
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.steps.step_packer import StepPacker, step_limits, unpack
-from wire.messages import SamplingParams
+from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.config.model import DenseFeedForward, LatentAttention, LayerSpec, ModelSpec
+from tandem.engine.config.rope import RopeConfig
+from tandem.engine.host_stepper import forward_over
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.latent import latent_kernels
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.parameters import Parameters, tensors_of
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.step_packer import StepPacker, step_limits, unpack
+from tandem.protocol.messages import SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE_TOKENS = 16

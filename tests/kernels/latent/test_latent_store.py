@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.config.attention import LatentShape
-from engine.kernels.latent.triton_store import latent_store
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.latent.triton_store import latent_store
+from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels.latent.latent_steps import EPS, LAYER, MANY, ODD, REAL, TINY, LatentStep, make_latent_step
 from tests.kernels.steps import assert_as_good
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.lora import triton_lora
-from engine.kernels.lora.tables import LoraTables
-from engine.kernels.reference import activate, rms_norm
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.kernels.lora import triton_lora
+from tandem.engine.kernels.lora.tables import LoraTables
+from tandem.engine.kernels.reference import activate, rms_norm
+from tandem.engine.kernels.triton_launch import overlaps_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 3e-3}

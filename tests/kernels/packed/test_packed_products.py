@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.base import Linear
-from engine.kernels.held_weight import step_bytes
-from engine.kernels.linear.triton_linear_tiles import Skinny
-from engine.kernels.packed import packed_products
-from engine.kernels.packed.triton_codes import bytes_as, nibbles_as, words_as
-from engine.kernels.packed_weight import PackedWeight, unpack_nibbles
-from engine.kernels.reference import ReferenceKernels
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.held_weight import step_bytes
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed import packed_products
+from tandem.engine.kernels.packed.triton_codes import bytes_as, nibbles_as, words_as
+from tandem.engine.kernels.packed_weight import PackedWeight, unpack_nibbles
+from tandem.engine.kernels.reference import ReferenceKernels
 from tests.kernels.packed_cases import KINDS, make_packed
 from tests.kernels.product_cases import DEVICE, EPS
 from tests.kernels.steps import assert_as_good

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Linear
-from engine.kernels.cuda import CudaKernels
-from engine.kernels.packed import packed_products
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.models.load_spec import load_spec
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.cuda import CudaKernels
+from tandem.engine.kernels.packed import packed_products
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.models.load_spec import load_spec
 from tests.factories import write_tiny_model
 from tests.kernels.packed_cases import KINDS, make_packed
 from tests.kernels.product_cases import DEVICE

@@ -5,11 +5,11 @@ import pytest
 from benchmarks.gpu.dense_layer import dense_shapes
 from benchmarks.tuning.linear_candidates import Product, model_of
 from benchmarks.tuning.packed_candidates import FORMS, candidates
-from engine.kernels.linear.triton_linear_plan import fits_scratch
-from engine.kernels.linear.triton_linear_tiles import Skinny
-from engine.kernels.packed import packed_tiles
-from engine.kernels.packed.packed_tiles import TUNED, tile_for
-from engine.models.shapes import shape_config
+from tandem.engine.kernels.linear.triton_linear_plan import fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed import packed_tiles
+from tandem.engine.kernels.packed.packed_tiles import TUNED, tile_for
+from tandem.engine.models.shapes import shape_config
 
 TOKENS = (1, 16, 17, 64, 128, 512)
 SHARED_BYTES = 227 << 10

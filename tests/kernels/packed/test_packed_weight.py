@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.kernels.packed_weight import PackedWeight, pack_nibbles, unpack_nibbles
+from tandem.engine.kernels.packed_weight import PackedWeight, pack_nibbles, unpack_nibbles
 
 
 @pytest.mark.parametrize("columns", [2, 64, 128, 192, 576])

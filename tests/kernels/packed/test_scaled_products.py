@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.base import Linear
-from engine.kernels.kv_cache import quantize_kv
-from engine.kernels.linear.triton_activation import gelu_mul, silu_mul
-from engine.kernels.linear.triton_linear_tiles import Skinny
-from engine.kernels.packed import scaled_products
-from engine.kernels.packed.library_products import library_product
-from engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels, activate, rms_norm
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.kv_cache import quantize_kv
+from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed import scaled_products
+from tandem.engine.kernels.packed.library_products import library_product
+from tandem.engine.kernels.packed.scaled_weight import QuantizedInput, ScaledWeight
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
 from tests.kernels.packed_cases import make_packed
 from tests.kernels.product_cases import DEVICE, EPS
 from tests.kernels.steps import assert_as_good

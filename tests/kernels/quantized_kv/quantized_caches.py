@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.kv_cache import SCALE_BYTES, QuantizedKv, quantize_kv
+from tandem.engine.kernels.kv_cache import SCALE_BYTES, QuantizedKv, quantize_kv
 
 
 def quantized(cache: Tensor, dtype: torch.dtype = torch.int8) -> QuantizedKv:

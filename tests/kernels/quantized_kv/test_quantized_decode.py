@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.triton_attention import DecodeAttention
-from engine.kernels.attention.triton_attention_plan import PlanFunction
-from engine.kernels.kv_cache import QuantizedKv
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.attention.triton_attention_plan import PlanFunction
+from tandem.engine.kernels.kv_cache import QuantizedKv
 from tests.kernels.decode_cases import (
     DEVICE,
     NO_PAGE,

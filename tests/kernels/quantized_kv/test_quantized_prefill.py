@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, SdpaPrefill
-from engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
-from engine.kernels.attention.triton_dequantize import dequantize_pages
-from engine.kernels.kv_cache import QuantizedKv, dequantize_kv
-from engine.kernels.triton_launch import overlaps_launches
-from engine.models.shapes import shape_config
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, SdpaPrefill
+from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
+from tandem.engine.kernels.attention.triton_dequantize import dequantize_pages
+from tandem.engine.kernels.kv_cache import QuantizedKv, dequantize_kv
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.models.shapes import shape_config
 from tests.kernels.attention.test_flash_calls import Flash
 from tests.kernels.prefill_cases import REFERENCE, to_device
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized

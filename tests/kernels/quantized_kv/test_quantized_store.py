@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config.attention import AttentionShape
-from engine.kernels.kv_cache import KvCache, QuantizedKv, quantize_kv
-from engine.kernels.rowwise.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
-from engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, quantize_kv
+from tandem.engine.kernels.rowwise.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
+from tandem.engine.kernels.triton_launch import overlaps_launches
 from tests.kernels.quantized_kv.quantized_caches import moved, quantized
 from tests.kernels.steps import LAYER, Step, head_major, heads, make_step
 from tests.pairwise import pairwise

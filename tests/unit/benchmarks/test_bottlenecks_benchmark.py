@@ -13,23 +13,23 @@ from benchmarks.bottlenecks import command
 from benchmarks.bottlenecks.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
 from benchmarks.bottlenecks.look import Finding, Listener, _look, read
 from benchmarks.load.served_model import ServedModel
-from cli.load.report import LoadReport
-from cluster.config import ClusterConfig
-from costs.roofline import GPU
-from costs.step_cost import StepCost
-from costs.step_work import chunk_pairs
-from engine.model_sizes import kv_bytes_per_token
-from engine.models.shapes import shape_config
-from simulation.hardware import roofline
-from telemetry import families as f
-from telemetry.bottlenecks import CONCURRENT_TRANSFERS, Bottleneck
-from telemetry.exposition import Exposition, merge
-from telemetry.registry import Registry
-from telemetry.scrape import Scrape, ScrapeInterval
-from wire.ending import pages_for
-from wire.errors import InvalidArgument, Unavailable
-from wire.messages import Role
-from wire.mode import Mode
+from tandem.capacity.simulation.hardware import roofline
+from tandem.cli.load.report import LoadReport
+from tandem.cluster.config import ClusterConfig
+from tandem.cost_model.roofline import GPU
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import chunk_pairs
+from tandem.engine.model_sizes import kv_bytes_per_token
+from tandem.engine.models.shapes import shape_config
+from tandem.metrics import families as f
+from tandem.metrics.bottlenecks import CONCURRENT_TRANSFERS, Bottleneck
+from tandem.metrics.exposition import Exposition, merge
+from tandem.metrics.registry import Registry
+from tandem.metrics.scrape import Scrape, ScrapeInterval
+from tandem.protocol.ending import pages_for
+from tandem.protocol.errors import InvalidArgument, Unavailable
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
 
 TCP_BYTES_PER_S, SLOW_TCP_BYTES_PER_S = 2e9, 4e8
 """Bandwidth of one stream over a host's loopback, staged through host memory: typical, and at worst."""

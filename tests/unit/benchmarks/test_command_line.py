@@ -10,7 +10,7 @@ import torch
 from benchmarks.command_line import exit_on_error
 from benchmarks.load import served_model
 from benchmarks.tuning.tune_attention import sizes_of
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from benchmarks.cpu.peer_transformers import TransformersPeer
 from benchmarks.engine import Comparison, Engine, Settings, as_result, compare, main, parse_arguments
 from benchmarks.results import run_facts, save_result
 from benchmarks.tuning import cpu_codes
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
 from tests.factories import write_tiny_model
 from tests.unit.engine.weights.quantized_folders import write_quantized
 

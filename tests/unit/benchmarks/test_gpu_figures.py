@@ -12,15 +12,15 @@ from benchmarks.gpu.attention_timing import Size
 from benchmarks.gpu.device_spans import Span, added_time, idle_share, idle_share_next_to_copies, last_steps
 from benchmarks.gpu.gpu_engine import GpuEngine
 from benchmarks.results import scheme_suffix
-from costs.roofline import GPU, Roofline
-from engine.config.attention import AttentionShape
-from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
-from engine.model_runner import ModelRunner
-from engine.model_sizes import model_sizes
-from engine.models.load_spec import load_spec
-from engine.models.shapes import write_shape
-from engine.steps.batch import StepBatch, StepResult
-from wire.kv_pages import KvPages
+from tandem.cost_model.roofline import GPU, Roofline
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_sizes import model_sizes
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.shapes import write_shape
+from tandem.engine.steps.batch import StepBatch, StepResult
+from tandem.protocol.kv_pages import KvPages
 
 LAYERS = 32
 LAYER = 6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336

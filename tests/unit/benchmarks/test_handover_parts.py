@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks.transfer.handover_parts import Answer, handover_parts_ms, handovers_ms
-from wire.tracing.timeline import Edge, EdgeStamp, Timeline
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 
 ORDER = [
     Edge.PREFILL_FINISHED,

@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.gpu.dense_layer import dense_shapes
 from benchmarks.tuning.linear_candidates import Model, Product, candidates, model_of
-from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
-from engine.kernels.linear.triton_linear_tiles import TUNED, Skinny
-from engine.models.allocation import allocate_parameters
-from engine.models.shapes import shape_config
+from tandem.engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import TUNED, Skinny
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.shapes import shape_config
 
 EARLY = [512]
 TOKENS = (1, *TOKEN_TILES)

@@ -9,9 +9,9 @@ from benchmarks.planner.pace import answer_lengths, answer_rate, burst, handover
 from benchmarks.planner.rehearsal import Rehearsal
 from benchmarks.planner.sizes import ITL_HANDOVERS, ITL_STEPS, LOAD, Pace, size
 from benchmarks.planner.timetable import END_S, HOUR_MAX_S, HOUR_MIN_S, Timetable
-from cli.load.record import RequestRecord
-from planner.decision import Split
-from wire.errors import FailedPrecondition, InvalidArgument
+from tandem.capacity.planner.decision import Split
+from tandem.cli.load.record import RequestRecord
+from tandem.protocol.errors import FailedPrecondition, InvalidArgument
 
 FAST = Pace(3, prompt_tokens_per_s=2000.0, answer_tokens_per_s=530.0, step_s=0.03, handover_s=0.05)
 SLOW = Pace(3, prompt_tokens_per_s=400.0, answer_tokens_per_s=180.0, step_s=0.08, handover_s=0.3)

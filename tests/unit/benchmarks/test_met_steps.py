@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.transfer.handover_parts import Answer
 from benchmarks.transfer.met_steps import gaps_meeting_transfers_ms
-from wire.tracing.timeline import Edge, EdgeStamp, Timeline
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
 
 _MS = 1e-3
 

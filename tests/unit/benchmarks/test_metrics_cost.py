@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks.load.served_model import ServedModel
 from benchmarks.metrics_cost import PROMPT, Plan, Turns, engine_settings, figures, load_engine, measure
-from costs.step_work import StepWork
-from engine.steps.batch import PendingStep, StepBatch
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.steps.batch import PendingStep, StepBatch
+from tandem.protocol.ending import decode_pages, pages_for
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import Role
 from tests.factories import write_tiny_model
-from wire.ending import decode_pages, pages_for
-from wire.errors import InvalidArgument
-from wire.messages import Role
 
 
 def _tiny(folder: Path) -> ServedModel:

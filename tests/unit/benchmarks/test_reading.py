@@ -39,8 +39,8 @@ def test_this_tree(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--json"])
     figures = json.loads(capsys.readouterr().out)
     steps = {name: set(path["names"]) for name, path in figures["paths"].items()}
-    assert {"worker/loop.py", "decode_worker/half.py", "engine/model_runner.py"} <= steps["decode step"]
-    assert {"worker/loop.py", "prefill_worker/half.py", "engine/model_runner.py"} <= steps["prefill step"]
+    assert {"tandem/worker/loop.py", "decode_worker/half.py", "tandem/engine/model_runner.py"} <= steps["decode step"]
+    assert {"tandem/worker/loop.py", "prefill_worker/half.py", "tandem/engine/model_runner.py"} <= steps["prefill step"]
     assert {"prefill_worker/handoff.py", "decode_worker/kv_arrival.py"} <= steps["hand-over"]
     assert all(figures["paths"][name]["lines"] > 100 for name in steps)
     assert any(name.startswith("router/") for name in steps["placement and admission"])

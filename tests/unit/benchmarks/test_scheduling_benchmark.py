@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 
 from benchmarks.scheduling import PARTS, STEP_S, Plan, _decode_all, _figures, measure, measured_step_s
-from wire.messages import SamplingParams
-from wire.policy_name import PolicyName
-from worker.worker import Worker
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.worker import Worker
 
 
 @pytest.mark.parametrize("joining", [False, True])

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.step_costs import Size, Timed, figures, fitted, main, measure, sizes
-from costs.step_cost import CostParameters, StepCost
-from engine.graph_use import GraphUse
-from engine.steps.batch import StepBatch
-from wire.kv_pages import KvPages
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.engine.graph_use import GraphUse
+from tandem.engine.steps.batch import StepBatch
+from tandem.protocol.kv_pages import KvPages
 
 TRUE = CostParameters(base_s=4e-3, prompt_base_s=2e-3, token_s=2e-5, pair_s=1e-9, row_s=2e-5, context_s=3e-8)
 

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks.tuning.tune_experts import candidates, tokens_of
-from engine.kernels.experts import expert_tiles
-from engine.kernels.experts.expert_tiles import TILES, ExpertShape, tile_for
+from tandem.engine.kernels.experts import expert_tiles
+from tandem.engine.kernels.experts.expert_tiles import TILES, ExpertShape, tile_for
 
 SHAPES = [ExpertShape(128, 8, 2048, 768), ExpertShape(64, 6, 2048, 1408), ExpertShape(32, 4, 2880, 2880)]
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks import weights
-from engine.models import shapes
-from engine.models.parameters import tensors_of
-from engine.weights.checkpoint import check_model
+from tandem.engine.models import shapes
+from tandem.engine.models.parameters import tensors_of
+from tandem.engine.weights.checkpoint import check_model
 from tests.factories import FAMILIES
 
 LAYER_BYTES = 2 * (4 * 64 * 64 - 2 * 32 * 64 + 3 * 64 * 96 + 2 * 64)

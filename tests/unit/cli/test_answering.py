@@ -9,11 +9,11 @@ import grpc.aio
 import pytest
 from typer.testing import CliRunner
 
-from cli.connection.client import Answer, RouterClient, Sampling
-from cli.main import app
-from cli.requests.answering import answer_chat
-from wire.errors import TandemError, Unauthenticated, Unavailable
-from wire.rpc import ERROR_CODE
+from tandem.cli.connection.client import Answer, RouterClient, Sampling
+from tandem.cli.main import app
+from tandem.cli.requests.answering import answer_chat
+from tandem.net.rpc import ERROR_CODE
+from tandem.protocol.errors import TandemError, Unauthenticated, Unavailable
 
 
 def broken(code: grpc.StatusCode, *trailing: tuple[str, str]) -> grpc.aio.AioRpcError:

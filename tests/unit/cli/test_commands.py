@@ -15,18 +15,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cli.connection import state
-from cli.connection.client import Sampling
-from cli.main import app
-from cli.plain_errors import plain_errors
-from cli.start.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
-from cluster.config import CPU_KV_CACHE_BYTES, ClusterConfig
-from engine.cache.paged_cache import cache_bytes
-from engine.models.allocation import weight_bytes
-from engine.models.load_spec import load_spec
 from router.config import RouterConfig
+from tandem.cli.connection import state
+from tandem.cli.connection.client import Sampling
+from tandem.cli.main import app
+from tandem.cli.plain_errors import plain_errors
+from tandem.cli.start.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
+from tandem.cluster.config import CPU_KV_CACHE_BYTES, ClusterConfig
+from tandem.engine.cache.paged_cache import cache_bytes
+from tandem.engine.models.allocation import weight_bytes
+from tandem.engine.models.load_spec import load_spec
+from tandem.protocol.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
 from tests.factories import write_tiny_model
-from wire.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
 
 ANY_PORTS = ["--grpc-port", "0", "--http-port", "0"]
 
@@ -34,7 +34,7 @@ ANY_PORTS = ["--grpc-port", "0", "--http-port", "0"]
 @pytest.fixture(autouse=True)
 def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "state"))
-    monkeypatch.setattr("cluster.ray_processes.temp_folder.temp_root", lambda: tmp_path)
+    monkeypatch.setattr("tandem.cluster.ray_processes.temp_folder.temp_root", lambda: tmp_path)
 
 
 @pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["chat"]])
@@ -55,7 +55,7 @@ def test_of_several_keys_in_the_environment_the_first_is_shown(
         shown.append(api_key)
         raise Unavailable("enough")
 
-    monkeypatch.setattr("cli.connection.client.RouterClient.__init__", remember)
+    monkeypatch.setattr("tandem.cli.connection.client.RouterClient.__init__", remember)
     monkeypatch.setenv("TANDEM_API_KEY", "first second")
     assert "enough" in CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"]).stderr
     CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1", "--api-key", "third fourth"])
@@ -183,7 +183,7 @@ def test_an_empty_argument_is_refused_before_anything_starts(command: list[str],
 def test_a_prompt_is_read_from_a_pipe(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
-        "cli.requests.answering.answer_one", lambda _client, prompt, _sampling, **_: asked.append(prompt)
+        "tandem.cli.requests.answering.answer_one", lambda _client, prompt, _sampling, **_: asked.append(prompt)
     )
     result = CliRunner().invoke(app, ["generate", *arguments, "--address", "r:1"], input="Grüße\n")
     assert (result.exit_code, asked) == (0, ["Grüße"])
@@ -200,7 +200,7 @@ def test_answers_are_greedy_unless_told_otherwise() -> None:
 
 
 def test_chat_sends_neither_nothing_nor_an_unknown_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.requests.chat._turn", lambda *_: pytest.fail("sent"))
+    monkeypatch.setattr("tandem.cli.requests.chat._turn", lambda *_: pytest.fail("sent"))
     result = CliRunner().invoke(app, ["chat", "--address", "127.0.0.1:1"], input="\n/help me\n/exit\n")
     assert result.exit_code == 0
     assert "the prompt is empty" in result.stdout
@@ -217,7 +217,7 @@ def test_a_host_that_is_not_this_machine_names_its_option(host: str) -> None:
 
 def test_a_missing_gpu_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("cli.start.serving.Cluster", None)
+    monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
     result = CliRunner().invoke(app, ["up", "--model", str(model), "--device", "cuda", *ANY_PORTS])
     assert result.exit_code == 2
@@ -225,7 +225,7 @@ def test_a_missing_gpu_is_told_before_ray_starts(tmp_path: Path, monkeypatch: py
 
 
 def test_a_model_without_tokenizer_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.start.serving.Cluster", None)
+    monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
     (model / "tokenizer.json").unlink(missing_ok=True)
     result = CliRunner().invoke(app, ["up", "--model", str(model), *ANY_PORTS])
@@ -272,7 +272,7 @@ def test_a_number_that_is_no_port_of_its_own_is_named(command: str, options: lis
 
 @pytest.mark.parametrize("option", ["--grpc-port", "--http-port"])
 def test_the_doctor_fails_at_a_taken_port(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.diagnosis.checks.check_transfer", list)
+    monkeypatch.setattr("tandem.cli.diagnosis.checks.check_transfer", list)
     other = "--http-port" if option == "--grpc-port" else "--grpc-port"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -282,7 +282,7 @@ def test_the_doctor_fails_at_a_taken_port(option: str, monkeypatch: pytest.Monke
 
 
 def test_the_doctor_fails_at_a_host_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.diagnosis.checks.check_transfer", list)
+    monkeypatch.setattr("tandem.cli.diagnosis.checks.check_transfer", list)
     result = CliRunner().invoke(app, ["doctor", "--host", "nosuch.invalid", *ANY_PORTS])
     assert result.exit_code == 1
     assert "fail host 'nosuch.invalid': " in result.stdout
@@ -314,7 +314,7 @@ def test_a_device_that_is_none_is_told_what_there_is(device: str) -> None:
 def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("cli.start.serving.Cluster", None)
+    monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
     result = CliRunner().invoke(app, ["up", "--model", str(model), "--device", "cuda:2", *ANY_PORTS])
     assert result.exit_code == 2
@@ -342,7 +342,7 @@ def test_slow_pages_are_told_before_ray_starts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr("cli.start.serving.Cluster", None)
+    monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = ["--model", str(write_tiny_model(tmp_path / "tiny"))]
     result = CliRunner().invoke(app, ["up", *model, "--device", "cuda", "--page-tokens", "7", *ANY_PORTS])
     assert result.stderr.startswith("warning: --page-tokens 7 slows prompts down on GPUs; 128 is")
@@ -363,7 +363,7 @@ def test_a_page_of_random_weights_is_sized_without_any(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_holds_no_page_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.start.serving.Cluster", None)
+    monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny", hidden_size=1024, num_attention_heads=8, num_key_value_heads=8)
     result = CliRunner().invoke(
         app, ["up", "--model", str(model), "--kv-cache-gib", "0.001", "--page-tokens", "1024", *ANY_PORTS]
@@ -392,11 +392,11 @@ def test_other_hosts_memory_is_not_judged_by_this_one() -> None:
 def test_weights_larger_than_the_memory_are_told_before_ray_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cli.start.serving.Cluster", None)
+    monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     model = write_tiny_model(tmp_path / "tiny")
     deep = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 10, "intermediate_size": 1 << 32}
     (model / "config.json").write_text(json.dumps(deep))
-    monkeypatch.setattr("cli.models.random_model.random_model", lambda _: model)
+    monkeypatch.setattr("tandem.cli.models.random_model.random_model", lambda _: model)
     result = CliRunner().invoke(app, ["up", "--random-weights", "x", "--kv-cache-gib", "0.1", *ANY_PORTS])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: --device: 2 workers with ")
@@ -452,7 +452,7 @@ def broken_models(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_host_that_others_reach_needs_keys_or_a_word(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.start.serving.Cluster", None)
+    monkeypatch.setattr("tandem.cli.start.serving.Cluster", None)
     result = CliRunner().invoke(app, ["up", "--grpc-port", "0", "--http-port", "0", "--host", host])
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: --host: {host} lets everyone who reaches it use the cluster without a key")
@@ -516,9 +516,9 @@ def test_exit_codes(error: TandemError, code: int, capsys: pytest.CaptureFixture
 def test_help_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'ray', 'grpc', 'numpy', 'fastapi', 'transformers'}"
     script = (
-        "import sys, cli.main, click.testing\n"
+        "import sys, tandem.cli.main, click.testing\n"
         "from typer.testing import CliRunner\n"
-        "assert CliRunner().invoke(cli.main.app, ['--help']).exit_code == 0\n"
+        "assert CliRunner().invoke(tandem.cli.main.app, ['--help']).exit_code == 0\n"
         f"print({heavy} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cli.start.hardware_choice import choose_hardware
-from cli.start.worker_options import EngineOptions, RoleOptions
+from tandem.cli.start.hardware_choice import choose_hardware
+from tandem.cli.start.worker_options import EngineOptions, RoleOptions
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_is_chosen(  # noqa: PLR0917
     joined: bool,
     expected: tuple[str, str, int | None],
 ) -> None:
-    monkeypatch.setattr("engine.device.usable_gpus", lambda: gpus)
+    monkeypatch.setattr("tandem.engine.device.usable_gpus", lambda: gpus)
     chosen, engine = choose_hardware(roles, EngineOptions(device=device), joined=joined)
     assert (engine.device, chosen.mode, chosen.workers) == expected
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli.connection import state
-from cli.main import app
-from wire.errors import FailedPrecondition, Unavailable
-from wire.messages import Absence, Assignment, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.cli.connection import state
+from tandem.cli.main import app
+from tandem.protocol.errors import FailedPrecondition, Unavailable
+from tandem.protocol.messages import Absence, Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
 WORKER = WorkerInfo(
@@ -19,7 +19,7 @@ WORKER = WorkerInfo(
 
 
 class Controller:
-    """A replacement of `cli.connection.controller_client.ControllerClient` that records calls."""
+    """A replacement of `tandem.cli.connection.controller_client.ControllerClient` that records calls."""
 
     asked: list[tuple[Any, ...]]
     away: tuple[Absence, ...] = ()
@@ -58,7 +58,7 @@ class Controller:
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "state"))
-    monkeypatch.setattr("cli.connection.controller_client.ControllerClient", Controller)
+    monkeypatch.setattr("tandem.cli.connection.controller_client.ControllerClient", Controller)
     Controller.asked = []
     return Controller.asked
 
@@ -111,8 +111,8 @@ def test_all_workers_of_a_node_that_leaves_are_drained(asked: list[tuple[Any, ..
 def test_a_controller_may_change_while_a_node_leaves(
     retry_for_s: float, drained: bool, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cli.operations.drain.AGAIN_S", 0.0)
-    monkeypatch.setattr("cli.operations.drain.RETRY_FOR_S", retry_for_s)
+    monkeypatch.setattr("tandem.cli.operations.drain.AGAIN_S", 0.0)
+    monkeypatch.setattr("tandem.cli.operations.drain.RETRY_FOR_S", retry_for_s)
     monkeypatch.setattr(Controller, "silent", 2)
     result = CliRunner().invoke(app, ["drain", "--node", "b", "--controller", "c:1", "--token", "t"])
     assert ("y has drained" in result.stdout) is drained

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
-from cli.observe.log_folder import log_root, new_log_folder
-from cli.observe.log_tail import LogTail
-from wire.logging.log_file import earlier
+from tandem.cli.main import app
+from tandem.cli.observe.log_folder import log_root, new_log_folder
+from tandem.cli.observe.log_tail import LogTail
+from tandem.logging.log_file import earlier
 
 
 def write(root: Path, run_name: str, file: str, text: str) -> None:
@@ -29,7 +29,7 @@ def test_lines_are_told_once_and_when_they_are_whole(tmp_path: Path) -> None:
 
 
 def turn(file: Path) -> None:
-    """Rotates a file as `wire.logging.log_file` does; `test_a_full_log_goes_on_in_another_file` uses the real one."""
+    """Rotates a file as `tandem.logging.log_file` does; `test_a_full_log_goes_on_in_another_file` uses the real one."""
     for number in (3, 2, 1):
         if earlier(file, number).exists():
             earlier(file, number).replace(earlier(file, number + 1))

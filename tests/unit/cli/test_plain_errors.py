@@ -5,9 +5,9 @@ from dataclasses import fields
 import pytest
 from typer.main import get_command
 
-from cli.main import app
-from cli.plain_errors import SETTINGS, in_options
-from engine.config import EngineConfig
+from tandem.cli.main import app
+from tandem.cli.plain_errors import SETTINGS, in_options
+from tandem.engine.config import EngineConfig
 
 
 @pytest.mark.parametrize(

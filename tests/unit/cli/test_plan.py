@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli.main import app
-from cli.planning.plan_check import Compared, bracket
-from cli.planning.plan_speculation import Drafting
-from costs.devices import DEVICES
-from costs.step_cost import StepCost
-from costs.step_work import StepWork
-from simulation.hardware import hardware
+from tandem.capacity.simulation.hardware import hardware
+from tandem.cli.main import app
+from tandem.cli.planning.plan_check import Compared, bracket
+from tandem.cli.planning.plan_speculation import Drafting
+from tandem.cost_model.devices import DEVICES
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import StepWork
+from tandem.protocol.cost_parameters import CostParameters
 from tests.factories import write_tiny_model
 from tests.medusa_heads import write_heads
-from wire.cost_parameters import CostParameters
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 LOAD = ["--prompt-tokens", "2000", "--answer-tokens", "500"]
@@ -32,7 +32,7 @@ def run(*options: str) -> Any:
 def short_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the loads; the knee is only roughly right."""
     for name, value in (("REQUESTS", 20), ("SECONDS_MIN", 1.0), ("LIVES", 1.0), ("LOADS_MAX", 2)):
-        monkeypatch.setattr(f"simulation.search.knee.{name}", value)
+        monkeypatch.setattr(f"tandem.capacity.simulation.search.knee.{name}", value)
 
 
 def test_quantized_weights_take_fewer_bytes() -> None:
@@ -65,12 +65,12 @@ def test_8_bit_kv_takes_its_bytes_with_scales() -> None:
 
 def test_effects_are_those_of_steps_with_the_bits_that_are_held() -> None:
     """Embeddings stay in 16 bits, and scales take 4 bytes a row or a head."""
-    from cli.planning.plan_question import Question
-    from costs.devices import device_kind
-    from engine.models.load_spec import quantized_at_load
-    from engine.models.shapes import shape_config
-    from planner.demand import Demand, Promise
-    from simulation.hardware import roofline
+    from tandem.capacity.planner.demand import Demand, Promise
+    from tandem.capacity.simulation.hardware import roofline
+    from tandem.cli.planning.plan_question import Question
+    from tandem.cost_model.devices import device_kind
+    from tandem.engine.models.load_spec import quantized_at_load
+    from tandem.engine.models.shapes import shape_config
 
     model, device = shape_config("llama-3-8b"), device_kind("--gpu", "H200")
     question = Question("llama-3-8b", model, device, Demand(20.0, 2000, 500), Promise(1.0, 0.025))
@@ -91,12 +91,12 @@ def test_effects_are_those_of_steps_with_the_bits_that_are_held() -> None:
 )
 def test_quantized_steps_are_as_much_faster_as_they_were_measured(scheme: str, off: float) -> None:
     """Decode steps of 1 to 256 rows and prompts of 512 to 16,384 tokens, on an H100, beside 16 bits in the same run."""
-    from costs.devices import device_kind
-    from costs.step_cost import StepCost
-    from costs.step_work import StepWork
-    from engine.models.load_spec import quantized_at_load
-    from engine.models.shapes import shape_config
-    from simulation.hardware import kv_element_bytes, roofline
+    from tandem.capacity.simulation.hardware import kv_element_bytes, roofline
+    from tandem.cost_model.devices import device_kind
+    from tandem.cost_model.step_cost import StepCost
+    from tandem.cost_model.step_work import StepWork
+    from tandem.engine.models.load_spec import quantized_at_load
+    from tandem.engine.models.shapes import shape_config
 
     (file,) = RESULTS.glob(f"engine-llama-3-8b_{scheme}-NVIDIA_H100*.json")
     measured, model = json.loads(file.read_text()), shape_config("llama-3-8b")

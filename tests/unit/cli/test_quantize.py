@@ -7,8 +7,8 @@ from gguf import GGMLQuantizationType
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cli.main import app
-from cli.quantization import quantize
+from tandem.cli.main import app
+from tandem.cli.quantization import quantize
 from tests.factories import write_tiny_model
 from tests.unit.engine.weights.test_gguf import write_gguf
 
@@ -56,7 +56,9 @@ def test_wrong_options_get_a_sentence(
 def test_a_gguf_file_of_codes_is_refused_before_it_is_converted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.weights.gguf.prepare_model", lambda *_args, **_named: pytest.fail("it is loaded"))
+    monkeypatch.setattr(
+        "tandem.engine.weights.gguf.prepare_model", lambda *_args, **_named: pytest.fail("it is loaded")
+    )
     file = write_gguf(tmp_path / "codes.gguf", kind_of=lambda _: GGMLQuantizationType.Q8_0)
     result = CliRunner().invoke(app, ["quantize", str(file), str(tmp_path / "out")])
     assert result.exit_code

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cli.quantization.sample_text import sample_text, text_hash, token_samples
-from wire.errors import InvalidArgument
+from tandem.cli.quantization.sample_text import sample_text, text_hash, token_samples
+from tandem.protocol.errors import InvalidArgument
 
 
 def test_no_paragraph_is_in_both_parts() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.connection.secret_files import first_key, keys_in, one_key
-from cli.main import app
-from wire.errors import InvalidArgument
+from tandem.cli.connection.secret_files import first_key, keys_in, one_key
+from tandem.cli.main import app
+from tandem.protocol.errors import InvalidArgument
 
 
 @pytest.fixture

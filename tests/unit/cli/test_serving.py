@@ -9,17 +9,17 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cli.connection import state
-from cli.connection.client import Sampling
-from cli.main import app
-from cli.observe import log_folder
-from cli.start import serving
-from cli.start.serving import FirstPrompt, serve
-from cli.start.start_view import StartView
-from cluster.config import ClusterConfig
-from cluster.launcher import Endpoints, Progress
+from tandem.cli.connection import state
+from tandem.cli.connection.client import Sampling
+from tandem.cli.main import app
+from tandem.cli.observe import log_folder
+from tandem.cli.start import serving
+from tandem.cli.start.serving import FirstPrompt, serve
+from tandem.cli.start.start_view import StartView
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Endpoints, Progress
+from tandem.protocol.errors import Unavailable
 from tests.factories import write_tiny_model
-from wire.errors import Unavailable
 
 
 class NoCluster:
@@ -138,7 +138,7 @@ def test_the_last_runs_keep_their_logs(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_model_of_absurd_sizes_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.launcher.Cluster.start", lambda *_: pytest.fail("a cluster is started"))
+    monkeypatch.setattr("tandem.cluster.launcher.Cluster.start", lambda *_: pytest.fail("a cluster is started"))
     folder = write_tiny_model(tmp_path)
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10**9}
     (folder / "config.json").write_text(json.dumps(config))

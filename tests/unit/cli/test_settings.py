@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import cli.main
-from cli.main import app
-from cli.start.settings import ALIASES, OFF_ALIASES
-from cluster.config import ClusterConfig
+import tandem.cli.main
+from tandem.cli.main import app
+from tandem.cli.start.settings import ALIASES, OFF_ALIASES
+from tandem.cluster.config import ClusterConfig
 from tests.unit.cli.test_up import OPTIONS, served
 
 __all__ = ["served"]
@@ -197,6 +197,6 @@ def test_serve_takes_the_model_as_an_argument(served: list[Any], tmp_path: Path)
 
 
 def test_the_version_is_printed() -> None:
-    result = CliRunner().invoke(cli.main.app, ["--version"])
+    result = CliRunner().invoke(tandem.cli.main.app, ["--version"])
     assert result.exit_code == 0
     assert result.output.startswith("tandem ")

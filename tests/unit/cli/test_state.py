@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.connection import state
-from wire.errors import Unavailable
+from tandem.cli.connection import state
+from tandem.protocol.errors import Unavailable
 
 
 @pytest.fixture(autouse=True)

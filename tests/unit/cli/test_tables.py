@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from cli.connection import state
-from cli.connection.client import Answer, ServerView
-from cli.connection.controller_client import ControllerClient
-from cli.observe.status import absences, remarks, summary, worker_table
-from cli.requests.timeline_table import timeline_rows, timeline_table
-from wire.generated.tandem.v1 import inference_pb2
-from wire.messages import Absence, FinishReason
-from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from tandem.cli.connection import state
+from tandem.cli.connection.client import Answer, ServerView
+from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cli.observe.status import absences, remarks, summary, worker_table
+from tandem.cli.requests.timeline_table import timeline_rows, timeline_table
+from tandem.protocol.generated.tandem.v1 import inference_pb2
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from tandem.protocol.messages import Absence, FinishReason
 
 ROOT = Path(__file__).parents[3]
 MS = 1_000_000

@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cli.main import app
-from cli.observe.top_view import picture
-from telemetry import families as f
-from telemetry.exposition import TEXT, Exposition, merge
-from telemetry.metrics_server import METRICS_PATH, MetricsServer
-from telemetry.registry import Registry
-from telemetry.scrape import Scrape, ScrapeInterval
+from tandem.cli.main import app
+from tandem.cli.observe.top_view import picture
+from tandem.metrics import families as f
+from tandem.metrics.exposition import TEXT, Exposition, merge
+from tandem.metrics.metrics_server import METRICS_PATH, MetricsServer
+from tandem.metrics.registry import Registry
+from tandem.metrics.scrape import Scrape, ScrapeInterval
 
 KEY = "operator"
 
@@ -115,7 +115,7 @@ def listener() -> Iterator[str]:
 
 
 def test_once_prints_one_picture(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.observe.top._FIRST_S", 0.01)
+    monkeypatch.setattr("tandem.cli.observe.top._FIRST_S", 0.01)
     done = CliRunner().invoke(app, ["top", "--metrics", listener, "--metrics-key", KEY, "--once"])
     assert done.exit_code == 0, done.output
     assert done.output.count("2 of 3 processes up") == 1

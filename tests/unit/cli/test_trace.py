@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from cli.main import app
-from cli.observe.trace_view import drawn, listed
-from telemetry.metrics_server import TRACES_PATH, MetricsServer
-from wire.convert import traces_to_json
-from wire.tracing.request_trace import RequestTrace, TraceContext
-from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from tandem.cli.main import app
+from tandem.cli.observe.trace_view import drawn, listed
+from tandem.metrics.metrics_server import TRACES_PATH, MetricsServer
+from tandem.protocol.conversion import traces_to_json
+from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 MS = 10**6
 ARRIVED = 1_763_000_000 * 1000 * MS
@@ -128,7 +128,7 @@ def test_a_request_that_nobody_remembers(monkeypatch: pytest.MonkeyPatch) -> Non
     async def nothing(*_: object, **__: object) -> str:
         return traces_to_json([], 512)
 
-    monkeypatch.setattr("telemetry.metrics_server.fetch", nothing)
+    monkeypatch.setattr("tandem.metrics.metrics_server.fetch", nothing)
     done = CliRunner().invoke(app, ["trace", "gone", "--router", "r:1"])
     assert done.exit_code == 1
     assert "the 512 newest" in " ".join((done.output + done.stderr).split())

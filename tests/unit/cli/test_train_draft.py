@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.speculation.local_worker import LocalWorker
-from cli.main import app
-from engine.model_runner import ModelRunner
-from engine.speculation.proposer import EAGLE_CLASS, HEADS_CLASS
 from router.text.tokenizer import Tokenizer
+from tandem.cli.main import app
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.speculation.proposer import EAGLE_CLASS, HEADS_CLASS
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.small_tokenizer import save_tokenizer
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
 
 SAMPLINGS = [
     SamplingParams(40, ignore_eos=True),

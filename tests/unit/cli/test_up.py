@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli.connection.client import Sampling
-from cli.main import app
-from cli.start.serving import FirstPrompt
-from cluster.config import GIB, ClusterConfig
-from cluster.planner_config import PlannerConfig, PlannerMode
-from costs.roofline import parse_ceilings
-from planner.decision import Limits, Range
 from router.slo_options import parse_class, with_defaults
-from wire.limits.listener_limits import ListenerLimits
+from tandem.capacity.planner.decision import Limits, Range
+from tandem.cli.connection.client import Sampling
+from tandem.cli.main import app
+from tandem.cli.start.serving import FirstPrompt
+from tandem.cluster.config import GIB, ClusterConfig
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode
+from tandem.cost_model.roofline import parse_ceilings
+from tandem.net.limits.listener_limits import ListenerLimits
 
 KEY, SECRET = "k" * 32, "s" * 32
 OPTIONS: dict[str, tuple[str, Any]] = {
@@ -95,7 +95,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Records config, model, first prompt and `once` of each requested cluster."""
     asked: list[Any] = []
     monkeypatch.setattr(
-        "cli.start.serving.serve", lambda config, model, first, *, once: asked.extend((config, model, first, once))
+        "tandem.cli.start.serving.serve",
+        lambda config, model, first, *, once: asked.extend((config, model, first, once)),
     )
     return asked
 
@@ -130,7 +131,7 @@ def test_the_other_modes_have_workers(served: list[Any]) -> None:
 
 
 def test_random_weights_are_a_models_shape(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.models.random_model.random_model", lambda shape: Path("/cache") / shape)
+    monkeypatch.setattr("tandem.cli.models.random_model.random_model", lambda shape: Path("/cache") / shape)
     up("--random-weights llama-3-8b")
     config, model, *_ = served
     assert (config.random_weights, model) == (True, Path("/cache/llama-3-8b"))

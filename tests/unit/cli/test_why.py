@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cli.main import app
-from cli.observe.why import findings, speculation
-from telemetry import families as f
-from telemetry.exposition import Exposition, merge
-from telemetry.registry import Registry
-from telemetry.scrape import Scrape, ScrapeInterval
-from telemetry.worker_figures import figures_of
+from tandem.cli.main import app
+from tandem.cli.observe.why import findings, speculation
+from tandem.metrics import families as f
+from tandem.metrics.exposition import Exposition, merge
+from tandem.metrics.registry import Registry
+from tandem.metrics.scrape import Scrape, ScrapeInterval
+from tandem.metrics.worker_figures import figures_of
 
 
 class Cluster:
@@ -75,7 +75,7 @@ async def test_who_has_just_come_waits_for_nothing() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.observe.top.scrape", Cluster().scrape)
+    monkeypatch.setattr("tandem.cli.observe.top.scrape", Cluster().scrape)
     done = CliRunner().invoke(app, ["why", "--metrics", "m:1", "--seconds", "0.1"])
     assert done.exit_code == 0, done.output
     assert "bandwidth" in done.output

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.config import ClusterConfig
-from cluster.operations.assignments import Assignments
-from cluster.operations.operator import Operator
-from cluster.operations.worker_slots import Fleet
-from cluster.supervision.health import Phase
-from cluster.supervision.modes import Topology
-from cluster.supervision.process_supervisor import Process, ProcessSupervisor
-from cluster.supervision.registry import Registry
-from cluster.supervision.roles import Slot, another
-from wire.errors import Unavailable
-from wire.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
-from wire.mode import Mode
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.operations.assignments import Assignments
+from tandem.cluster.operations.operator import Operator
+from tandem.cluster.operations.worker_slots import Fleet
+from tandem.cluster.supervision.health import Phase
+from tandem.cluster.supervision.modes import Topology
+from tandem.cluster.supervision.process_supervisor import Process, ProcessSupervisor
+from tandem.cluster.supervision.registry import Registry
+from tandem.cluster.supervision.roles import Slot, another
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.protocol.mode import Mode
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 FACTS = ModelFacts("m", 10, 10, (), "float32")

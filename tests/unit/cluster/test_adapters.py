@@ -6,11 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-import cluster.operations.adapters
-from cluster.operations.adapters import Adapters
-from cluster.supervision.registry import Registry
-from wire.errors import FailedPrecondition, InvalidArgument, ModelError, NotFound, ResourceExhausted, TandemError
-from wire.messages import AdapterFacts, PeerRef, Role, WorkerInfo
+import tandem.cluster.operations.adapters
+from tandem.cluster.operations.adapters import Adapters
+from tandem.cluster.supervision.registry import Registry
+from tandem.protocol.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ModelError,
+    NotFound,
+    ResourceExhausted,
+    TandemError,
+)
+from tandem.protocol.messages import AdapterFacts, PeerRef, Role, WorkerInfo
 
 from .crew import FACTS, until
 
@@ -90,7 +97,7 @@ class Workers:
 
 @pytest.fixture
 async def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
-    monkeypatch.setattr(cluster.operations.adapters, "RETRY_S", 0.01)
+    monkeypatch.setattr(tandem.cluster.operations.adapters, "RETRY_S", 0.01)
     made = Workers()
     for name in ("a", "b"):
         made.start(name)

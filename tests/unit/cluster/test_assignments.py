@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-import cluster.background
-import cluster.operations.assignments
-import cluster.operations.operator
-from cluster.background import begin, going_on
-from cluster.supervision.health import Phase
-from cluster.supervision.modes import ModeChange, Topology, assign
-from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
-from wire.messages import Assignment, WorkerInfo
-from wire.mode import Mode
-from wire.policy_name import PolicyName
+import tandem.cluster.background
+import tandem.cluster.operations.assignments
+import tandem.cluster.operations.operator
+from tandem.cluster.background import begin, going_on
+from tandem.cluster.supervision.health import Phase
+from tandem.cluster.supervision.modes import ModeChange, Topology, assign
+from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from tandem.protocol.messages import Assignment, WorkerInfo
+from tandem.protocol.mode import Mode
+from tandem.protocol.policy_name import PolicyName
 
 from .crew import BOTH, DISAGGREGATED, Crew, D, P, Workers, until
 
@@ -58,8 +58,8 @@ async def test_assignments_are_told_although_something_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An unexpected failure of a call or of the comparison does not stop the loop."""
-    for module in (cluster.operations.assignments, cluster.background):
-        monkeypatch.setattr(module, "RETRY_S" if module is cluster.operations.assignments else "AGAIN_S", 0.0)
+    for module in (tandem.cluster.operations.assignments, tandem.cluster.background):
+        monkeypatch.setattr(module, "RETRY_S" if module is tandem.cluster.operations.assignments else "AGAIN_S", 0.0)
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     tell, look, failures = workers.assignments._send, workers.assignments._look, ["tell", "look"]
 
@@ -119,7 +119,7 @@ async def test_who_dies_in_a_change_does_not_hold_it_up() -> None:
 async def test_without_what_is_needed_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     workers.deaf.add("b")
-    monkeypatch.setattr(cluster.operations.assignments, "OPEN_S", 0.05)
+    monkeypatch.setattr(tandem.cluster.operations.assignments, "OPEN_S", 0.05)
     with pytest.raises(DeadlineExceeded, match="b did not open"):
         await workers.assignments.set_mode(ModeChange("colocated"))
     await until(lambda: workers.roles == {"a": P, "b": D})
@@ -131,7 +131,7 @@ async def test_without_what_is_needed_nothing_changes(monkeypatch: pytest.Monkey
 async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers({"a": BOTH, "b": BOTH}, Topology(Mode.ADAPTIVE))
     workers.busy.add("b")
-    monkeypatch.setattr(cluster.operations.assignments, "SETTLE_S", 0.05)
+    monkeypatch.setattr(tandem.cluster.operations.assignments, "SETTLE_S", 0.05)
     with pytest.raises(DeadlineExceeded, match="b still finishes"):
         await workers.assignments.set_mode(ModeChange("disaggregated"))
     workers.finish("b")
@@ -188,7 +188,7 @@ async def test_another_worker_stands_in_for_the_last_of_its_kind() -> None:
 
 
 async def test_a_worker_comes_back_once_its_node_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.operations.operator, "NODE_LOOK_S", 0.001)
+    monkeypatch.setattr(tandem.cluster.operations.operator, "NODE_LOOK_S", 0.001)
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     await until(lambda: workers.seen)
     stage = await Crew.of(workers)
@@ -208,7 +208,7 @@ async def test_nobody_leaves_whom_nobody_stands_in_for(monkeypatch: pytest.Monke
     stage = await Crew.of(workers)
     workers.deaf.add("a")
     with monkeypatch.context() as patch:
-        patch.setattr(cluster.operations.assignments, "OPEN_S", 0.05)
+        patch.setattr(tandem.cluster.operations.assignments, "OPEN_S", 0.05)
         with pytest.raises(DeadlineExceeded, match="a did not open"):
             await stage.operator.drain_worker("b", 1.0, restart=False, force=False)
     assert stage.keepers["b"].phase is Phase.SERVING

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from cluster import background
-from cluster.background import begin, going_on
-from wire.errors import Unavailable
+from tandem.cluster import background
+from tandem.cluster.background import begin, going_on
+from tandem.protocol.errors import Unavailable
 
 from .crew import until
 

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.planner_config import PlannerConfig, PlannerMode
-from cluster.ray_processes.worker_actors import WorkerActors
-from cluster.supervision.modes import Topology
-from cluster.supervision.roles import Slot, bundle, offer, plan
-from wire.errors import InvalidArgument
-from wire.messages import Role
-from wire.policy_name import PolicyName
-from wire.speculation_method import SpeculationMethod
-from worker.config import WorkerConfig
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode
+from tandem.cluster.ray_processes.worker_actors import WorkerActors
+from tandem.cluster.supervision.modes import Topology
+from tandem.cluster.supervision.roles import Slot, bundle, offer, plan
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import Role
+from tandem.protocol.policy_name import PolicyName
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.worker.config import WorkerConfig
 
 
 def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:

@@ -8,13 +8,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from cluster import controller_process, launcher
-from cluster.config import ClusterConfig
-from cluster.controller_process import ControllerProcess
-from cluster.launcher import Cluster, Progress
-from cluster.supervision.health import ClusterHealth, Health, Phase
-from cluster.worker_supervisor import ControllerConfig
-from wire.errors import Unavailable
+from tandem.cluster import controller_process, launcher
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.controller_process import ControllerProcess
+from tandem.cluster.launcher import Cluster, Progress
+from tandem.cluster.supervision.health import ClusterHealth, Health, Phase
+from tandem.cluster.worker_supervisor import ControllerConfig
+from tandem.protocol.errors import Unavailable
 
 HEALTH = ClusterHealth(
     Health("router", Phase.SERVING, 7, 1, 0, ""), "127.0.0.1:1", "127.0.0.1:2", (), metrics_address="127.0.0.1:4"

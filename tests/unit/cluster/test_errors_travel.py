@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from wire.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError
+from tandem.protocol.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from cluster.supervision.health import Phase
-from cluster.supervision.registry import Registry
-from cluster.supervision.size import SizeChange
-from wire import convert
-from wire.messages import ExpectedWorker, Membership, Role
+from tandem.cluster.supervision.health import Phase
+from tandem.cluster.supervision.registry import Registry
+from tandem.cluster.supervision.size import SizeChange
+from tandem.protocol import conversion
+from tandem.protocol.messages import ExpectedWorker, Membership, Role
 
 from .crew import DISAGGREGATED, Crew, D, P, Workers, until
 
@@ -98,4 +98,4 @@ def test_expected_workers_survive_the_wire() -> None:
     membership = Membership(
         3, (), "adaptive", None, (ExpectedWorker("decode-0", D), ExpectedWorker("both-1", Role.BOTH))
     )
-    assert convert.membership_from_proto(convert.membership_to_proto(membership)) == membership
+    assert conversion.membership_from_proto(conversion.membership_to_proto(membership)) == membership

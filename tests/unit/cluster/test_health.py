@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.supervision.health import ClusterHealth, Health, Phase
+from tandem.cluster.supervision.health import ClusterHealth, Health, Phase
 
 
 def one(name: str, restarts: int = 0) -> Health:

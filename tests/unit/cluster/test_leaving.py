@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import controller
-from cluster.config import ClusterConfig
-from cluster.controller import Controller
-from cluster.worker_supervisor import ControllerConfig
+from tandem.cluster import controller
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.controller import Controller
+from tandem.cluster.worker_supervisor import ControllerConfig
 
 OUTLIVING = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
 

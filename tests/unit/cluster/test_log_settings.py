@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ClusterConfig
 from router.front.process import FrontConfig
-from wire.errors import InvalidArgument
-from wire.limits.listener_limits import DEFAULT_LIMITS
-from wire.logging.logs import TO_STDERR, LogConfig, LogFormat
-from wire.security.api_keys import KeySource
-from wire.security.server_tls import TlsFiles
+from tandem.cluster.config import ClusterConfig
+from tandem.logging.logs import TO_STDERR, LogConfig, LogFormat
+from tandem.net.limits.listener_limits import DEFAULT_LIMITS
+from tandem.net.security.api_keys import KeySource
+from tandem.net.security.server_tls import TlsFiles
+from tandem.protocol.errors import InvalidArgument
 
 
 def test_each_process_has_a_file_of_the_size_that_was_asked_for() -> None:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics import ClusterMetrics
-from cluster.supervision.health import Health, Phase
-from telemetry import families as f
-from telemetry.exposition import Exposition
-from telemetry.metrics_server import DISCOVERY_PATH, METRICS_PATH, MetricsServer, fetch, metrics_page
-from telemetry.registry import Registry
+from tandem.cluster.metrics import ClusterMetrics
+from tandem.cluster.supervision.health import Health, Phase
+from tandem.metrics import families as f
+from tandem.metrics.exposition import Exposition
+from tandem.metrics.metrics_server import DISCOVERY_PATH, METRICS_PATH, MetricsServer, fetch, metrics_page
+from tandem.metrics.registry import Registry
+from tandem.net.security.credentials import metrics_key_of
+from tandem.protocol.errors import Unavailable
 from tests.stranger import Stranger
-from wire.errors import Unavailable
-from wire.security.credentials import metrics_key_of
 
 ROOT = Path(__file__).parents[3]
 TOKEN, KEY = "of the cluster", "of the operator"
@@ -34,7 +34,7 @@ async def worker(name: str) -> tuple[MetricsServer, str]:
 
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ClusterMetrics]:
-    monkeypatch.setattr("cluster.metrics._TARGET_S", 60.0)
+    monkeypatch.setattr("tandem.cluster.metrics._TARGET_S", 60.0)
     kept = [("router", replace(UP, name="router")), ("decode", UP), ("decode", replace(UP, name="decode-1"))]
     metrics = ClusterMetrics("m", TOKEN, frozenset({KEY}), lambda: kept, lambda: {"decode-0": "prefill"})
     metrics.address = await metrics.open("127.0.0.1", 0)  # type: ignore[attr-defined]

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.config import ClusterConfig
-from cluster.ray_processes import orphaned_workers as left_workers
-from cluster.ray_processes.orphaned_workers import RayOrphanedWorkers, give_back
-from cluster.ray_processes.worker_actors import WorkerActors
-from cluster.supervision.roles import Slot
-from wire.messages import Role
-from worker.actor import give_place_back
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.ray_processes import orphaned_workers as left_workers
+from tandem.cluster.ray_processes.orphaned_workers import RayOrphanedWorkers, give_back
+from tandem.cluster.ray_processes.worker_actors import WorkerActors
+from tandem.cluster.supervision.roles import Slot
+from tandem.protocol.messages import Role
+from tandem.worker.actor import give_place_back
 
 SLOT = Slot("decode-0", Role.DECODE, "cpu")
 OUTLIVING = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)

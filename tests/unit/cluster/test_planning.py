@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.planner_config import PlannerConfig, PlannerMode, planner_config
-from cluster.planning import Planning
-from cluster.supervision.modes import ModeChange
-from cluster.supervision.size import SizeChange
-from planner.decision import Limits, Range
 from router.slo import DEFAULT_CLASSES
-from telemetry import families as f
-from telemetry.exposition import Exposition, merge
-from telemetry.registry import Registry
-from telemetry.scrape import Scrape
-from wire.cost_parameters import CostParameters
-from wire.errors import DeadlineExceeded, InvalidArgument
-from wire.messages import Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
-from wire.mode import Mode
-from worker.reporting.metrics import step_costs
+from tandem.capacity.planner.decision import Limits, Range
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode, planner_config
+from tandem.cluster.planning import Planning
+from tandem.cluster.supervision.modes import ModeChange
+from tandem.cluster.supervision.size import SizeChange
+from tandem.metrics import families as f
+from tandem.metrics.exposition import Exposition, merge
+from tandem.metrics.registry import Registry
+from tandem.metrics.scrape import Scrape
+from tandem.protocol.cost_parameters import CostParameters
+from tandem.protocol.errors import DeadlineExceeded, InvalidArgument
+from tandem.protocol.messages import Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.protocol.mode import Mode
+from tandem.worker.reporting.metrics import step_costs
 
 COST = CostParameters(1e-2, 0.0, 1e-4, 0.0, 1e-4, 0.0, 0, 0.01, 99)
 FACTS = ModelFacts("m", 10, 4096, (), "float32")
@@ -108,7 +108,7 @@ ON = PlannerConfig(PlannerMode.ON, WINDOW_S)
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, "cluster.planning"):
+    with caplog.at_level(logging.INFO, "tandem.cluster.planning"):
         yield caplog
 
 

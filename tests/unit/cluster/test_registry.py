@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.supervision.registry import Registry
-from wire.errors import StaleEpoch
-from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.cluster.supervision.registry import Registry
+from tandem.protocol.errors import StaleEpoch
+from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo
 
 FACTS = ModelFacts("m", 10, 10, (1,), "float32")
 

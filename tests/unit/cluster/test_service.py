@@ -5,17 +5,17 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from cli.connection.controller_client import ControllerClient
-from cluster.operations.adapters import Adapters
-from cluster.operations.operator import Operator
-from cluster.service import ClusterServicer
-from cluster.supervision.modes import ModeChange
-from cluster.supervision.registry import Registry
-from cluster.supervision.size import SizeChange
-from wire.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.messages import Absence, AdapterFacts, PeerRef, WorkerInfo
-from wire.rpc import is_refused_peer, listen, open_channel, open_server
+from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cluster.operations.adapters import Adapters
+from tandem.cluster.operations.operator import Operator
+from tandem.cluster.service import ClusterServicer
+from tandem.cluster.supervision.modes import ModeChange
+from tandem.cluster.supervision.registry import Registry
+from tandem.cluster.supervision.size import SizeChange
+from tandem.net.rpc import is_refused_peer, listen, open_channel, open_server
+from tandem.protocol.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.protocol.messages import Absence, AdapterFacts, PeerRef, WorkerInfo
 
 ABSENT = Absence("decode-1", "waiting for a node", coming=True)
 

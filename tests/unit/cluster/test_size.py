@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import cluster.operations.draining
-import cluster.operations.operator
-import cluster.supervision.process_supervisor
-from cluster.config import ClusterConfig
-from cluster.supervision.handover import Handover
-from cluster.supervision.health import Phase
-from cluster.supervision.modes import ModeChange, Topology
-from cluster.supervision.process_supervisor import WAITS_FOR_NODE
-from cluster.supervision.roles import another, plan
-from cluster.supervision.size import SizeChange, Steps
-from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from wire.messages import Role, WorkerInfo
-from wire.mode import Mode
+import tandem.cluster.operations.draining
+import tandem.cluster.operations.operator
+import tandem.cluster.supervision.process_supervisor
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.health import Phase
+from tandem.cluster.supervision.modes import ModeChange, Topology
+from tandem.cluster.supervision.process_supervisor import WAITS_FOR_NODE
+from tandem.cluster.supervision.roles import another, plan
+from tandem.cluster.supervision.size import SizeChange, Steps
+from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from tandem.protocol.messages import Role, WorkerInfo
+from tandem.protocol.mode import Mode
 
 from .crew import BOTH, DISAGGREGATED, Crew, D, P, Workers, until
 
@@ -152,7 +152,7 @@ async def test_a_new_worker_ends_the_standing_in_for_one_that_stays_away() -> No
 
 
 async def test_one_that_moves_counts_and_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.operations.operator, "NODE_LOOK_S", 0.001)
+    monkeypatch.setattr(tandem.cluster.operations.operator, "NODE_LOOK_S", 0.001)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
     await crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
@@ -170,7 +170,7 @@ async def test_one_that_moves_counts_and_can_be_given_up(monkeypatch: pytest.Mon
 async def test_one_that_moves_comes_back_although_ray_did_not_answer_for_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cluster.operations.operator, "NODE_LOOK_S", 0.0)
+    monkeypatch.setattr(tandem.cluster.operations.operator, "NODE_LOOK_S", 0.0)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
     answers = [OSError("Ray is away"), True, OSError("Ray is away"), False]
@@ -203,7 +203,7 @@ async def test_who_is_given_up_while_it_restarts_says_so() -> None:
 
 
 async def test_who_lets_go_ends_what_is_under_way_and_tells_who_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.operations.operator, "NODE_LOOK_S", 0.001)
+    monkeypatch.setattr(tandem.cluster.operations.operator, "NODE_LOOK_S", 0.001)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D, "decode-2": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
     await crew.operator.drain_worker("decode-0", 1.0, restart=False, force=False)
@@ -225,7 +225,7 @@ async def test_who_lets_go_ends_what_is_under_way_and_tells_who_stays_away(monke
 
 
 async def test_a_drain_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.operations.operator, "LOOK_S", 0.001)
+    monkeypatch.setattr(tandem.cluster.operations.operator, "LOOK_S", 0.001)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
     crew.drains.clear()
@@ -247,8 +247,8 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
     crew.drains.clear()
-    monkeypatch.setattr(cluster.operations.operator, "LOOK_S", 0.0)
-    monkeypatch.setattr(cluster.supervision.process_supervisor, "LOOK_S", 0.02)  # it is noticed late
+    monkeypatch.setattr(tandem.cluster.operations.operator, "LOOK_S", 0.0)
+    monkeypatch.setattr(tandem.cluster.supervision.process_supervisor, "LOOK_S", 0.02)  # it is noticed late
     asking = crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
     draining = asyncio.ensure_future(asking)
     await until(lambda: crew.keepers["decode-1"].phase is Phase.DRAINING)
@@ -262,7 +262,7 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
 
 
 async def test_a_drain_that_never_ends_keeps_nobody_from_taking_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.operations.draining, "END_S", 0.0)
+    monkeypatch.setattr(tandem.cluster.operations.draining, "END_S", 0.0)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
 

@@ -9,11 +9,11 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.launcher import Cluster
-from cluster.ray_processes.ray_node import RayNode
-from cluster.ray_processes.temp_folder import TempFolder
-from wire.errors import Unavailable
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Cluster
+from tandem.cluster.ray_processes.ray_node import RayNode
+from tandem.cluster.ray_processes.temp_folder import TempFolder
+from tandem.protocol.errors import Unavailable
 
 
 class HangingNode:
@@ -37,7 +37,7 @@ class HangingNode:
 
 
 def test_a_ray_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.launcher.RayNode", HangingNode)
+    monkeypatch.setattr("tandem.cluster.launcher.RayNode", HangingNode)
     cluster = Cluster(ClusterConfig(model=Path("m")), lambda _: None)
     node = cluster._node
     assert isinstance(node, HangingNode)

@@ -1,7 +1,7 @@
 """A step's output as events, one for each request."""
 
 from decode_worker.batch_snapshot import CompletedStep
-from wire.messages import RoutedEvent
+from tandem.protocol.messages import RoutedEvent
 
 
 def events_of(completed: CompletedStep) -> list[RoutedEvent]:

@@ -10,13 +10,12 @@ import pytest
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import PrefixCache
-from tests.fake_engine import FACTS, PAGE_TOKENS
-from tests.unit.decode_worker.step_events import events_of
-from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, Unavailable
-from wire.kv_pages import KvPages
-from wire.messages import (
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted, StaleEpoch, Unavailable
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.messages import (
     FinishReason,
     Lease,
     PageChecksum,
@@ -30,7 +29,8 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.tracing.timeline import Edge
+from tests.fake_engine import FACTS, PAGE_TOKENS
+from tests.unit.decode_worker.step_events import events_of
 
 P = PeerRef("prefill-0", 1)
 FIRST = 99

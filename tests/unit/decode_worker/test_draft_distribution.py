@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from decode_worker.drafts import RowDrafts, StepDrafts
-from engine.sampler import sample
-from engine.sampling_filters import draw_filtered, has_filters, invert
-from engine.steps.draws import Draw
-from engine.steps.seeded import start_of, uniforms
-from wire.messages import SamplingParams
+from tandem.engine.sampler import sample
+from tandem.engine.sampling_filters import draw_filtered, has_filters, invert
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.seeded import start_of, uniforms
+from tandem.protocol.messages import SamplingParams
 
 VOCAB, SEEDS = 32, 100_000
 FILTERS = {

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from costs.step_cost import StepCost
-from costs.step_work import StepWork
 from decode_worker.draft_choice import GAIN_MIN, StepBounds
 from decode_worker.model_speculation import MISSING_MAX, DraftCosts, ModelSpeculation, speculation_of
 from decode_worker.speculation import PROBE_EVERY
-from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import DRAFTS_MAX, MODEL_CLASS, BatchProposer, Draft, WantedDraft
-from wire.cost_parameters import CostParameters
-from wire.kv_pages import KvPages
-from wire.messages import SamplingParams
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.speculation.ngram import NgramProposer
+from tandem.engine.speculation.proposer import DRAFTS_MAX, MODEL_CLASS, BatchProposer, Draft, WantedDraft
+from tandem.protocol.cost_parameters import CostParameters
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import SamplingParams
 
 TARGET = StepCost(CostParameters(base_s=30e-3, row_s=0.5e-3, token_s=1e-3, context_s=0.0))
 SMALL = StepCost(CostParameters(base_s=3e-3, row_s=0.1e-3, token_s=0.1e-3, context_s=0.0))

@@ -6,11 +6,11 @@ import pytest
 
 from decode_worker.page_budget import PageClaims
 from decode_worker.request import DecodeRequest
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import Prefix, PrefixCache
-from wire.errors import ResourceExhausted
-from wire.kv_pages import KvPages
-from wire.messages import Lease, PeerRef, RequestRef, Reservation, SamplingParams
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import Lease, PeerRef, RequestRef, Reservation, SamplingParams
 
 
 def crowded(seed: int) -> tuple[PageClaims, list[DecodeRequest]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from costs.answer_length import SEEN_MIN
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
@@ -19,14 +18,14 @@ from decode_worker.page_budget import RETURN_S
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import DecodeRequests
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import Prefix, PrefixCache
-from engine.steps.batch import StepRow
-from tests.fake_engine import FACTS, PAGE_TOKENS
-from tests.unit.decode_worker.step_events import events_of
-from wire.errors import InvalidArgument, ResourceExhausted
-from wire.kv_pages import KvPages
-from wire.messages import (
+from tandem.cost_model.answer_length import SEEN_MIN
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.engine.steps.batch import StepRow
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.messages import (
     GrantedLease,
     Lease,
     PeerRef,
@@ -38,7 +37,8 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.tracing.timeline import Edge
+from tests.fake_engine import FACTS, PAGE_TOKENS
+from tests.unit.decode_worker.step_events import events_of
 
 P = PeerRef("prefill-0", 1)
 STOP = 2

@@ -10,13 +10,13 @@ from decode_worker.batch_snapshot import BUFFERED_STEPS, CompletedStep
 from decode_worker.drafting_batch import DraftingBatch
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
-from engine.cache.prefix_cache import Prefix
-from engine.speculation.proposer import Draft
-from engine.steps.batch import FROM_HOST, StepRow
-from engine.steps.draws import History
-from wire.ending import Ending
-from wire.kv_pages import KvPages
-from wire.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, RoutedTokens, SamplingParams
+from tandem.engine.cache.prefix_cache import Prefix
+from tandem.engine.speculation.proposer import Draft
+from tandem.engine.steps.batch import FROM_HOST, StepRow
+from tandem.engine.steps.draws import History
+from tandem.protocol.ending import Ending
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, RoutedTokens, SamplingParams
 
 PAGE_TOKENS = 4
 PEER = PeerRef("p", 1)

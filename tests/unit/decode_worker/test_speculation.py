@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from costs.acceptance import PRIOR, WINDOW, Acceptance
-from costs.step_cost import StepCost
-from costs.step_work import StepWork
 from decode_worker.draft_choice import (
     GAIN_MIN,
     ROWS_MAX,
@@ -19,8 +16,11 @@ from decode_worker.draft_choice import (
     with_drafts,
     with_most_tokens,
 )
-from engine.speculation.proposer import Draft
-from wire.cost_parameters import CostParameters
+from tandem.cost_model.acceptance import PRIOR, WINDOW, Acceptance
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.speculation.proposer import Draft
+from tandem.protocol.cost_parameters import CostParameters
 
 ONE = StepWork(decode_rows=1, decode_context_tokens=100)
 CHEAP = StepCost(CostParameters(base_s=10e-3, row_s=0.2e-3, context_s=0.0))

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.steps.draws import History
+from tandem.engine.steps.draws import History
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import FinishReason, SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.tokenizers.grammars import of_choices, of_json_schema, of_regex
 from tests.fake_engine import EOS, FakeEngine, answer_to
 from tests.worker_pair import Heard, WorkerPair, until
-from vocabulary.grammars import of_choices, of_json_schema, of_regex
-from wire.errors import InvalidArgument
-from wire.messages import FinishReason, SamplingParams
-from wire.speculation_method import SpeculationMethod
 
 SCHEMA = {
     "type": "object",

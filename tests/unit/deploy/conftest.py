@@ -19,7 +19,7 @@ BINARY = "helm/helm"
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises the controller's scrape timeout, so that a slow worker does not count as not responding."""
-    monkeypatch.setattr("cluster.metrics._TARGET_S", 60.0)
+    monkeypatch.setattr("tandem.cluster.metrics._TARGET_S", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from telemetry.families import FAMILIES
-from telemetry.family import Kind
+from tandem.metrics.families import FAMILIES
+from tandem.metrics.family import Kind
 
 PROCESS = {"namespace", "model", "worker"}
 """Labels of every series; `namespace` and discovery's labels are added by the scrape."""

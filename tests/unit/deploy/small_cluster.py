@@ -12,15 +12,15 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.metrics import ClusterMetrics
-from cluster.supervision.health import Backoff, Phase
-from cluster.supervision.process_supervisor import Process, ProcessSupervisor
-from engine.graph_use import GraphUse
-from telemetry.exposition import Exposition
-from telemetry.metrics_server import METRICS_PATH, MetricsServer, fetch, metrics_page
+from tandem.cluster.metrics import ClusterMetrics
+from tandem.cluster.supervision.health import Backoff, Phase
+from tandem.cluster.supervision.process_supervisor import Process, ProcessSupervisor
+from tandem.engine.graph_use import GraphUse
+from tandem.metrics.exposition import Exposition
+from tandem.metrics.metrics_server import METRICS_PATH, MetricsServer, fetch, metrics_page
+from tandem.protocol.errors import Unavailable
+from tandem.worker.reporting.metrics import engine_facts, worker_facts
 from tests.worker_pair import End, WorkerPair, until
-from wire.errors import Unavailable
-from worker.reporting.metrics import engine_facts, worker_facts
 
 ROUTER = "router"
 

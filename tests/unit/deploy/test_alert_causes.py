@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import worker.worker
+import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
-from engine.device import device_name
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.wires import Wires
+from tandem.engine.device import device_name
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.messages import PeerDescription, PeerRef, RequestRef, SamplingParams
 from tests.fake_engine import PAGE_TOKENS, whole_text
 from tests.unit.deploy.played import play
 from tests.unit.deploy.small_cluster import SmallCluster
 from tests.unit.deploy.test_rules import ROOT, alerts, needs_promtool
 from tests.unit.kv_transfer.test_nixl_wire import PUT, table
 from tests.worker_pair import ROUTER, until
-from wire.errors import ResourceExhausted
-from wire.messages import PeerDescription, PeerRef, RequestRef, SamplingParams
 
 pytestmark = needs_promtool
 
@@ -204,7 +204,7 @@ async def test_pages_of_a_gpu_that_go_over_tcp(
 
 async def test_drafts_that_no_longer_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = OracleProposer(whole_text, alpha=1.0)
-    monkeypatch.setattr(worker.worker, "make_proposer", lambda *_, **__: oracle)
+    monkeypatch.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: oracle)
     async with SmallCluster(both=True, pages=600) as cluster:
         decode = cluster.pair.decode.worker._halves.decode
         assert decode.speculation is not None

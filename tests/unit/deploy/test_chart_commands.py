@@ -12,15 +12,15 @@ import pytest
 import typer
 from ray.scripts import scripts as ray_scripts
 
-from cli.main import app
-from cli.observe.log_folder import log_root
-from cluster.config import ClusterConfig
-from cluster.planner_config import PlannerConfig, PlannerMode, planner_config
-from cluster.supervision.roles import GPU, offer
-from planner.decision import Limits, Range
+from tandem.capacity.planner.decision import Limits, Range
+from tandem.cli.main import app
+from tandem.cli.observe.log_folder import log_root
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode, planner_config
+from tandem.cluster.supervision.roles import GPU, offer
+from tandem.net.security.credentials import check_guarded
+from tandem.protocol.errors import InvalidArgument
 from tests.unit.deploy.chart import EXAMPLES, Chart, containers, driver, one, pods
-from wire.errors import InvalidArgument
-from wire.security.credentials import check_guarded
 
 TANDEM: Any = typer.main.get_command(app)
 

@@ -14,9 +14,9 @@ import pytest
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from cluster.supervision.roles import Slot, bundle
+from tandem.cluster.supervision.roles import Slot, bundle
+from tandem.protocol.messages import Role
 from tests.unit.deploy.chart import CHART, EXAMPLES, NAMESPACE, ROOT, Chart, Manifest, containers, one, pods
-from wire.messages import Role
 
 HERE = Path(__file__).parent
 KUBERNETES = "1.34"

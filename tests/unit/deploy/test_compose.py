@@ -14,8 +14,8 @@ import pytest
 import typer
 import yaml
 
-from cli.main import app
-from cli.models.default_model import NAME
+from tandem.cli.main import app
+from tandem.cli.models.default_model import NAME
 from tests.unit.deploy.chart import ROOT
 
 FOLDER = ROOT / "deploy" / "compose"

@@ -11,7 +11,7 @@ import yaml
 
 from deploy.dashboards.__main__ import DASHBOARDS, FOLDER, file_of, text_of
 from deploy.dashboards.promql import series
-from telemetry import families as f
+from tandem.metrics import families as f
 from tests.unit.deploy.promql import DCGM_LABELS, known, selected, strangers, walk
 
 NAMES = [each.name for each in DASHBOARDS]

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from cli.main import app
 from deploy.docs_site import without_outer_links
+from tandem.cli.main import app
 from tests.unit.deploy.chart import ROOT
 
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 import pytest
 import typer
 
-from cli.main import app
+from tandem.cli.main import app
 from tests.unit.deploy.chart import ROOT
 
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -84,7 +84,7 @@ def test_it_runs_a_real_command_and_not_as_root(stages: dict[str, Stage], name: 
     ][-1], "nothing is made by that user"
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert stage.all("ENTRYPOINT") == ['["tandem"]']
-    assert scripts["tandem"] == "cli.main:main"
+    assert scripts["tandem"] == "tandem.cli.main:main"
     group: object = typer.main.get_command(app)
     assert stage.all("CMD") == ['["doctor"]']
     assert "doctor" in group.commands  # type: ignore[attr-defined]

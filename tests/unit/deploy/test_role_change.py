@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.metrics import ClusterMetrics
-from cluster.supervision.health import Health, Phase
-from costs.roofline import Ceilings, ModelSizes, Roofline
 from deploy.dashboards.__main__ import DASHBOARDS, text_of
-from telemetry import families as f
-from telemetry.exposition import Exposition, merge
-from telemetry.family import Family, Kind
-from telemetry.registry import Registry
+from tandem.cluster.metrics import ClusterMetrics
+from tandem.cluster.supervision.health import Health, Phase
+from tandem.cost_model.roofline import Ceilings, ModelSizes, Roofline
+from tandem.metrics import families as f
+from tandem.metrics.exposition import Exposition, merge
+from tandem.metrics.family import Family, Kind
+from tandem.metrics.registry import Registry
+from tandem.worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts
 from tests.unit.deploy.played import input_series, promtool, said
 from tests.unit.deploy.promql import walk
 from tests.unit.deploy.test_rules import RULES, needs_promtool
-from worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts
 
 MINUTES, CHANGE = 20, 10
 LOOKS = (6, 9, 10, 11, 12, 13, 18)

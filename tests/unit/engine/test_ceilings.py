@@ -7,9 +7,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from costs.roofline import CPU, GPU
-from engine import ceilings
-from engine.ceilings import measure_ceilings
+from tandem.cost_model.roofline import CPU, GPU
+from tandem.engine import ceilings
+from tandem.engine.ceilings import measure_ceilings
 
 CORES = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.compiled_folder import compiled_folder
+from tandem.engine.compiled_folder import compiled_folder
 
 
 def test_in_the_user_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

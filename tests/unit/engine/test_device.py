@@ -8,14 +8,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.config.attention import AttentionShape
-from engine.config.model import ModelSpec
-from engine.device import check_weights, choose_kernels, parse_device, parse_dtype, parse_kv_dtype
-from engine.memory import GIB, kv_cache_bytes, naming_the_setting
-from engine.models.load_spec import parse_spec, quantized_at_load
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.device import check_weights, choose_kernels, parse_device, parse_dtype, parse_kv_dtype
+from tandem.engine.memory import GIB, kv_cache_bytes, naming_the_setting
+from tandem.engine.models.load_spec import parse_spec, quantized_at_load
+from tandem.protocol.errors import InvalidArgument
 from tests.factories import FAMILIES, tiny_engine_config
-from wire.errors import InvalidArgument
 
 GPU = torch.device("cuda", 0)
 
@@ -111,7 +111,7 @@ class TestPrefillAttention:
         monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
 
     def choose(self, page_tokens: int = 128, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
-        from engine.kernels.attention.prefill_attention import AttentionKind, choose_prefill_attention
+        from tandem.engine.kernels.attention.prefill_attention import AttentionKind, choose_prefill_attention
 
         kinds = [AttentionKind(AttentionShape(4, 2, dim, 0.1)) for dim in (64, head_dim)]
         return type(choose_prefill_attention(GPU, dtype, kinds, page_tokens, pdl=False)).__name__

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from engine import device_wait
+from tandem.engine import device_wait
 
 
 class Event:

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.config.attention import AttentionShape
-from engine.config.model import (
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import (
     DenseFeedForward,
     ExpertRouter,
     FeedForward,
@@ -12,11 +12,11 @@ from engine.config.model import (
     MixtureOfExperts,
     ModelSpec,
 )
-from engine.expert_tokens import ExpertTokens
-from engine.kernels.reference import ReferenceKernels
-from engine.models.allocation import allocate_parameters
-from engine.models.decoder import DecoderModel
-from engine.weights.random_weights import fill_randomly
+from tandem.engine.expert_tokens import ExpertTokens
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.weights.random_weights import fill_randomly
 
 CPU = torch.device("cpu")
 DENSE = DenseFeedForward(16)

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.grammar_masks import GrammarMasks
-from engine.logits_mask import MaskedLogits
-from engine.logprobs import score
-from engine.sampler import sample
-from engine.steps.draws import Draw, Draws, History
+from tandem.engine.grammar_masks import GrammarMasks
+from tandem.engine.logits_mask import MaskedLogits
+from tandem.engine.logprobs import score
+from tandem.engine.sampler import sample
+from tandem.engine.steps.draws import Draw, Draws, History
+from tandem.protocol.errors import InvalidArgument
+from tandem.tokenizers.grammars import AnswerGrammar, Grammars, LazyGrammars, of_choices, of_regex
 from tests.factories import draw
 from tests.fake_engine import VOCAB, small_grammars
 from tests.small_tokenizer import EOS
-from vocabulary.grammars import AnswerGrammar, Grammars, LazyGrammars, of_choices, of_regex
-from wire.errors import InvalidArgument
 
 DIGITS = of_regex("[0-9]{3}")
 
@@ -177,7 +177,7 @@ def test_a_mask_that_took_too_much_processor_time_ends_its_answer(
     masks: GrammarMasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = History([5], [], may_wait=True)
-    monkeypatch.setattr("vocabulary.grammars._TOKEN_S", -1.0)
+    monkeypatch.setattr("tandem.tokenizers.grammars._TOKEN_S", -1.0)
     token = sample(random_logits(1), [Draw(draw(grammar=of_regex("b{3}")).sampling, 0, history)], [EOS], masks)
     assert token == EOS
     assert isinstance(history.failure, InvalidArgument)
@@ -188,7 +188,7 @@ def test_an_answer_with_slow_masks_gets_no_drafts(masks: GrammarMasks, monkeypat
     history, digits = History([5], [], may_wait=True), small_grammars().begin(DIGITS).allowed(())
     digit = int(np.flatnonzero(np.unpackbits(digits.view(np.uint8), bitorder="little"))[0])
     assert masks.allowed_drafts(history, DIGITS, [digit]) == 1
-    monkeypatch.setattr("engine.grammar_masks.STEP_WAIT_S", -1.0)
+    monkeypatch.setattr("tandem.engine.grammar_masks.STEP_WAIT_S", -1.0)
     assert masks.allowed_drafts(history, DIGITS, [digit]) == 1
     assert masks.allowed_drafts(history, DIGITS, [digit]) == 0
     sample(random_logits(1), [Draw(draw(grammar=DIGITS).sampling, 0, history)], [EOS], masks)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config.attention import AttentionShape
-from engine.config.kv import kv_elements, kv_groups
-from engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
-from engine.model_sizes import kv_bytes_per_token
-from wire.errors import ModelError
-from wire.kv_pages import FREED, KvPages, held_pages
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.kv import kv_elements, kv_groups
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.model_sizes import kv_bytes_per_token
+from tandem.protocol.errors import ModelError
+from tandem.protocol.kv_pages import FREED, KvPages, held_pages
 
 
 def model(*windows: int | None, max_context: int = 131_072, kv_heads: int = 2, head_dim: int = 16) -> ModelSpec:

@@ -2,15 +2,15 @@
 
 import torch
 
-from engine.cache.page_checksums import page_checksums
-from engine.cache.page_words import as_words
-from engine.cache.paged_cache import PagedCache, cache_bytes
-from engine.config.attention import LatentShape
-from engine.config.model import DenseFeedForward, LatentAttention, LayerSpec, ModelSpec
-from engine.config.rope import RopeConfig
-from engine.kernels.rowwise.triton_checksum import reference_sums
-from engine.model_sizes import kv_bytes_per_token
-from worker.process import layout_of
+from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.page_words import as_words
+from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.config.model import DenseFeedForward, LatentAttention, LayerSpec, ModelSpec
+from tandem.engine.config.rope import RopeConfig
+from tandem.engine.kernels.rowwise.triton_checksum import reference_sums
+from tandem.engine.model_sizes import kv_bytes_per_token
+from tandem.worker.process import layout_of
 
 
 def latent_spec(layers: int, heads: int) -> ModelSpec:

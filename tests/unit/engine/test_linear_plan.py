@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks.gpu.dense_layer import dense_shapes
 from benchmarks.tuning.linear_candidates import model_of
-from engine.kernels.linear import triton_linear_plan
-from engine.kernels.linear.triton_linear_plan import fits_scratch, tile_for
-from engine.kernels.linear.triton_linear_tiles import Gemv
-from engine.models.shapes import shape_config
+from tandem.engine.kernels.linear import triton_linear_plan
+from tandem.engine.kernels.linear.triton_linear_plan import fits_scratch, tile_for
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv
+from tandem.engine.models.shapes import shape_config
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256)
 SHARED_BYTES = 227 << 10

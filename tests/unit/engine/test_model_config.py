@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.config.model import GroupedQueryAttention, ModelSpec
-from engine.config.rope import RopeConfig
-from engine.models.load_spec import bounded, load_spec, parse_spec
-from engine.models.rope import rope_frequencies, rope_table
+from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.config.rope import RopeConfig
+from tandem.engine.models.load_spec import bounded, load_spec, parse_spec
+from tandem.engine.models.rope import rope_frequencies, rope_table
+from tandem.protocol.errors import InvalidArgument, ModelError
 from tests.factories import FAMILIES
-from wire.errors import InvalidArgument, ModelError
 
 DIMS = 16
 """Dimensions of a head of the tiny Llama."""

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model_runner import ModelRunner
-from engine.models.allocation import weight_bytes
-from engine.models.load_spec import load_spec
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import History
-from engine.weights.safetensors_file import read_header
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import weight_bytes
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import History
+from tandem.engine.weights.safetensors_file import read_header
+from tandem.protocol.errors import Internal, InvalidArgument, ModelError
+from tandem.tokenizers.grammars import Grammars, of_regex
 from tests.factories import draw, row, tiny_engine_config, write_tiny_model
 from tests.small_tokenizer import save_tokenizer
-from vocabulary.grammars import Grammars, of_regex
-from wire.errors import Internal, InvalidArgument, ModelError
 
 IDS = list(range(10, 30))
 
@@ -52,7 +52,7 @@ def test_no_answer_waits_for_the_tokenizer_of_grammars(
         return Grammars(tokenizer, vocab_size, eos_token_ids)
 
     save_tokenizer(tmp_path, 300)
-    monkeypatch.setattr("engine.load_engine.shared_grammars", noting)
+    monkeypatch.setattr("tandem.engine.load_engine.shared_grammars", noting)
     runner = ModelRunner.load(tiny_engine_config(folder, tokenizer=tmp_path))
     assert loaded == [tmp_path]
     runner.begin_answer(History([5], []), of_regex("a+"))
@@ -77,7 +77,7 @@ def test_weights_that_the_host_has_no_room_for_are_not_allocated(folder: Path, m
     runner = ModelRunner.load(tiny_engine_config(folder))
     taken = weight_bytes(runner.spec, torch.float32)
     free = [taken - 1]
-    monkeypatch.setattr("engine.memory.free_bytes", lambda _: free[0])
+    monkeypatch.setattr("tandem.engine.memory.free_bytes", lambda _: free[0])
     with pytest.raises(InvalidArgument, match=r"device: the weights take .* memory are free; use a GPU, another dtype"):
         ModelRunner.load(tiny_engine_config(folder))
     free[0] += 1
@@ -99,7 +99,7 @@ def test_a_device_without_room_for_the_weights_says_how_large_they_are(
     def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("engine.load_engine.fill_randomly", refuse)
+    monkeypatch.setattr("tandem.engine.load_engine.fill_randomly", refuse)
     with pytest.raises(InvalidArgument, match=r"device: cpu has no memory for the weights, 0\.00 GiB; free memory"):
         ModelRunner.load(tiny_engine_config(folder, random_weights=True))
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from costs.step_grid import EACH_TOKEN, gpu_grid
-from engine import model_sizes as sizes_module
-from engine.model_runner import ModelRunner
-from engine.model_sizes import cost_guess, model_sizes, step_grid
-from engine.models.allocation import allocate_parameters
-from engine.models.families import places_of
+from tandem.cost_model.step_grid import EACH_TOKEN, gpu_grid
+from tandem.engine import model_sizes as sizes_module
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_sizes import cost_guess, model_sizes, step_grid
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.families import places_of
 from tests.factories import tiny_engine_config, write_tiny_model
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.model_summary import model_summary
-from engine.models.load_spec import parse_spec, quantized_at_load
-from engine.models.shapes import shape_config
+from tandem.engine.model_summary import model_summary
+from tandem.engine.models.load_spec import parse_spec, quantized_at_load
+from tandem.engine.models.shapes import shape_config
 from tests.factories import FAMILIES
 
 

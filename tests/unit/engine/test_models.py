@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config.model import MixtureOfExperts
-from engine.kernels import reference
-from engine.kernels.base import Kernels
-from engine.kernels.reference import ReferenceKernels, _within_groups, choose_experts
-from engine.model_runner import ModelRunner
-from engine.models.load_spec import parse_spec
-from engine.steps.batch import StepBatch, StepRow
+from tandem.engine.config.model import MixtureOfExperts
+from tandem.engine.kernels import reference
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.reference import ReferenceKernels, _within_groups, choose_experts
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import parse_spec
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.protocol.kv_pages import FREED
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
 from tests.pairwise import pairwise
-from wire.kv_pages import FREED
 
 TOLERANCE = 2e-5
 MARGIN = 1e-4

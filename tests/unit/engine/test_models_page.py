@@ -1,7 +1,7 @@
 """docs/models.md and the README name what is supported."""
 
-from engine.models.families import families
-from wire.generate import ROOT
+from tandem.engine.models.families import families
+from tandem.protocol.generate import ROOT
 
 
 def test_every_architecture_is_in_the_table() -> None:

@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.logprobs import logprobs, score
-from engine.sampler import sample
-from engine.sampling_filters import draw_filtered, invert, keep_best, penalize
-from engine.steps.batch import StepBatch, rows_of
-from engine.steps.draws import NO_TOKEN, Draw, History
-from engine.steps.seeded import start_of, uniform, uniforms
+from tandem.engine.logprobs import logprobs, score
+from tandem.engine.sampler import sample
+from tandem.engine.sampling_filters import draw_filtered, invert, keep_best, penalize
+from tandem.engine.steps.batch import StepBatch, rows_of
+from tandem.engine.steps.draws import NO_TOKEN, Draw, History
+from tandem.engine.steps.seeded import start_of, uniform, uniforms
+from tandem.protocol.messages import SamplingParams, TokenLogprobs
 from tests.factories import draw, row
-from wire.messages import SamplingParams, TokenLogprobs
 
 VOCAB = 3000
 

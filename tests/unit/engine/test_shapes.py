@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.models.allocation import allocate_parameters
-from engine.models.load_spec import load_spec
-from engine.models.parameters import tensors_of
-from engine.models.shapes import shape_config, shape_names, write_shape
-from engine.weights.random_weights import fill_randomly, random_revision
-from wire.errors import InvalidArgument
+from tandem.engine.config import EngineConfig
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.models.parameters import tensors_of
+from tandem.engine.models.shapes import shape_config, shape_names, write_shape
+from tandem.engine.weights.random_weights import fill_randomly, random_revision
+from tandem.protocol.errors import InvalidArgument
 
 BILLIONS = {
     "deepseek-v2-lite": 15.7,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.steps.batch import FROM_HOST, RowColumns, StepBatch, StepRow, TokenRows
-from engine.steps.draws import Draw, Draws
-from engine.steps.step_buffer import StepLimits, StepSizes
-from engine.steps.step_packer import PackedStep, StepPacker, unpack, view_step
-from wire.errors import Internal
-from wire.messages import SamplingParams
+from tandem.engine.steps.batch import FROM_HOST, RowColumns, StepBatch, StepRow, TokenRows
+from tandem.engine.steps.draws import Draw, Draws
+from tandem.engine.steps.step_buffer import StepLimits, StepSizes
+from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack, view_step
+from tandem.protocol.errors import Internal
+from tandem.protocol.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=9, page_tokens=4)
 DRAW = Draw(SamplingParams(max_tokens=1), 0)

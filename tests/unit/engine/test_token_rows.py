@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine.steps.batch import StepBatch, StepRow, TokenRows
-from engine.steps.draws import Draw, Draws, History
-from wire.messages import SamplingParams
+from tandem.engine.steps.batch import StepBatch, StepRow, TokenRows
+from tandem.engine.steps.draws import Draw, Draws, History
+from tandem.protocol.messages import SamplingParams
 
 PLAIN = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 RANDOM = Draw(SamplingParams(max_tokens=1, temperature=0.7, top_k=3, seed=2**64 - 1, logprobs=2), 5)

@@ -8,7 +8,7 @@ import pytest
 
 from kv_transfer.base import WriteDone
 from kv_transfer.behind import hold
-from wire.errors import TransferFailed
+from tandem.protocol.errors import TransferFailed
 
 DONE = WriteDone(1, 1, 1)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kv_transfer.checksums import PageChecks, chosen_pages
-from wire.errors import InvalidArgument, Unavailable
-from wire.kv_pages import KvPages
-from wire.messages import Lease, PageChecksum
+from tandem.protocol.errors import InvalidArgument, Unavailable
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import Lease, PageChecksum
 
 PAGE_TOKENS = 4
 TIMEOUT_S = 60

@@ -4,8 +4,8 @@ import pytest
 
 from kv_transfer.handshake import PROTOCOL_VERSION, check_compatible, compatibility_hash, make_handshake
 from kv_transfer.layout import KVLayout
-from wire.errors import FailedPrecondition
-from wire.messages import Handshake, PeerDescription, PeerRef
+from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.messages import Handshake, PeerDescription, PeerRef
 
 LAYOUT = KVLayout(
     base_address=4096,

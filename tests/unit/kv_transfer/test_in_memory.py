@@ -9,8 +9,8 @@ import pytest
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from kv_transfer.layout import KVLayout
-from wire.errors import FailedPrecondition, TransferFailed
-from wire.messages import Lease, PeerRef, TransferNotice
+from tandem.protocol.errors import FailedPrecondition, TransferFailed
+from tandem.protocol.messages import Lease, PeerRef, TransferNotice
 
 PAGES = 12
 

@@ -11,8 +11,8 @@ from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_by_hand import FabricByHand
 from kv_transfer.in_memory_flight import Flight
 from kv_transfer.layout import KVLayout
-from wire.errors import TransferFailed
-from wire.messages import Lease, PeerRef, TransferNotice
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import Lease, PeerRef, TransferNotice
 
 PAGES = 6
 PREFILL, DECODE = PeerRef("prefill-0", 1), PeerRef("decode-0", 1)

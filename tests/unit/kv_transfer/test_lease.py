@@ -8,8 +8,8 @@ import pytest
 from kv_transfer.fence import Fence
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import PageAction
-from wire.errors import StaleEpoch, Unavailable
-from wire.messages import Lease, PeerRef, RequestRef
+from tandem.protocol.errors import StaleEpoch, Unavailable
+from tandem.protocol.messages import Lease, PeerRef, RequestRef
 
 WRITER = PeerRef("prefill-0", 3)
 DURATION, WINDOW, GRACE = 10.0, 3.0, 4.0

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_transfer.fence import Fence
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import LeaseChange, PageAction
-from wire.errors import StaleEpoch, Unavailable
-from wire.messages import Lease, PeerRef, RequestRef
+from tandem.protocol.errors import StaleEpoch, Unavailable
+from tandem.protocol.messages import Lease, PeerRef, RequestRef
 
 DURATION, WINDOW, GRACE = 10.0, 2.0, 4.0
 REQUESTS = st.integers(0, 3).map(lambda i: f"r{i}")

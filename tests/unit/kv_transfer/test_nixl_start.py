@@ -9,8 +9,8 @@ import pytest
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend import transport as nixl_transport
 from kv_transfer.nixl_backend.transport import LISTEN_S, REST_S, NixlTransport
-from wire.errors import TransferFailed
-from wire.messages import PeerRef
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import PeerRef
 
 LAYOUT = KVLayout(4096, 8, 1, 1, 1, 2, 4, "float32")
 

@@ -18,9 +18,9 @@ from kv_transfer.nixl_backend.flight import Flight
 from kv_transfer.nixl_backend.peers import Links
 from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.poll_backoff import FIRST_LOOK_S, LAST_LOOK_S
-from wire.convert import encode_notice
-from wire.errors import TransferFailed
-from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
+from tandem.protocol.conversion import encode_notice
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
 LAYOUT = KVLayout(4096, 8, 1, 1, 1, 2, 4, "float32")
 PEER = PeerRef("decode-0", 1)

@@ -3,7 +3,7 @@
 import pytest
 
 from kv_transfer.nixl_backend.ucx_shared_memory import TRANSPORTS, check_transports, ucx_settings
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("chosen", ["tcp", "rc,cuda_copy", "all", "^tcp", "sm,self,tcp", ""])

@@ -6,8 +6,8 @@ import pytest
 
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_backend.wires import Wires, host_id, slow_wire
+from tandem.protocol.messages import PeerDescription, PeerRef
 from tests.unit.kv_transfer.test_nixl_wire import PUT, table
-from wire.messages import PeerDescription, PeerRef
 
 LAYOUT = KVLayout(0, 8, 2, 2, 16, 64, 4, "float32")
 HERE = "the host of this worker"

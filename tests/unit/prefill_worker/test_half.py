@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import PrefixCache
-from engine.steps.batch import StepRow
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
 from prefill_worker.queue import WaitingPrompts
 from prefill_worker.request import PrefillRequest
-from tests.fake_engine import FACTS, PAGE_TOKENS
-from wire.errors import InvalidArgument, StaleEpoch
-from wire.kv_pages import KvPages
-from wire.messages import (
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.steps.batch import StepRow
+from tandem.protocol.errors import InvalidArgument, StaleEpoch
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.messages import (
     Destination,
     FinishReason,
     Lease,
@@ -26,7 +26,7 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.tracing.timeline import Edge
+from tests.fake_engine import FACTS, PAGE_TOKENS
 
 ME = PeerRef("prefill-0", 1)
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.cache.prefix_cache import Prefix
 from kv_transfer.base import PageWrite, Sender, WriteDone
 from kv_transfer.behind import hold
 from prefill_worker import handoff, write_window
@@ -18,10 +17,11 @@ from prefill_worker.page_writes import WritingTime
 from prefill_worker.progress import Progress
 from prefill_worker.request import PrefillRequest
 from prefill_worker.write_window import WindowRenewals
-from tests.fake_engine import PAGE_TOKENS
-from wire.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
-from wire.kv_pages import KvPages
-from wire.messages import (
+from tandem.engine.cache.prefix_cache import Prefix
+from tandem.protocol.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import (
     Destination,
     FinishReason,
     Lease,
@@ -33,7 +33,7 @@ from wire.messages import (
     SamplingParams,
     hash_token_ids,
 )
-from wire.tracing.timeline import Edge, EdgeStamp
+from tests.fake_engine import PAGE_TOKENS
 
 ME, THERE = PeerRef("prefill-0", 1), PeerRef("decode-0", 1)
 LEASE = Lease("q", 1, 5)

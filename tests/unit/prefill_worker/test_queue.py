@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import PrefixCache
-from engine.steps.prompt_scoring import PromptScores
 from prefill_worker.progress import Progress
 from prefill_worker.queue import OLDEST_SHARE, PromptQueue, StartResult, WaitingPrompts
 from prefill_worker.request import PrefillRequest
 from prefill_worker.scored_tokens import STEP_S, ScoredTokens
-from wire.kv_pages import KvPages
-from wire.messages import PrefillTask, RequestRef, SamplingParams
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.steps.prompt_scoring import PromptScores
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import PrefillTask, RequestRef, SamplingParams
 
 CACHE = PrefixCache(PagePool(1), KvPages(16))
 BUDGET = 16

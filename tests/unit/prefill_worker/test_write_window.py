@@ -12,9 +12,9 @@ import pytest
 from prefill_worker import write_window
 from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
 from prefill_worker.write_window import WindowRenewals, WriteWindow
+from tandem.protocol.errors import DeadlineExceeded, Internal, StaleEpoch, TransferFailed, Unavailable
+from tandem.protocol.messages import Destination, Lease, PeerRef
 from tests.model.virtual_loop import VirtualLoop
-from wire.errors import DeadlineExceeded, Internal, StaleEpoch, TransferFailed, Unavailable
-from wire.messages import Destination, Lease, PeerRef
 
 HERE, THERE = PeerRef("decode-0", 1), PeerRef("decode-1", 4)
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from router.api.listeners import RouterEndpoints
 from router.config import RouterConfig
 from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tandem.protocol.messages import PeerRef, Role, WorkerInfo
 from tests.small_tokenizer import save_tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, channel_to, until
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.messages import PeerRef, Role, WorkerInfo
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -14,11 +14,13 @@ from typing import Any
 
 import grpc.aio
 
-from wire import convert
-from wire.cost_parameters import UNMEASURED
-from wire.errors import ResourceExhausted, RoleClosed, StaleEpoch, TandemError
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
-from wire.messages import (
+from tandem.net.rpc import listen, open_server
+from tandem.protocol import conversion
+from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.protocol.errors import ResourceExhausted, RoleClosed, StaleEpoch, TandemError
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, TransferStats
+from tandem.protocol.messages import (
     AdapterFacts,
     ErrorDetail,
     ExpectedWorker,
@@ -40,9 +42,7 @@ from wire.messages import (
     WorkerInfo,
     WorkerLoad,
 )
-from wire.prefixes import PrefixChanges, PrefixList, PrefixRun
-from wire.rpc import listen, open_server
-from wire.tracing.timeline import Edge, EdgeStamp, TransferStats
+from tandem.protocol.prefixes import PrefixChanges, PrefixList, PrefixRun
 
 EOS = 2
 VOCAB_SIZE = 400
@@ -204,7 +204,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         try:
             while (events := await queue.get()) is not None:
                 await self.runs.wait()
-                yield convert.step_events_to_proto(events)
+                yield conversion.step_events_to_proto(events)
         finally:
             if self.streams.get(request.router_id) is queue:
                 del self.streams[request.router_id]
@@ -212,7 +212,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
         self.listed += 1
-        return convert.prefix_list_to_proto(PrefixList(self.batches, tuple(self.pages.values())))
+        return conversion.prefix_list_to_proto(PrefixList(self.batches, tuple(self.pages.values())))
 
     def cache(self, digests: Sequence[bytes], *, told: bool = True) -> None:
         """Adds pages to its prefix cache; unless `told`, the report of the change is lost."""
@@ -228,7 +228,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return WorkerLoad(0, 0, len(self.tasks), 0, self.pages_total, cost=self.cost)
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
-        reservation = convert.reservation_from_proto(request)
+        reservation = conversion.reservation_from_proto(request)
         await self.runs.wait()
         self.reservations.append(reservation)
         self._check_open(Role.DECODE)
@@ -243,10 +243,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.epoch += 1
         lease = Lease(reservation.ref.request_id, reservation.ref.attempt, self.epoch)
         self.leases[lease.request_id] = lease
-        return convert.granted_to_proto(GrantedLease(lease, self.switches.lease_s))
+        return conversion.granted_to_proto(GrantedLease(lease, self.switches.lease_s))
 
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
-        task = convert.prefill_task_from_proto(request)
+        task = conversion.prefill_task_from_proto(request)
         await self.runs.wait()
         self.prefills.append(task)
         self._check_open(Role.PREFILL)
@@ -265,7 +265,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self.switches.silent_aborts -= 1
             await asyncio.sleep(60)
         for message in request.requests:
-            ref = convert.ref_from_proto(message)
+            ref = conversion.ref_from_proto(message)
             self.aborted.append(ref)
             lease = self.leases.get(ref.request_id)
             if lease is not None and lease.attempt <= ref.attempt:
@@ -277,12 +277,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Heartbeat(self, request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
         await self.runs.wait()
-        leases = [convert.lease_from_proto(lease) for lease in request.leases]
+        leases = [conversion.lease_from_proto(lease) for lease in request.leases]
         if leases:
             self.heartbeats.append(leases)
         forgotten = self.switches.forgotten_attempts
         unknown = [x for x in leases if x.attempt <= forgotten or self.leases.get(x.request_id) != x]
-        return worker_pb2.HeartbeatResponse(unknown=[convert.lease_to_proto(lease) for lease in unknown])
+        return worker_pb2.HeartbeatResponse(unknown=[conversion.lease_to_proto(lease) for lease in unknown])
 
     # ---- request execution ----
 
@@ -428,7 +428,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
                 seen = self.revision
                 coming = tuple(each for each in self.expected if each.worker_id not in self.workers)
                 membership = Membership(seen, tuple(self.workers.values()), self.mode, self.adapters, coming)
-            yield convert.membership_to_proto(membership)
+            yield conversion.membership_to_proto(membership)
 
     async def LoadAdapter(self, request: Any, context: Any) -> Any:
         assert self.adapter_changes is not None
@@ -449,7 +449,7 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.
 
 @contextlib.asynccontextmanager
 async def channel_to(address: str, key: str = "") -> AsyncIterator[grpc.aio.Channel]:
-    from wire.rpc import open_client_channel
+    from tandem.net.rpc import open_client_channel
 
     channel = open_client_channel(address, key)
     try:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from tandem.protocol.ending import failure_event
+from tandem.protocol.errors import TransferFailed
+from tandem.protocol.messages import FinishReason, Lease, RequestEvent, RequestRef, StepTokens
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import PROMPT, Client, ask, expected, placed, silence
-from wire.ending import failure_event
-from wire.errors import TransferFailed
-from wire.messages import FinishReason, Lease, RequestEvent, RequestRef, StepTokens
 
 
 @pytest.fixture

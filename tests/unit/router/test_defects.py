@@ -14,12 +14,12 @@ from router.requests.dispatch import Dispatcher
 from router.requests.ends import RequestEnds
 from router.requests.request import RoutedRequest
 from router.requests.stream import EventStream
+from tandem.logging.recurring import RecurringErrors
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tandem.protocol.messages import RequestEvent
 from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import answer_token, channel_to, until
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.logging.recurring import RecurringErrors
-from wire.messages import RequestEvent
 
 NAMES = ["a", "b", "c", "d"]
 BAD = "b"

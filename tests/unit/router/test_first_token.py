@@ -11,13 +11,13 @@ import pytest
 
 from router.requests.first_token import hold_s
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
+from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.protocol.ending import failure_event
+from tandem.protocol.errors import Internal
+from tandem.protocol.messages import RequestEvent, Role
 from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.cost_parameters import UNMEASURED
-from wire.ending import failure_event
-from wire.errors import Internal
-from wire.messages import RequestEvent, Role
 
 SHORT = 40
 """The number of tokens of an answer that tolerates no long gap."""

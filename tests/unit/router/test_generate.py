@@ -18,15 +18,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router.requests.request import RoutedRequest
 from router.server import RouterServer, serve
 from router.text.tokenizer import Tokenizer
+from tandem.net.rpc import RETRY_AFTER
+from tandem.protocol.ending import failure_event
+from tandem.protocol.errors import FailedPrecondition, TransferFailed, Unavailable
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc, types_pb2
+from tandem.protocol.messages import FinishReason, GrantedLease, RequestEvent, Reservation, Role
 from tests.clocks import jump
 from tests.unit.router.conftest import TEXT, WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
-from wire.ending import failure_event
-from wire.errors import FailedPrecondition, TransferFailed, Unavailable
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc, types_pb2
-from wire.messages import FinishReason, GrantedLease, RequestEvent, Reservation, Role
-from wire.rpc import RETRY_AFTER
 
 PROMPT = [5, 6, 7, 8]
 

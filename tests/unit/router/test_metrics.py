@@ -21,17 +21,17 @@ from router.requests.live_requests import LiveRequests
 from router.requests.metrics import RouterMetrics
 from router.requests.request import Admitted, RoutedRequest
 from router.slo import BEST_EFFORT, SloClass
-from telemetry import families as f
-from telemetry.exposition import Exposition
+from tandem.metrics import families as f
+from tandem.metrics.exposition import Exposition
+from tandem.net.security.credentials import metrics_key_of
+from tandem.protocol.errors import InvalidArgument, TransferFailed, Unavailable
+from tandem.protocol.generated.tandem.v1 import inference_pb2
+from tandem.protocol.lifecycle.spans import Phase, spans_of
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
+from tandem.protocol.messages import FinishReason, PeerRef, SamplingParams
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
-from wire.errors import InvalidArgument, TransferFailed, Unavailable
-from wire.generated.tandem.v1 import inference_pb2
-from wire.messages import FinishReason, PeerRef, SamplingParams
-from wire.security.credentials import metrics_key_of
-from wire.tracing.spans import Phase, spans_of
-from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 TIGHT = SloClass("tight", ttft_s=1.0, itl_s=0.025, itl_percent=90.0, worst_gap_s=0.2)
 SECOND = 10**9
@@ -131,7 +131,7 @@ def test_verdicts(gaps: tuple[float, ...], ttft_s: float | None, times: PhaseTim
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 57])
 def test_the_percentile_is_the_load_generators(count: int) -> None:
     """Nearest rank, as `benchmarks.load` computes it from the tokens that clients received."""
-    from cli.load.spread import percentile
+    from tandem.cli.load.spread import percentile
 
     for over in range(count + 1):
         gaps = (0.02,) * (count - over) + (0.05,) * over

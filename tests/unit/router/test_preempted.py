@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from costs.answer_length import SEEN_MIN
 from router.config import RouterConfig
 from router.placement.policy import PlacementPolicy
 from router.placement.queue import QueuedRequest, RequestQueue
 from router.placement.scheduler import RequestScheduler, record
+from tandem.cost_model.answer_length import SEEN_MIN
+from tandem.protocol.generated.tandem.v1 import types_pb2
+from tandem.protocol.messages import Role
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_logprobs, channel_to, until
 from tests.unit.router.fleets import TestFleet
 from tests.unit.router.placement.test_queue import drained, filled, queued
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.generated.tandem.v1 import types_pb2
-from wire.messages import Role
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from router.requests import slot_shares
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.generated.tandem.v1 import inference_pb2 as pb
 
 SLOTS = 6
 TOKENS = 400

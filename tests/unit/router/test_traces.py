@@ -19,23 +19,23 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from cluster.config import ClusterConfig
 from router.observability.otlp import _PENDING_MAX, SpanMaker, check_endpoint
 from router.observability.recent_traces import Exemplars, TraceStore
 from router.requests.answer import AnswerChunk
 from router.requests.request import ClientRequest, Options
-from telemetry import families as f
-from telemetry.registry import EXEMPLAR_CHARS, Histogram
+from tandem.cluster.config import ClusterConfig
+from tandem.metrics import families as f
+from tandem.metrics.registry import EXEMPLAR_CHARS, Histogram
+from tandem.net.security.credentials import metrics_key_of
+from tandem.protocol.conversion import traces_from_json
+from tandem.protocol.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.lifecycle.request_trace import RequestTrace, TraceContext
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp, Timeline
+from tandem.protocol.messages import Role
 from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
-from wire.convert import traces_from_json
-from wire.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.messages import Role
-from wire.security.credentials import metrics_key_of
-from wire.tracing.request_trace import RequestTrace, TraceContext
-from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = ("traceparent", f"00-{TRACE}-{SPAN}-01")

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
+from tandem.protocol.errors import InvalidArgument, RoleClosed, StaleEpoch, Unavailable
+from tandem.protocol.messages import Assignment, PeerRef, Role, SamplingParams
+from tandem.protocol.policy_name import PolicyName
 from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import End, Heard, WorkerPair, until
-from wire.errors import InvalidArgument, RoleClosed, StaleEpoch, Unavailable
-from wire.messages import Assignment, PeerRef, Role, SamplingParams
-from wire.policy_name import PolicyName
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -140,7 +140,7 @@ async def test_what_takes_too_long_goes_on_elsewhere(queue: object) -> None:
 async def test_a_half_whose_pages_are_still_read_says_so_and_closes_once_they_rest(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("worker.assignment.REST_S", 0.05)
+    monkeypatch.setattr("tandem.worker.assignment.REST_S", 0.05)
     async with WorkerPair() as pair:
         heard = await is_on_its_way(pair)
         become(pair.prefill, Role.DECODE, grace_s=0.01)

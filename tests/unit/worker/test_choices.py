@@ -2,10 +2,10 @@
 
 import pytest
 
+from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.worker_pair import WorkerPair, until
-from wire.messages import SamplingParams
-from wire.tracing.timeline import Edge
 
 TWENTY = SamplingParams(20)
 

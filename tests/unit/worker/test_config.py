@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from decode_worker.config import DecodeConfig
-from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig
-from wire.messages import Role
-from worker.config import WorkerConfig
+from tandem.engine.config import EngineConfig
+from tandem.protocol.messages import Role
+from tandem.worker.config import WorkerConfig
 
 
 def test_each_half_has_its_part() -> None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from tandem.net import rpc
+from tandem.protocol import conversion
+from tandem.protocol.errors import StaleEpoch, TandemError, Unavailable
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.worker import controller_link
+from tandem.worker.controller_link import ControllerLink
 from tests.stranger import Stranger
 from tests.worker_pair import until
-from wire import convert, rpc
-from wire.errors import StaleEpoch, TandemError, Unavailable
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
-from wire.messages import Membership, ModelFacts, PeerRef, Role, WorkerInfo
-from worker import controller_link
-from worker.controller_link import ControllerLink
 
 ME = PeerRef("decode-0", 4)
 TOKEN = "secret"
@@ -43,7 +44,7 @@ class Controller(cluster_pb2_grpc.ClusterServicer):
     async def Register(self, request: Any, _context: Any) -> cluster_pb2.RegisterResponse:
         if self.over:
             raise StaleEpoch("this incarnation is over")
-        worker = convert.worker_info_from_proto(request.worker)
+        worker = conversion.worker_info_from_proto(request.worker)
         self.registered.append(worker.peer)
         self.transports.append(worker.transport)
         return cluster_pb2.RegisterResponse()
@@ -55,7 +56,7 @@ class Controller(cluster_pb2_grpc.ClusterServicer):
     async def Watch(self, _request: Any, _context: Any) -> AsyncIterator[cluster_pb2.Membership]:
         while not self.hang_up.is_set():
             self.changed.clear()
-            yield convert.membership_to_proto(Membership(1, tuple(self.workers)))
+            yield conversion.membership_to_proto(Membership(1, tuple(self.workers)))
             await self.changed.wait()
 
 

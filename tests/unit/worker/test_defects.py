@@ -11,11 +11,11 @@ from decode_worker import token_events
 from decode_worker.kv_arrival import ArrivalCheck
 from decode_worker.requests import DecodeRequests
 from prefill_worker.half import PrefillHalf
+from tandem.protocol.messages import FinishReason, RequestEvent, RequestRef, RoutedEvent, SamplingParams, WorkerLoad
+from tandem.worker.outbox import Outbox
+from tandem.worker.step_publisher import StepPublisher
 from tests.fake_engine import answer_to
 from tests.worker_pair import WorkerPair, until
-from wire.messages import FinishReason, RequestEvent, RequestRef, RoutedEvent, SamplingParams, WorkerLoad
-from worker.outbox import Outbox
-from worker.step_publisher import StepPublisher
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -117,8 +117,8 @@ async def test_a_step_is_sent_without_the_cache_changes_that_cannot_be_told() ->
 
 async def test_an_event_that_cannot_be_written_ends_its_request_alone() -> None:
     """On the real stream to a router, whose other requests would end with it."""
-    from wire import rpc
-    from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+    from tandem.net import rpc
+    from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 
     async with WorkerPair() as pair, rpc.open_channel(pair.decode.address) as channel:
         call = worker_pb2_grpc.WorkerStub(channel).Attach(worker_pb2.AttachRequest(router_id="r"))

@@ -4,17 +4,17 @@ import gc
 
 import pytest
 
-import worker.worker
+import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
 from decode_worker.batch_slots import BatchSlot
 from decode_worker.request import DecodeRequest
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.proposer import Proposer
 from prefill_worker.request import PrefillRequest
+from tandem.engine.speculation.draft_model import DraftModel
+from tandem.engine.speculation.proposer import Proposer
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
 from tests.fake_engine import FakeEngine, answer_to, whole_text
 from tests.worker_pair import WorkerPair, until
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
 
 REQUESTS = 1000
 TOGETHER = 8
@@ -33,7 +33,7 @@ def drafts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
             return DraftModel(FakeEngine(pages=100))
         return OracleProposer(whole_text, 1.0 if request.param == "right drafts" else 0.0)
 
-    monkeypatch.setattr(worker.worker, "make_proposer", make)
+    monkeypatch.setattr(tandem.worker.worker, "make_proposer", make)
     return str(request.param)
 
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from wire.errors import Internal
-from wire.messages import PeerRef
-from worker import actor
-from worker.actor import WorkerActor
+from tandem.protocol.errors import Internal
+from tandem.protocol.messages import PeerRef
+from tandem.worker import actor
+from tandem.worker.actor import WorkerActor
 
 
 class Process:

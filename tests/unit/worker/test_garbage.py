@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from prefill_worker.handoff import Handoff
+from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import PAGE_TOKENS
 from tests.worker_pair import WorkerPair, until
-from wire.messages import SamplingParams
 
 PROMPT = list(range(11, 11 + 2 * PAGE_TOKENS))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.actor import given_device, visible_number
+from tandem.worker.actor import given_device, visible_number
 
 
 @pytest.mark.parametrize(

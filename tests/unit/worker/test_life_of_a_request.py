@@ -9,18 +9,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.clocks import jump
-from tests.fake_engine import FACTS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
-from tests.worker_pair import ROUTER, End, Heard, WorkerPair, until
-from wire.errors import (
+from tandem.protocol.errors import (
     InvalidArgument,
     ResourceExhausted,
     RoleClosed,
     StaleEpoch,
     Unavailable,
 )
-from wire.messages import Destination, FinishReason, Lease, PeerRef, PrefillTask, RequestRef, Role, SamplingParams
-from wire.tracing.timeline import Edge
+from tandem.protocol.lifecycle.timeline import Edge
+from tandem.protocol.messages import (
+    Destination,
+    FinishReason,
+    Lease,
+    PeerRef,
+    PrefillTask,
+    RequestRef,
+    Role,
+    SamplingParams,
+)
+from tests.clocks import jump
+from tests.fake_engine import FACTS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
+from tests.worker_pair import ROUTER, End, Heard, WorkerPair, until
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -102,7 +111,7 @@ async def test_prompts_of_a_burst_share_their_first_step(monkeypatch: pytest.Mon
         slept.append(seconds)
         assert all_are_here.wait(60)
 
-    monkeypatch.setattr("worker.loop.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    monkeypatch.setattr("tandem.worker.loop.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     async with WorkerPair(gather_s=0.5, max_step_tokens=64) as pair:
         await until(lambda: pair.prefill.worker._loop._work._cond._waiters)  # type: ignore[attr-defined]
         heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(4)]
@@ -650,7 +659,7 @@ async def test_a_failed_chunk_stops_the_rest() -> None:
 
 @pytest.mark.parametrize("period_s", [1000.0, 0.1], ids=["the lease ends first", "the writer says so first"])
 async def test_a_lost_notice_costs_a_prefill_and_no_page(period_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.peers.peers.DELIVERY_PERIOD_S", period_s)
+    monkeypatch.setattr("tandem.worker.peers.peers.DELIVERY_PERIOD_S", period_s)
     async with WorkerPair(lease_s=30.0) as pair:
         pair.fabric.drop_notices()
         heard = pair.send("q", PROMPT, TEN)

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from engine.cache.prefix_cache import PrefixCache
-from engine.config import EngineConfig
 from kv_transfer.checksums import PageChecks
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.config import EngineConfig
+from tandem.net import rpc
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import FinishReason, Role, SamplingParams
+from tandem.worker.config import WorkerConfig
+from tandem.worker.process import WorkerProcess
 from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import End, Heard, WorkerPair, until
-from wire import rpc
-from wire.errors import Unavailable
-from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import FinishReason, Role, SamplingParams
-from worker.config import WorkerConfig
-from worker.process import WorkerProcess
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -242,7 +242,7 @@ async def test_an_idle_engine_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> N
         for name, later_s in (("first", 0.0), ("second", 2 * DEADLINE_S)):
             await until(lambda: all(loop._busy_since is None and not loop._work.is_set() for loop in loops))
             clock = SimpleNamespace(monotonic=lambda later_s=later_s: time.monotonic() + later_s)
-            monkeypatch.setattr("worker.loop.time", clock)
+            monkeypatch.setattr("tandem.worker.loop.time", clock)
             assert not any(loop.give_up_stuck() for loop in loops)
             heard = pair.send(name, PROMPT, TEN)
             await until(lambda heard=heard: heard.finish)

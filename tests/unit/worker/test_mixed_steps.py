@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from costs.step_fit import LEARN_EVERY
+from tandem.cost_model.step_fit import LEARN_EVERY
+from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.step_policy import FORCED_CHUNK_INTERVAL
 from tests.fake_engine import ComputedStep, FakeEngine, answer_to
 from tests.worker_pair import Heard, WorkerPair, until
-from wire.cost_parameters import UNMEASURED
-from wire.messages import SamplingParams
-from wire.policy_name import PolicyName
-from worker.step_policy import FORCED_CHUNK_INTERVAL
 
 LONG = SamplingParams(max_tokens=150, speculate=False)
 LONGER = SamplingParams(max_tokens=150 + 2 * FORCED_CHUNK_INTERVAL, speculate=False)

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-import worker.worker
+import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
-from engine.steps import prompt_scoring
-from engine.steps.batch import StepBatch, StepResult
-from engine.steps.draws import NO_TOKEN
+from tandem.engine.steps import prompt_scoring
+from tandem.engine.steps.batch import StepBatch, StepResult
+from tandem.engine.steps.draws import NO_TOKEN
+from tandem.protocol.errors import NonFiniteLogits
+from tandem.protocol.messages import FinishReason, SamplingParams
 from tests.fake_engine import FakeEngine, answer_to, whole_text
 from tests.worker_pair import Heard, WorkerPair, until
-from wire.errors import NonFiniteLogits
-from wire.messages import FinishReason, SamplingParams
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 OTHER = [21, 22, 23, 24, 25, 26, 27]
@@ -69,7 +69,7 @@ async def test_it_fails_in_a_step_that_verifies_drafts(
     index: int, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeEngine, "asynchronous", asynchronous)
-    monkeypatch.setattr(worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_text, 1.0))
+    monkeypatch.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: OracleProposer(whole_text, 1.0))
     break_at(monkeypatch, index)
     async with WorkerPair(both=True) as pair:
         speculation = pair.decode.worker._halves.decode.speculation

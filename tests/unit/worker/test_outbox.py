@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from wire.messages import (
+from tandem.protocol.messages import (
     FinishReason,
     RequestEvent,
     RequestRef,
@@ -13,10 +13,10 @@ from wire.messages import (
     StepTokens,
     WorkerLoad,
 )
-from wire.prefixes import PrefixChanges
-from worker.outbox import Outbox
-from worker.router_stream import PREFIX_BATCHES_MAX, RouterStream
-from worker.step_publisher import StepPublisher
+from tandem.protocol.prefixes import PrefixChanges
+from tandem.worker.outbox import Outbox
+from tandem.worker.router_stream import PREFIX_BATCHES_MAX, RouterStream
+from tandem.worker.step_publisher import StepPublisher
 
 LOAD = WorkerLoad(0, 0, 0, 0, 8)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from costs.answer_length import SEEN_MIN
+from tandem.cost_model.answer_length import SEEN_MIN
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import FakeEngine, answer_to, logprobs_of
 from tests.worker_pair import Heard, WorkerPair, until
-from wire.errors import ResourceExhausted
-from wire.messages import SamplingParams
 
 SAMPLINGS = [
     SamplingParams(60),

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
+from tandem.protocol.messages import FinishReason, SamplingParams, TransferNotice
+from tandem.protocol.page_digests import page_digests, root_digest
+from tandem.protocol.prefixes import PrefixChanges
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
 from tests.worker_pair import End, Heard, WorkerPair, until
-from wire.messages import FinishReason, SamplingParams, TransferNotice
-from wire.page_digests import page_digests, root_digest
-from wire.prefixes import PrefixChanges
 
 PROMPT = list(range(11, 11 + 4 * PAGE_TOKENS + 2))
 """Four full pages and two tokens."""

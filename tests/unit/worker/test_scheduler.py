@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from costs.step_cost import CostParameters, StepCost
-from costs.step_work import StepWork
-from engine.steps.batch import TokenRows
 from prefill_worker.queue import WaitingPrompts
-from wire.messages import Assignment, Role
-from wire.policy_name import PolicyName
-from worker.scheduler import StepScheduler
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.steps.batch import TokenRows
+from tandem.protocol.messages import Assignment, Role
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.scheduler import StepScheduler
 
 MS = CostParameters(
     base_s=4e-3, prompt_base_s=1e-3, token_s=2e-5, pair_s=0.0, row_s=1e-5, context_s=3e-8, free_tokens=0

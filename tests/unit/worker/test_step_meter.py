@@ -2,12 +2,12 @@
 
 import pytest
 
-from costs.step_work import StepWork
-from engine.steps.batch import StepRow, TokenRows
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.steps.batch import StepRow, TokenRows
+from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.worker.loop import StepMeter
+from tandem.worker.scheduler import step_work
 from tests.factories import draw
-from wire.cost_parameters import UNMEASURED
-from worker.loop import StepMeter
-from worker.scheduler import step_work
 
 WORK = StepWork(decode_rows=1, decode_context_tokens=1)
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from costs.step_cost import CostParameters, StepCost
-from costs.step_grid import TILE_TOKENS
-from costs.step_work import NOTHING, StepWork
-from engine.config import EngineConfig
 from prefill_worker.queue import WaitingPrompts
-from wire.errors import InvalidArgument
-from wire.messages import Assignment, Role
-from wire.policy_name import PolicyName
-from worker.assignment import prompt_step_tokens
-from worker.config import WorkerConfig
-from worker.scheduler import BatchGrowth
-from worker.step_policy import (
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.cost_model.step_grid import TILE_TOKENS
+from tandem.cost_model.step_work import NOTHING, StepWork
+from tandem.engine.config import EngineConfig
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import Assignment, Role
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.assignment import prompt_step_tokens
+from tandem.worker.config import WorkerConfig
+from tandem.worker.scheduler import BatchGrowth
+from tandem.worker.step_policy import (
     FORCED_CHUNK_INTERVAL,
     FORCED_CHUNK_TOKENS,
     MIN_CHUNK_TOKENS,

@@ -7,12 +7,21 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
+from tandem.engine.config import EngineConfig
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import (
+    Destination,
+    Lease,
+    PeerRef,
+    PrefillTask,
+    RequestRef,
+    Reservation,
+    Role,
+    SamplingParams,
+)
+from tandem.worker.assignment import decode_batch
+from tandem.worker.validation import check_prefill, check_reservation
 from tests.fake_engine import FACTS
-from wire.errors import InvalidArgument
-from wire.messages import Destination, Lease, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
-from worker.assignment import decode_batch
-from worker.validation import check_prefill, check_reservation
 
 GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens=4), PeerRef("p", 1))
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.kv_pages import KvPages, held_pages
+from tandem.protocol.messages import SamplingParams
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.worker_pair import End, Heard, WorkerPair, until
-from wire.errors import ResourceExhausted
-from wire.kv_pages import KvPages, held_pages
-from wire.messages import SamplingParams
 
 WINDOWS = (None, 3 * PAGE_TOKENS, PAGE_TOKENS + 1)
 STEP = 2 * PAGE_TOKENS

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks.http_load.__main__ import figures, main
-from cli.load.http_client import address_of
-from cli.load.record import RequestRecord
-from cli.load.synthetic import Lengths, Synthetic
-from wire.errors import InvalidArgument
+from tandem.cli.load.http_client import address_of
+from tandem.cli.load.record import RequestRecord
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.protocol.errors import InvalidArgument
 
 
 class Server(BaseHTTPRequestHandler):

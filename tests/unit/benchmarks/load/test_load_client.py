@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cli.load.client import until
+from tandem.cli.load.client import until
 
 LATE_S = 0.013
 """Extra seconds that a host adds to a sleep long enough for the processor to idle."""

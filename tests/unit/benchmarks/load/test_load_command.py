@@ -9,13 +9,13 @@ import pytest
 from benchmarks import pictures, results
 from benchmarks.load.command import as_result, make_source, measure, parse_arguments, without_curves
 from benchmarks.load.stage import parse_setting
-from cli.load.record import RequestRecord
-from cli.load.report import LoadReport, make_report
-from cli.load.run import _receive
-from cli.load.slo import standard_cells
-from cli.load.synthetic import Lengths, Synthetic
-from cli.load.trace import Trace
-from wire.errors import Internal, InvalidArgument
+from tandem.cli.load.record import RequestRecord
+from tandem.cli.load.report import LoadReport, make_report
+from tandem.cli.load.run import _receive
+from tandem.cli.load.slo import standard_cells
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.cli.load.trace import Trace
+from tandem.protocol.errors import Internal, InvalidArgument
 
 CELLS = standard_cells(0.01)
 EXCERPT = Path(__file__).parents[1] / "traces" / "mooncake_excerpt.jsonl"

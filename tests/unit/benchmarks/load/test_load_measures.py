@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.load.sweep import at_rates, knees, sweep
-from cli.load.record import WRONG_LENGTH, RequestRecord
-from cli.load.report import LoadReport, make_report
-from cli.load.slo import Outcome, SloCell, parse_cell, standard_cells
-from cli.load.spread import LEVELS, Spread, percentile
-from cli.load.workload import Arrival, Block, Workload
-from wire.errors import InvalidArgument
+from tandem.cli.load.record import WRONG_LENGTH, RequestRecord
+from tandem.cli.load.report import LoadReport, make_report
+from tandem.cli.load.slo import Outcome, SloCell, parse_cell, standard_cells
+from tandem.cli.load.spread import LEVELS, Spread, percentile
+from tandem.cli.load.workload import Arrival, Block, Workload
+from tandem.protocol.errors import InvalidArgument
 
 CELL = SloCell("cell", ttft_s=1.0, gap_s=0.1)
 BOUND_S = 0.01

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.load.synthetic import Lengths, Synthetic
-from cli.load.trace import BLOCK_TOKENS, Trace, read_trace
-from cli.load.workload import Arrival, Block, Workload, prompt_ids
-from wire.errors import InvalidArgument
+from tandem.cli.load.synthetic import Lengths, Synthetic
+from tandem.cli.load.trace import BLOCK_TOKENS, Trace, read_trace
+from tandem.cli.load.workload import Arrival, Block, Workload, prompt_ids
+from tandem.protocol.errors import InvalidArgument
 
 EXCERPT = Path(__file__).parents[1] / "traces" / "mooncake_excerpt.jsonl"
 VOCABULARY = 49152

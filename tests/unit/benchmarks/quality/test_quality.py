@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality.needle import found_needles, make_needles
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
 from tests.factories import tiny_engine_config, write_tiny_model
 
 

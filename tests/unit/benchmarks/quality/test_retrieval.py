@@ -11,11 +11,11 @@ from torch import Tensor
 
 from benchmarks.quality import retrieval
 from benchmarks.quality.needle import DEPTHS, found_needles
-from engine.config import EngineConfig
-from engine.kernels import reference
-from engine.kernels.kv_cache import quantize_kv
-from engine.kernels.reference import ReferenceKernels
-from engine.quality.loading import load_for_comparison
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels import reference
+from tandem.engine.kernels.kv_cache import quantize_kv
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.quality.loading import load_for_comparison
 
 TOKENS, FEW, CHUNK = 700, 200, 256
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.speculation.oracle import ORACLE_MATCH, OracleProposer
-from engine.speculation.proposer import NO_DRAFT, Draft
+from tandem.engine.speculation.proposer import NO_DRAFT, Draft
 
 PROMPT = [7, 8, 9]
 ANSWER = [n % 50 for n in range(10_000)]

@@ -8,8 +8,8 @@ from benchmarks.speculation import acceptance
 from benchmarks.speculation.oracle import OracleProposer
 from benchmarks.speculation.prompt_sets import SETS, TEXTS, read_prompts
 from benchmarks.speculation.replay import Replay, measure_time
-from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import Draft
+from tandem.engine.speculation.ngram import NgramProposer
+from tandem.engine.speculation.proposer import Draft
 
 PROMPT = [7, 8]
 ANSWER = list(range(20, 33))

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.speculation.local_worker import Answer, LocalWorker
 from benchmarks.speculation.speed import compare
-from wire.messages import SamplingParams
+from tandem.protocol.messages import SamplingParams
 
 PROMPTS = [[1], [2], [3]]
 

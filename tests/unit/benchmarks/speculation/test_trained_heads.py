@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import benchmarks.speculation.trained_heads as comparison
-from engine.draft_training.answers import Answer
-from engine.draft_training.train_draft import Learned
+from tandem.engine.draft_training.answers import Answer
+from tandem.engine.draft_training.train_draft import Learned
 from tests.factories import write_tiny_model
 from tests.small_tokenizer import save_tokenizer
 

@@ -12,9 +12,9 @@ from benchmarks.strategies.part import Part, joined
 from benchmarks.strategies.rows import asks, chosen, strategies
 from benchmarks.strategies.switch import settings_for_all
 from benchmarks.strategies.workloads import offers
-from cluster.config import ClusterConfig
+from tandem.cluster.config import ClusterConfig
+from tandem.protocol.errors import InvalidArgument
 from tests.unit.benchmarks.strategies.test_strategy_table import load
-from wire.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

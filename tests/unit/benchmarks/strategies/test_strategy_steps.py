@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks.strategies.part import joined
 from benchmarks.strategies.steps import steps_of
-from telemetry import families as f
-from telemetry.exposition import Exposition
-from telemetry.registry import Registry
-from telemetry.scrape import Scrape, ScrapeInterval
+from tandem.metrics import families as f
+from tandem.metrics.exposition import Exposition
+from tandem.metrics.registry import Registry
+from tandem.metrics.scrape import Scrape, ScrapeInterval
 
 
 def test_steps_of_a_load_are_those_since_it_began() -> None:

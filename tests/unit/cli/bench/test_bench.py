@@ -17,13 +17,13 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.load.token_source import TOKEN, TokenSource
 from benchmarks.pictures import Run, read
-from cli.main import app
 from router.config import RouterConfig
 from router.server import RouterServer
+from tandem.cli.main import app
+from tandem.protocol.generate import ROOT
 from tests.unit.cli.bench.openai_server import CONTEXT, OpenAIServer
 from tests.unit.router import conftest
 from tests.unit.router.fake_cluster import until
-from wire.generate import ROOT
 
 model = conftest.model
 SMALL = ("--duration", "1", "--clients", "1", "--warm-up", "2", "--prompt-tokens", "16", "--answer-tokens", "4")
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_with_the_figures_so_far(url: str, server: OpenAIServer, tmp
     server.token_s = 0.001
     file = tmp_path / "figures.json"
     options = ("--url", url, "--rate", "20,40", "--duration", "600", "--json", str(file), "--answer-tokens", "5")
-    command = [sys.executable, "-m", "cli.main", "bench", *SMALL, *options]
+    command = [sys.executable, "-m", "tandem.cli.main", "bench", *SMALL, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
     give_up = time.monotonic() + 120
     while len(server.streamed) < 10 and process.poll() is None and time.monotonic() < give_up:

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.router.__main__ import UNCOALESCED, running
-from cli.main import app
+from tandem.cli.main import app
 
 RATE, SECONDS, TOKENS = 5, 20, 64
 WITHIN = 0.05

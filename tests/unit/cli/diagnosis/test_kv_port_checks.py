@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cli.connection.state import RunningCluster
-from cli.diagnosis import kv_port_checks
-from cli.diagnosis.checks import Level
-from cli.diagnosis.kv_port_checks import check_running_clusters, check_ucx_environment, check_workers
-from cli.start.preflight import check_network
-from cluster.config import ClusterConfig
-from wire.errors import InvalidArgument, Unavailable
-from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.cli.connection.state import RunningCluster
+from tandem.cli.diagnosis import kv_port_checks
+from tandem.cli.diagnosis.checks import Level
+from tandem.cli.diagnosis.kv_port_checks import check_running_clusters, check_ucx_environment, check_workers
+from tandem.cli.start.preflight import check_network
+from tandem.cluster.config import ClusterConfig
+from tandem.protocol.errors import InvalidArgument, Unavailable
+from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
 WORKER = WorkerInfo(PeerRef("decode-0", 1), Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "UCX")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.models.hub_model import HubModel, hub_model
-from engine.weights.checkpoint import check_model
+from tandem.cli.models.hub_model import HubModel, hub_model
+from tandem.engine.weights.checkpoint import check_model
 from tests.factories import write_tiny_model
 from tests.small_tokenizer import save_tokenizer
 from tests.unit.cli.models.hub_server import COMMIT, TOKEN, HubServer, serving
@@ -18,8 +18,8 @@ from tests.unit.cli.models.hub_server import COMMIT, TOKEN, HubServer, serving
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from cli.models.hub_model import hub_model
-from wire.errors import ModelError
+from tandem.cli.models.hub_model import hub_model
+from tandem.protocol.errors import ModelError
 said = []
 try:
     path = hub_model(Path(sys.argv[1])).download(lambda *report: said.append(report))

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.start import serving
-from cli.start.serving import _with_model
-from cli.start.start_view import StartView
-from cluster.config import ClusterConfig
 from router.text.answer_syntax.formats import choose_calls
+from tandem.cli.start import serving
+from tandem.cli.start.serving import _with_model
+from tandem.cli.start.start_view import StartView
+from tandem.cluster.config import ClusterConfig
+from tandem.protocol.errors import InvalidArgument, ModelError
 from tests.factories import write_tiny_model
 from tests.small_tokenizer import save_tokenizer
-from wire.errors import InvalidArgument, ModelError
 
 
 @pytest.fixture

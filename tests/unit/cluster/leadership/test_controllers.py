@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from cluster.ray_processes.controllers import next_number
+from tandem.cluster.ray_processes.controllers import next_number
 
 
 class Table:

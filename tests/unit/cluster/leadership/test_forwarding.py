@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from cli.connection.controller_client import ControllerClient
-from cluster.leadership import forwarding as elsewhere
-from cluster.leadership.forwarding import ForwardingServicer, mirror
-from cluster.supervision.registry import Registry
+from tandem.cli.connection.controller_client import ControllerClient
+from tandem.cluster.leadership import forwarding as elsewhere
+from tandem.cluster.leadership.forwarding import ForwardingServicer, mirror
+from tandem.cluster.supervision.registry import Registry
+from tandem.net.rpc import listen, open_channel, open_server
+from tandem.protocol import conversion
+from tandem.protocol.errors import InvalidArgument, NotFound, TandemError, Unavailable
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from tandem.protocol.messages import Membership, PeerRef, Role, WorkerInfo
 from tests.unit.cluster.crew import FACTS, until
 from tests.unit.cluster.test_service import ABSENT, Asked, AskedAdapters
-from wire import convert
-from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable
-from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.messages import Membership, PeerRef, Role, WorkerInfo
-from wire.rpc import listen, open_channel, open_server
 
 
 class Nobody(Asked):
@@ -188,7 +188,7 @@ async def test_a_membership_is_sent_only_when_all_workers_that_serve_are_known(l
 
         async def watch() -> None:
             async for message in cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest()):
-                seen.append(convert.membership_from_proto(message))
+                seen.append(conversion.membership_from_proto(message))
 
         watching = asyncio.ensure_future(watch())
         for peer in peers:

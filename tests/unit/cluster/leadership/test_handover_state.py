@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.operations.handover_state import HandoverState, inherit
-from cluster.planner_config import PlannerConfig, PlannerMode
-from cluster.supervision.handover import Handover
-from cluster.supervision.roles import plan
-from planner.decision import Limits, Range
-from wire.messages import Role
+from tandem.capacity.planner.decision import Limits, Range
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.operations.handover_state import HandoverState, inherit
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode
+from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.roles import plan
+from tandem.protocol.messages import Role
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from cluster.supervision.incarnations import Incarnations, generation_of
 from kv_transfer.departed import Departed
-from wire.messages import PeerRef
+from tandem.cluster.supervision.incarnations import Incarnations, generation_of
+from tandem.protocol.messages import PeerRef
 
 OF_AN_EARLIER_RELEASE = 1_790_000_000_000_000_000
 """A number of an earlier release, which numbered its workers by a clock, in nanoseconds."""

@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from cluster.leadership import election
-from cluster.leadership.election import LeaderElection
-from cluster.ray_processes.controllers import Controllers, OtherController
-from cluster.supervision.handover import Handover
+from tandem.cluster.leadership import election
+from tandem.cluster.leadership.election import LeaderElection
+from tandem.cluster.ray_processes.controllers import Controllers, OtherController
+from tandem.cluster.supervision.handover import Handover
+from tandem.protocol.errors import Unavailable
 from tests.unit.cluster.crew import until
-from wire.errors import Unavailable
 
 
 class SupervisedWorkers:

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from cli.plain_errors import exit_code
-from cluster.ray_processes.joined_ray import JoinedRay
-from wire.errors import FailedPrecondition, InvalidArgument, Unavailable
+from tandem.cli.plain_errors import exit_code
+from tandem.cluster.ray_processes.joined_ray import JoinedRay
+from tandem.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
 
 
 def test_a_silent_address_is_told_at_once() -> None:
@@ -46,7 +46,7 @@ def test_missing_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("cluster.ray_processes.joined_ray.LOOK_S", 0.001)
+    monkeypatch.setattr("tandem.cluster.ray_processes.joined_ray.LOOK_S", 0.001)
     offers = iter([{}, {}, {"prefill": 1.0}, {"prefill": 2.0}])
     monkeypatch.setattr("ray.cluster_resources", lambda: next(offers))
     node = JoinedRay("head:6379")

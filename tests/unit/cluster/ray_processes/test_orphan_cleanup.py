@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from cluster.leadership import orphan_cleanup as clearing
-from cluster.leadership.orphan_cleanup import Clearing
-from cluster.ray_processes.controllers import Controllers, OtherController
-from cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
-from cluster.supervision.handover import Handover
-from cluster.supervision.process_supervisor import Process
-from wire.errors import FailedPrecondition, NotFound, Unavailable
-from wire.messages import PeerRef
-from worker.reporting.description import WorkerDescription
+from tandem.cluster.leadership import orphan_cleanup as clearing
+from tandem.cluster.leadership.orphan_cleanup import Clearing
+from tandem.cluster.ray_processes.controllers import Controllers, OtherController
+from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
+from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.process_supervisor import Process
+from tandem.protocol.errors import FailedPrecondition, NotFound, Unavailable
+from tandem.protocol.messages import PeerRef
+from tandem.worker.reporting.description import WorkerDescription
 
 
 class Other(OtherController):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import ray
 
-from cluster.ray_processes import ray_node
-from cluster.ray_processes.ray_node import RayNode
-from cluster.ray_processes.temp_folder import ROOT_LENGTH_MAX, temp_root
-from wire.errors import Unavailable
+from tandem.cluster.ray_processes import ray_node
+from tandem.cluster.ray_processes.ray_node import RayNode
+from tandem.cluster.ray_processes.temp_folder import ROOT_LENGTH_MAX, temp_root
+from tandem.protocol.errors import Unavailable
 
 SOCKET_PATH_MAX = 107
 """Maximum length of socket paths on Linux, in bytes."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ray_processes.temp_folder import LOCK, YOUNG_S, TempFolder, remove_abandoned
+from tandem.cluster.ray_processes.temp_folder import LOCK, YOUNG_S, TempFolder, remove_abandoned
 
 
 def age(path: Path) -> None:
@@ -57,7 +57,9 @@ def start(name: str, log: Path) -> subprocess.Popen[bytes]:
 
 
 def test_agents_of_a_killed_cluster_end_with_its_folder(tmp_path: Path) -> None:
-    owned = "from cluster.ray_processes.temp_folder import TempFolder; import os, sys; from pathlib import Path\n"
+    owned = (
+        "from tandem.cluster.ray_processes.temp_folder import TempFolder; import os, sys; from pathlib import Path\n"
+    )
     owned += "TempFolder(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", owned, str(tmp_path)], check=False)
     assert killed.returncode == -9

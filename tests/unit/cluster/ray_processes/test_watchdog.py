@@ -6,15 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster.ray_processes.temp_folder import TempFolder
-from cluster.ray_processes.watchdog import Watchdog
+from tandem.cluster.ray_processes.temp_folder import TempFolder
+from tandem.cluster.ray_processes.watchdog import Watchdog
 from tests.unit.cluster.ray_processes.test_temp_folder import start
 
 OWNER = """
 import os, sys
 from pathlib import Path
-from cluster.ray_processes.temp_folder import TempFolder
-from cluster.ray_processes.watchdog import Watchdog
+from tandem.cluster.ray_processes.temp_folder import TempFolder
+from tandem.cluster.ray_processes.watchdog import Watchdog
 folder = TempFolder(Path(sys.argv[1]))
 watchdog = Watchdog(folder.path)
 print(folder.path, flush=True)

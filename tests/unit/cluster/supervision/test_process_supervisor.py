@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from cluster.supervision.health import Backoff, Health, Phase
-from cluster.supervision.process_supervisor import Process, ProcessSupervisor
+from tandem.cluster.supervision.health import Backoff, Health, Phase
+from tandem.cluster.supervision.process_supervisor import Process, ProcessSupervisor
 
 
 class FakeProcess(Process):
@@ -331,7 +331,7 @@ async def test_a_start_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch)
     assert (first.kills, len(stage.processes)) == (0, 1)
     stage.keeper.stop()
     await stage.run
-    monkeypatch.setattr("cluster.liveness.START_HANG_DEADLINE_S", 2 * OFTEN_S)
+    monkeypatch.setattr("tandem.cluster.liveness.START_HANG_DEADLINE_S", 2 * OFTEN_S)
     stage = Stage(hang_deadline_s=OFTEN_S)
     first = await stage.until(1, Phase.STARTING)
     first.hangs = True

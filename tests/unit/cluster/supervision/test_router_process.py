@@ -7,10 +7,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from cluster.config import ClusterConfig
-from cluster.ray_processes.ray_process import RayProcess
-from cluster.ray_processes.router_actor import RouterProcess
 from router.config import RouterConfig
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.ray_processes.ray_process import RayProcess
+from tandem.cluster.ray_processes.router_actor import RouterProcess
 
 GIVEN: dict[str, Any] = {
     "default_max_tokens": 9,

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cluster.supervision.health import Backoff, Phase
-from cluster.supervision.incarnations import Incarnations
-from cluster.supervision.process_supervisor import Process, ProcessSupervisor
-from cluster.supervision.standby import Standby
+from tandem.cluster.supervision.health import Backoff, Phase
+from tandem.cluster.supervision.incarnations import Incarnations
+from tandem.cluster.supervision.process_supervisor import Process, ProcessSupervisor
+from tandem.cluster.supervision.standby import Standby
 from tests.unit.cluster.crew import until
 from tests.unit.cluster.supervision.test_process_supervisor import FakeProcess
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cluster.supervision.worker_calls import WorkerCalls
+from tandem.cluster.supervision.worker_calls import WorkerCalls
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 from tests.stranger import Stranger
-from wire.errors import Unavailable
-from wire.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 
 TOKEN = "of-the-cluster"
 

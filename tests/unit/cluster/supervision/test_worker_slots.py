@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from cluster.operations.worker_slots import Fleet
-from cluster.supervision.health import Phase
-from cluster.supervision.process_supervisor import Process, ProcessSupervisor
-from cluster.supervision.roles import Slot
-from wire.messages import Role
+from tandem.cluster.operations.worker_slots import Fleet
+from tandem.cluster.supervision.health import Phase
+from tandem.cluster.supervision.process_supervisor import Process, ProcessSupervisor
+from tandem.cluster.supervision.roles import Slot
+from tandem.protocol.messages import Role
 
 SLOT = Slot("decode-0", Role.DECODE, "cpu")
 

@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from cluster import background
-from cluster import worker_supervisor as supervisor
-from cluster.config import ClusterConfig
-from cluster.metrics import ClusterMetrics
-from cluster.operations import operator
-from cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
-from cluster.supervision.handover import Handover
-from cluster.supervision.health import ClusterHealth, Health, Phase
-from cluster.supervision.process_supervisor import Process
-from cluster.supervision.registry import Registry
-from cluster.supervision.roles import Slot, plan
-from cluster.supervision.size import SizeChange
-from cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
 from kv_transfer.departed import Departed
+from tandem.cluster import background
+from tandem.cluster import worker_supervisor as supervisor
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.metrics import ClusterMetrics
+from tandem.cluster.operations import operator
+from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers
+from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.health import ClusterHealth, Health, Phase
+from tandem.cluster.supervision.process_supervisor import Process
+from tandem.cluster.supervision.registry import Registry
+from tandem.cluster.supervision.roles import Slot, plan
+from tandem.cluster.supervision.size import SizeChange
+from tandem.cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
+from tandem.protocol.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.worker.reporting.description import WorkerDescription, served_of, tuning_of
 from tests.unit.cluster.crew import until
-from wire.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
-from worker.reporting.description import WorkerDescription, served_of, tuning_of
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
 CONFIG = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)

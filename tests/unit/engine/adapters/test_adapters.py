@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import AdapterSource
-from engine.kernels.base import Kernels
-from engine.kernels.lora.lora_kernels import LoraReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
+from tandem.engine.config import AdapterSource
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.lora.lora_kernels import LoraReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
 from tests.adapters import ATTENTION, DENSE, EVERY, TinyAdapter
 from tests.factories import draw, tiny_engine_config, write_tiny_model
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.adapters import reader
-from engine.adapters.load import check_adapters, load_adapters
-from engine.config import AdapterSource
-from engine.models.allocation import allocate_parameters
-from engine.models.load_spec import load_spec
+from tandem.engine.adapters import reader
+from tandem.engine.adapters.load import check_adapters, load_adapters
+from tandem.engine.config import AdapterSource
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.load_spec import load_spec
+from tandem.protocol.errors import InvalidArgument, ModelError
 from tests.adapters import ATTENTION, TinyAdapter, write_adapter
 from tests.factories import tiny_engine_config, write_tiny_model
-from wire.errors import InvalidArgument, ModelError
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 

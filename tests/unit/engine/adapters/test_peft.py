@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import AdapterSource
-from engine.model_runner import ModelRunner
-from engine.steps.batch import StepBatch, StepRow
+from tandem.engine.config import AdapterSource
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import StepBatch, StepRow
 from tests.factories import draw, tiny_engine_config, write_tiny_model
 
 peft = pytest.importorskip("peft", reason="needs the package peft")

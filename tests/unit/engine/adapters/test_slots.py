@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.adapters.folder import AdapterFolder
-from engine.adapters.load import slot_bytes
-from engine.adapters.reader import read_adapter
-from engine.adapters.slots import AdapterSlots
-from engine.kernels.lora.lora_kernels import LoraReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.models.load_spec import load_spec
-from engine.steps.batch import StepBatch
+from tandem.engine.adapters.folder import AdapterFolder
+from tandem.engine.adapters.load import slot_bytes
+from tandem.engine.adapters.reader import read_adapter
+from tandem.engine.adapters.slots import AdapterSlots
+from tandem.engine.kernels.lora.lora_kernels import LoraReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.steps.batch import StepBatch
+from tandem.protocol.errors import FailedPrecondition, InvalidArgument, ModelError, NotFound, ResourceExhausted
+from tandem.protocol.messages import AdapterFacts
 from tests.adapters import DENSE, TinyAdapter
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.unit.engine.adapters.test_adapters import TOLERANCE, logits_of, rows_of
-from wire.errors import FailedPrecondition, InvalidArgument, ModelError, NotFound, ResourceExhausted
-from wire.messages import AdapterFacts
 
 FIRST, SECOND = TinyAdapter(seed=1, rank=5), TinyAdapter(seed=2, modules=DENSE, alpha=3)
 

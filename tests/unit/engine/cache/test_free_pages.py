@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.free_pages import FreePages
+from tandem.engine.cache.free_pages import FreePages
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 39), st.randoms()), max_size=60))

@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from engine.cache.page_census import PageCounts
-from engine.cache.page_pool import PagePool
-from wire.errors import Internal, ResourceExhausted, StaleEpoch
-from wire.messages import Lease, RequestRef
+from tandem.engine.cache.page_census import PageCounts
+from tandem.engine.cache.page_pool import PagePool
+from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch
+from tandem.protocol.messages import Lease, RequestRef
 
 ALICE, BOB = RequestRef("alice", 1), RequestRef("bob", 1)
 LEASE = Lease("alice", 1, 7)

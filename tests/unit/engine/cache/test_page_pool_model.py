@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.cache.page_pool import PagePool
-from wire.errors import Internal, ResourceExhausted, StaleEpoch
-from wire.messages import Lease, RequestRef
+from tandem.engine.cache.page_pool import PagePool
+from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch
+from tandem.protocol.messages import Lease, RequestRef
 
 TOTAL = 12
 owners = st.integers(0, 2).map(lambda number: RequestRef(f"r{number}", 1))

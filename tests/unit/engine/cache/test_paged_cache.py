@@ -8,11 +8,11 @@ import psutil
 import pytest
 import torch
 
-from engine.cache import paged_cache
-from engine.cache.paged_cache import PagedCache, cache_bytes
-from engine.weights.checkpoint import check_model
+from tandem.engine.cache import paged_cache
+from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
+from tandem.engine.weights.checkpoint import check_model
+from tandem.protocol.errors import InvalidArgument
 from tests.factories import write_tiny_model
-from wire.errors import InvalidArgument
 
 
 def cache_of(folder: Path, capacity_bytes: int) -> PagedCache:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import Prefix, PrefixCache
-from wire.errors import Internal, ResourceExhausted, StaleEpoch
-from wire.kv_pages import KvPages
-from wire.messages import Lease, RequestRef
-from wire.page_digests import page_digests, root_digest
-from wire.prefixes import PrefixChanges, PrefixRun
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import Lease, RequestRef
+from tandem.protocol.page_digests import page_digests, root_digest
+from tandem.protocol.prefixes import PrefixChanges, PrefixRun
 
 PAGE = 2
 PROMPT = [1, 2, 3, 4, 5, 6, 7]

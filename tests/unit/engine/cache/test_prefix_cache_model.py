@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import Prefix, PrefixCache
-from wire.errors import ResourceExhausted
-from wire.kv_pages import KvPages
-from wire.messages import RequestRef
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import RequestRef
 
 TOTAL, PAGE = 12, 2
 Path = tuple[object, ...]

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.cache.page_pool import PagePool
-from engine.cache.prefix_cache import Prefix, PrefixCache
-from wire.errors import ResourceExhausted
-from wire.kv_pages import FREED, KvPages, held_pages
-from wire.messages import RequestRef
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.prefix_cache import Prefix, PrefixCache
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.kv_pages import FREED, KvPages, held_pages
+from tandem.protocol.messages import RequestRef
 
 PAGE = 2
 WINDOWS = (None, 5, 3)

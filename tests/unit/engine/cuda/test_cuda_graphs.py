@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import pytest
 
-from engine.cuda.cuda_graphs import DecodeGraphs, graph_sizes
-from engine.cuda.step_graph import StepGraph
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.steps.step_buffer import StepSizes
-from wire.messages import SamplingParams
+from tandem.engine.cuda.cuda_graphs import DecodeGraphs, graph_sizes
+from tandem.engine.cuda.step_graph import StepGraph
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.step_buffer import StepSizes
+from tandem.protocol.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 

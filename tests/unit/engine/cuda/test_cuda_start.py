@@ -11,13 +11,13 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from engine.config import EngineConfig
-from engine.cuda import cuda_start
-from engine.cuda.compile_ahead import Trial
-from engine.models.shapes import shape_config
-from engine.steps.batch import StepBatch
-from engine.steps.step_packer import StepPacker, step_limits
-from wire.errors import InvalidArgument
+from tandem.engine.config import EngineConfig
+from tandem.engine.cuda import cuda_start
+from tandem.engine.cuda.compile_ahead import Trial
+from tandem.engine.models.shapes import shape_config
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.steps.step_packer import StepPacker, step_limits
+from tandem.protocol.errors import InvalidArgument
 
 CPU = torch.device("cpu")
 PAGE = 16

@@ -7,15 +7,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.cuda import cuda_stepper
-from engine.cuda.cuda_stepper import CudaStepper
-from engine.graph_use import GraphUse
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.steps.step_buffer import StepLimits, StepSizes
-from engine.steps.step_packer import StepPacker
-from wire.errors import Internal
-from wire.messages import SamplingParams
+from tandem.engine.cuda import cuda_stepper
+from tandem.engine.cuda.cuda_stepper import CudaStepper
+from tandem.engine.graph_use import GraphUse
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.step_buffer import StepLimits, StepSizes
+from tandem.engine.steps.step_packer import StepPacker
+from tandem.protocol.errors import Internal
+from tandem.protocol.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=4, page_tokens=16)
 DRAW = Draw(SamplingParams(max_tokens=1), 0)

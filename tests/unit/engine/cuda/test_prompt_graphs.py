@@ -5,16 +5,16 @@ from typing import Any, cast
 
 import pytest
 
-from costs.step_cost import slots_of, unpadded_prompts
-from costs.step_grid import TILE_TOKENS
-from engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
-from engine.cuda.step_graph import StepGraph
-from engine.models.shapes import shape_config
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
-from engine.steps.step_buffer import StepLimits
-from engine.steps.step_packer import StepPacker
-from wire.messages import SamplingParams
+from tandem.cost_model.step_cost import slots_of, unpadded_prompts
+from tandem.cost_model.step_grid import TILE_TOKENS
+from tandem.engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
+from tandem.engine.cuda.step_graph import StepGraph
+from tandem.engine.models.shapes import shape_config
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.step_buffer import StepLimits
+from tandem.engine.steps.step_packer import StepPacker
+from tandem.protocol.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=1_000_000, pages=70_000, page_tokens=16)
 DRAW = Draw(SamplingParams(max_tokens=1), 0)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine.cuda.step_graph import empty_step
-from engine.steps.step_buffer import StepLimits, StepSizes
-from engine.steps.step_packer import StepPacker
+from tandem.engine.cuda.step_graph import empty_step
+from tandem.engine.steps.step_buffer import StepLimits, StepSizes
+from tandem.engine.steps.step_packer import StepPacker
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=9, page_tokens=4)
 

@@ -5,15 +5,15 @@ from typing import Any, cast
 
 import pytest
 
-from engine.cuda.step_graph import StepGraph
-from engine.cuda.verify_graphs import DRAFTS, MOST_ROWS, VerifyGraphs, VerifySize, most_groups, verify_sizes
-from engine.kernels.base import Kernels
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draft_groups import groups_needed
-from engine.steps.draws import Draw
-from engine.steps.step_buffer import StepSizes
+from tandem.engine.cuda.step_graph import StepGraph
+from tandem.engine.cuda.verify_graphs import DRAFTS, MOST_ROWS, VerifyGraphs, VerifySize, most_groups, verify_sizes
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draft_groups import groups_needed
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.step_buffer import StepSizes
+from tandem.protocol.messages import SamplingParams
 from tests.draft_rows import with_drafts
-from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 NOTHING = cast(Any, None)

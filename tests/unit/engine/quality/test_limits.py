@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cli.quantization.sample_text import sample_text, token_samples
-from engine.config import EngineConfig
-from engine.kernels.base import Kernels
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.quality.loading import load_for_comparison
-from engine.quality.teacher_forced import compare
-from engine.quantizer.quantize import Recipe, quantize
-from engine.quantizer.scheme import SCHEMES
-from engine.steps.batch import StepBatch
 from router.text.tokenizer import Tokenizer
+from tandem.cli.quantization.sample_text import sample_text, token_samples
+from tandem.engine.config import EngineConfig
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.quality.loading import load_for_comparison
+from tandem.engine.quality.teacher_forced import compare
+from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.scheme import SCHEMES
+from tandem.engine.steps.batch import StepBatch
 from tests.unit.engine.quantizer.plain_reader import read_plainly
 
 SAMPLES, TOKENS = 8, 64

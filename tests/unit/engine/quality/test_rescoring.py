@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine import device
-from engine.kernels.base import Kernels
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.quality.divergence import DivergenceSum
-from engine.quality.teacher_forced import StepRows
-from engine.steps.batch import StepBatch
+from tandem.engine import device
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.quality.divergence import DivergenceSum
+from tandem.engine.quality.teacher_forced import StepRows
+from tandem.engine.steps.batch import StepBatch
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.unit.engine.weights.quantized_folders import write_quantized
 

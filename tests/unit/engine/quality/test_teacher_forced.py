@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.quality import teacher_forced
-from engine.quality.divergence import DivergenceSum
-from engine.quality.teacher_forced import Quality, compare
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.quality import teacher_forced
+from tandem.engine.quality.divergence import DivergenceSum
+from tandem.engine.quality.teacher_forced import Quality, compare
+from tandem.protocol.errors import InvalidArgument
 from tests.factories import tiny_engine_config, write_tiny_model
-from wire.errors import InvalidArgument
 
 SAMPLES = [[(7 * number + 3 * position) % 160 for position in range(24)] for number in range(5)]
 

@@ -9,23 +9,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.quality.teacher_forced import compare
-from engine.quantizer.awq import scale_for_activations
-from engine.quantizer.calibrated_layer import CalibratedLayer, embedded
-from engine.quantizer.calibration import CalibrationKernels, InputStatistics
-from engine.quantizer.folding import Fold, folds
-from engine.quantizer.gptq import gptq
-from engine.quantizer.quantize import Recipe, quantize
-from engine.quantizer.rtn import round_to_nearest
-from engine.quantizer.scheme import SCHEMES
-from engine.quantizer.smoothquant import smooth
-from engine.quantizer.source import Source
-from engine.steps.batch import StepBatch
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.quality.teacher_forced import compare
+from tandem.engine.quantizer.awq import scale_for_activations
+from tandem.engine.quantizer.calibrated_layer import CalibratedLayer, embedded
+from tandem.engine.quantizer.calibration import CalibrationKernels, InputStatistics
+from tandem.engine.quantizer.folding import Fold, folds
+from tandem.engine.quantizer.gptq import gptq
+from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.rtn import round_to_nearest
+from tandem.engine.quantizer.scheme import SCHEMES
+from tandem.engine.quantizer.smoothquant import smooth
+from tandem.engine.quantizer.source import Source
+from tandem.engine.steps.batch import StepBatch
+from tandem.protocol.errors import InvalidArgument, ModelError
 from tests.factories import row, tiny_engine_config, write_tiny_model
 from tests.unit.engine.quantizer.plain_reader import write_plain_copy
-from wire.errors import InvalidArgument, ModelError
 
 CPU = torch.device("cpu")
 SAMPLES = [torch.randint(3, 160, (48,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(12)]
@@ -95,7 +95,7 @@ def test_the_error_of_a_block_of_columns_is_made_up_for_by_those_of_the_next(
     chosen, group = SCHEMES[scheme], 64 if SCHEMES[scheme].grouped else None
     found = {}
     for block in (320, 128, 7):
-        monkeypatch.setattr("engine.quantizer.gptq._BLOCK", block)
+        monkeypatch.setattr("tandem.engine.quantizer.gptq._BLOCK", block)
         found[block] = gptq(weight, inputs, chosen, group, torch.float32).codes
     for block in (128, 7):
         assert (found[block] == found[320]).float().mean() > 0.99

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.quantizer.quantize import Recipe, quantize
-from engine.quantizer.rtn import round_to_nearest
-from engine.quantizer.scheme import SCHEMES, choose_group, parse_scheme
+from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.rtn import round_to_nearest
+from tandem.engine.quantizer.scheme import SCHEMES, choose_group, parse_scheme
+from tandem.protocol.errors import InvalidArgument, ModelError
 from tests.factories import write_tiny_model
 from tests.unit.engine.quantizer.plain_reader import read_plainly
-from wire.errors import InvalidArgument, ModelError
 
 CPU = torch.device("cpu")
 HALF_STEPS = {"w4a16": 2 / 15, "w4a16-asym": 2 / 15, "w8a16": 1 / 127, "w8a8": 1 / 127}
@@ -90,7 +90,7 @@ def test_the_configuration_is_that_of_compressed_tensors(tmp_path: Path) -> None
 
 def test_large_models_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
-    monkeypatch.setattr("engine.quantizer.folder_writer._SHARD_BYTES", 100_000)
+    monkeypatch.setattr("tandem.engine.quantizer.folder_writer._SHARD_BYTES", 100_000)
     written = quantize(folder, tmp_path / "out", Recipe(SCHEMES["w8a8"]), device=CPU)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
@@ -119,7 +119,7 @@ def test_a_full_disk_is_said_in_a_sentence(place: str, tmp_path: Path, monkeypat
 
     folder = write_tiny_model(tmp_path / "tiny")
     (folder / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(f"engine.quantizer.folder_writer.{place}", full)
+    monkeypatch.setattr(f"tandem.engine.quantizer.folder_writer.{place}", full)
     with pytest.raises(InvalidArgument, match=r"out cannot be written: .*No space left on device\."):
         quantize(folder, tmp_path / "out", Recipe(SCHEMES["w8a8"]), device=CPU)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["tiny"]

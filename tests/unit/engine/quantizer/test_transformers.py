@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.quantizer.quantize import Recipe, quantize
-from engine.quantizer.scheme import SCHEMES
+from tandem.engine.quantizer.quantize import Recipe, quantize
+from tandem.engine.quantizer.scheme import SCHEMES
 from tests.factories import write_tiny_model
 from tests.unit.engine.quantizer.plain_reader import read_plainly, write_plain_copy
 

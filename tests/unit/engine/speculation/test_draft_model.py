@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model_runner import ModelRunner
-from engine.models.allocation import weight_bytes
-from engine.models.load_spec import load_spec
-from engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.load_draft import split_kv
-from engine.speculation.load_draft_model import memory_of
-from engine.speculation.proposer import WantedDraft
-from engine.steps.draws import NO_TOKEN, Draw
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import weight_bytes
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind
+from tandem.engine.speculation.draft_model import DraftModel
+from tandem.engine.speculation.load_draft import split_kv
+from tandem.engine.speculation.load_draft_model import memory_of
+from tandem.engine.speculation.proposer import WantedDraft
+from tandem.engine.steps.draws import NO_TOKEN, Draw
+from tandem.protocol.errors import InvalidArgument, ModelError
+from tandem.protocol.messages import SamplingParams
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, next_token
 from tests.small_tokenizer import save_tokenizer
-from wire.errors import InvalidArgument, ModelError
-from wire.messages import SamplingParams
 
 SAMPLING = SamplingParams(64)
 
@@ -182,7 +182,7 @@ def test_both_models_hold_as_many_tokens(folders: Path, dtype: str) -> None:
 def test_memory_counts_before_it_is_taken(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = folders / "target", folders / "draft"
     free = [sum(weight_bytes(load_spec(each), torch.float32) for each in (target, draft)) - 1]
-    monkeypatch.setattr("engine.memory.free_bytes", lambda _: free[0])
+    monkeypatch.setattr("tandem.engine.memory.free_bytes", lambda _: free[0])
     with pytest.raises(InvalidArgument, match="device: the weights take"):
         ModelRunner.load(tiny_engine_config(target, draft=draft))
     ModelRunner.load(tiny_engine_config(target))

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from benchmarks.speculation.heads_acceptance import heads_tokens_a_step
-from engine.draft_training.answers import Answer, Answering, tokens_a_step
-from engine.draft_training.train_draft import base_weights
-from engine.draft_training.train_heads import frequent_tokens
-from engine.model_runner import ModelRunner
-from engine.models.allocation import allocate_parameters
-from engine.models.load_spec import load_spec
-from engine.weights import checkpoint
-from engine.weights.checkpoint import load_weights
-from engine.weights.tensor_reader import read_tensors
+from tandem.engine.draft_training.answers import Answer, Answering, tokens_a_step
+from tandem.engine.draft_training.train_draft import base_weights
+from tandem.engine.draft_training.train_heads import frequent_tokens
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.weights import checkpoint
+from tandem.engine.weights.checkpoint import load_weights
+from tandem.engine.weights.tensor_reader import read_tensors
 from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.medusa_heads import write_heads

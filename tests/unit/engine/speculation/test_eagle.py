@@ -11,22 +11,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from engine.config.attention import AttentionShape
-from engine.config.rope import RopeConfig
-from engine.draft_training.eagle_layer import EagleLayer, EagleSizes
-from engine.draft_training.train_heads import BaseWeights
-from engine.model_runner import ModelRunner
-from engine.models.load_spec import load_spec
-from engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind, drafting_model
-from engine.speculation.eagle.proposer import EagleProposer
-from engine.speculation.load_draft import split_kv
-from engine.speculation.proposer import DRAFTS_MAX, EAGLE_CLASS, WantedDraft
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.draws import Draw
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.rope import RopeConfig
+from tandem.engine.draft_training.eagle_layer import EagleLayer, EagleSizes
+from tandem.engine.draft_training.train_heads import BaseWeights
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.speculation.draft_folder import DraftKind, check_draft_folder, draft_kind, drafting_model
+from tandem.engine.speculation.eagle.proposer import EagleProposer
+from tandem.engine.speculation.load_draft import split_kv
+from tandem.engine.speculation.proposer import DRAFTS_MAX, EAGLE_CLASS, WantedDraft
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.errors import ModelError
+from tandem.protocol.messages import SamplingParams
 from tests.eagle_heads import DIM, HEADS, KV_HEADS, WIDTH, write_eagle
 from tests.factories import row, tiny_engine_config, write_tiny_model
-from wire.errors import ModelError
-from wire.messages import SamplingParams
 
 HIDDEN, VOCAB = 64, 96
 FEW = [3, 17, 29, 40, 41, 88, 95]

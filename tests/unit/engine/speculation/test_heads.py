@@ -9,19 +9,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.kernels.reference import rms_norm
-from engine.model_runner import ModelRunner
-from engine.models.allocation import weight_bytes
-from engine.models.load_spec import load_spec
-from engine.speculation.draft_folder import check_draft_folder, draft_bytes
-from engine.speculation.heads.proposer import HeadsProposer
-from engine.speculation.proposer import HEADS_CLASS, WantedDraft
-from engine.steps.batch import StepBatch
-from engine.steps.draws import Draw
+from tandem.engine.kernels.reference import rms_norm
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import weight_bytes
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.speculation.draft_folder import check_draft_folder, draft_bytes
+from tandem.engine.speculation.heads.proposer import HeadsProposer
+from tandem.engine.speculation.proposer import HEADS_CLASS, WantedDraft
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.errors import InvalidArgument, ModelError
+from tandem.protocol.messages import SamplingParams
 from tests.factories import row, tiny_engine_config, write_tiny_model
 from tests.medusa_heads import write_heads
-from wire.errors import InvalidArgument, ModelError
-from wire.messages import SamplingParams
 
 HIDDEN, VOCAB = 64, 96
 TOKENS = [5, 17, 2, 40, 90, 33]
@@ -131,7 +131,7 @@ def test_memory_counts_before_it_is_taken(
     found = draft_bytes(config, spec, torch.float32, cpu)
     assert found == sum(each.nbytes for each in read) + copied + config.max_step_tokens * HIDDEN * 4
     free = [weight_bytes(spec, torch.float32) + found]
-    monkeypatch.setattr("engine.memory.free_bytes", lambda _: free[0])
+    monkeypatch.setattr("tandem.engine.memory.free_bytes", lambda _: free[0])
     proposer = ModelRunner.load(config).draft_proposer
     assert proposer is not None
     assert proposer().memory == {"weights": found}

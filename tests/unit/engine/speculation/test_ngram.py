@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.ngram import NgramProposer
-from engine.speculation.ngram_history import LONGEST, MATCH_MAX, NOTED_MAX
-from engine.speculation.proposer import NO_DRAFT, Draft
+from tandem.engine.speculation.ngram import NgramProposer
+from tandem.engine.speculation.ngram_history import LONGEST, MATCH_MAX, NOTED_MAX
+from tandem.engine.speculation.proposer import NO_DRAFT, Draft
 
 
 def begun(*token_ids: int) -> NgramProposer:

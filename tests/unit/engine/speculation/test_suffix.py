@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation import suffix
-from engine.speculation.ngram import NgramProposer
-from engine.speculation.ngram_history import LONGEST
-from engine.speculation.proposer import HEADS_CLASS, LAST_CLASS, NO_DRAFT, Draft
-from engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
+from tandem.engine.speculation import suffix
+from tandem.engine.speculation.ngram import NgramProposer
+from tandem.engine.speculation.ngram_history import LONGEST
+from tandem.engine.speculation.proposer import HEADS_CLASS, LAST_CLASS, NO_DRAFT, Draft
+from tandem.engine.speculation.suffix import ANSWER_CLASSES, SuffixProposer
 
 
 def answered(

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.logprobs import logprobs
-from engine.model_runner import ModelRunner
-from engine.models.decoder import DecoderModel
-from engine.steps.batch import StepBatch, StepRow
-from engine.steps.prompt_scoring import PIECE, PromptScores
+from tandem.engine.logprobs import logprobs
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.prompt_scoring import PIECE, PromptScores
+from tandem.protocol.messages import TokenLogprobs
 from tests.factories import draw, row, tiny_engine_config, write_tiny_model
-from wire.messages import TokenLogprobs
 
 PROMPT = [(7 * i * i + 3) % 150 for i in range(2 * PIECE + 21)]
 TOP = 3

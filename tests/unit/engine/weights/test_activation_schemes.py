@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config.quantization import WeightScheme, at_load
-from engine.kernels.base import Linear
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.models.allocation import allocate_parameters
-from engine.models.load_spec import load_spec, quantized_at_load
-from engine.models.parameters import named_weights
-from engine.models.quantization_config import parse_quantization
-from engine.weights.checkpoint import check_model, load_weights
+from tandem.engine.config.quantization import WeightScheme, at_load
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.load_spec import load_spec, quantized_at_load
+from tandem.engine.models.parameters import named_weights
+from tandem.engine.models.quantization_config import parse_quantization
+from tandem.engine.weights.checkpoint import check_model, load_weights
 from tests.factories import write_tiny_model
 from tests.unit.engine.weights.quantized_folders import WEIGHTS, write_quantized
 
@@ -127,7 +127,7 @@ def test_the_plain_product_by_hand(group: int, dtype: torch.dtype) -> None:
 
 def test_config_json_of_a_quantizer_says_so(tmp_path: Path) -> None:
     """`tandem quantize --scheme w8a8` and `fp8` write what is read here."""
-    from engine.quantizer.scheme import SCHEMES
+    from tandem.engine.quantizer.scheme import SCHEMES
 
     for name, quantized in (("w8a8", True), ("fp8", True), ("w8a16", False), ("w4a16", False)):
         config = json.loads(json.dumps(SCHEMES[name].config(128, [])))

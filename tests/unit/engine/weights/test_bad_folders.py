@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.load_spec import load_spec
-from engine.weights.checkpoint import check_model
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.weights.checkpoint import check_model
+from tandem.protocol.errors import ModelError
 from tests.factories import FAMILIES, write_tiny_model
-from wire.errors import ModelError
 
 Tensors = dict[str, torch.Tensor]
 WEIGHTS = "model.safetensors"
@@ -212,9 +212,9 @@ RENAMES: dict[str, Callable[[str], str]] = {
 def test_the_text_part_of_a_multimodal_model(
     tmp_path: Path, rename: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from engine.models.allocation import allocate_parameters
-    from engine.models.parameters import tensors_of
-    from engine.weights.checkpoint import load_weights
+    from tandem.engine.models.allocation import allocate_parameters
+    from tandem.engine.models.parameters import tensors_of
+    from tandem.engine.weights.checkpoint import load_weights
 
     alone = load_spec(write_tiny_model(tmp_path / "alone", "gemma3"))
     folder = write_multimodal(tmp_path / "both", rename)

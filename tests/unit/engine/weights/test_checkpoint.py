@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.allocation import allocate_parameters
-from engine.models.families import places_of
-from engine.models.parameters import tensors_of
-from engine.weights.checkpoint import check_model, load_weights, revision_hash, stored_dtype
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.families import places_of
+from tandem.engine.models.parameters import tensors_of
+from tandem.engine.weights.checkpoint import check_model, load_weights, revision_hash, stored_dtype
+from tandem.protocol.errors import ModelError
 from tests.factories import write_tiny_model
-from wire.errors import ModelError
 
 Tensors = dict[str, torch.Tensor]
 WEIGHTS = "model.safetensors"

@@ -18,19 +18,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from engine.draft_training.train_draft import base_weights
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.models.allocation import allocate_parameters, weight_bytes
-from engine.models.parameters import named_weights
-from engine.steps.batch import StepBatch
-from engine.weights import gguf as conversion
-from engine.weights.checkpoint import check_model
-from engine.weights.gguf import default_cache, prepare_model, refuse_codes
-from engine.weights.gguf_config import huggingface_config, huggingface_name
+from tandem.engine.draft_training.train_draft import base_weights
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import allocate_parameters, weight_bytes
+from tandem.engine.models.parameters import named_weights
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.weights import gguf as conversion
+from tandem.engine.weights.checkpoint import check_model
+from tandem.engine.weights.gguf import default_cache, prepare_model, refuse_codes
+from tandem.engine.weights.gguf_config import huggingface_config, huggingface_name
+from tandem.protocol.errors import ModelError
 from tests.factories import FAMILIES, random_weights, row, tiny_engine_config, write_tiny_model
-from wire.errors import ModelError
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = "<|im_start|>user\nName 3 häufige birds, e.g. 12345 🦜 crows.<|im_end|>\n<|im_start|>assistant\n"

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config.quantization import WeightFormat
-from engine.models.quantization_config import GGUF_SCHEMES
-from engine.weights.quantized import FORMATS
-from engine.weights.quantized.gguf_blocks import BLOCKS
+from tandem.engine.config.quantization import WeightFormat
+from tandem.engine.models.quantization_config import GGUF_SCHEMES
+from tandem.engine.weights.quantized import FORMATS
+from tandem.engine.weights.quantized.gguf_blocks import BLOCKS
 
 ROWS, COLUMNS = 3, 512
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from engine.config.model import ModelSpec
-from engine.kernels.held_weight import held_bytes
-from engine.kernels.packed_weight import PackedWeight
-from engine.model_sizes import matrix_bytes, model_sizes, total_weights
-from engine.models.allocation import weight_bytes
-from engine.models.load_spec import quantized_at_load
-from engine.models.shapes import shape_config
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.held_weight import held_bytes
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.model_sizes import matrix_bytes, model_sizes, total_weights
+from tandem.engine.models.allocation import weight_bytes
+from tandem.engine.models.load_spec import quantized_at_load
+from tandem.engine.models.shapes import shape_config
 from tests.kernels.packed_cases import make_packed
 
 ROWS, COLUMNS = 16, 256

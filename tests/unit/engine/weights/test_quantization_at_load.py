@@ -5,24 +5,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config.quantization import Codes, Packing
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.model_sizes import matrix_bytes, model_sizes, total_weights
-from engine.model_summary import model_summary
-from engine.models.allocation import allocate_parameters, weight_bytes
-from engine.models.load_spec import load_spec, quantized_at_load
-from engine.models.parameters import Parameters, named_weights, tensors_of
-from engine.quantizer.rtn import round_to_nearest
-from engine.quantizer.scheme import SCHEMES
-from engine.steps.batch import StepBatch
-from engine.weights.checkpoint import load_weights
-from engine.weights.quantized.rounding import rounded
-from engine.weights.random_weights import fill_randomly
+from tandem.engine.config.quantization import Codes, Packing
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_sizes import matrix_bytes, model_sizes, total_weights
+from tandem.engine.model_summary import model_summary
+from tandem.engine.models.allocation import allocate_parameters, weight_bytes
+from tandem.engine.models.load_spec import load_spec, quantized_at_load
+from tandem.engine.models.parameters import Parameters, named_weights, tensors_of
+from tandem.engine.quantizer.rtn import round_to_nearest
+from tandem.engine.quantizer.scheme import SCHEMES
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.weights.checkpoint import load_weights
+from tandem.engine.weights.quantized.rounding import rounded
+from tandem.engine.weights.random_weights import fill_randomly
+from tandem.protocol.errors import InvalidArgument
 from tests.factories import row, tiny_engine_config, write_tiny_model
 from tests.unit.engine.weights.quantized_folders import write_quantized
-from wire.errors import InvalidArgument
 
 CPU = torch.device("cpu")
 NAMES = ["int8", "fp8", "int4"]

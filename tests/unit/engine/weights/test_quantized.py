@@ -9,20 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.kernels.base import Kernels
-from engine.kernels.cpu.kernels import CpuKernels
-from engine.kernels.packed_weight import PackedWeight
-from engine.kernels.reference import ReferenceKernels
-from engine.model_runner import ModelRunner
-from engine.models.allocation import allocate_parameters, weight_bytes
-from engine.models.families import places_of
-from engine.models.parameters import named_weights, tensors_of
-from engine.models.quantization_config import parse_quantization
-from engine.steps.batch import StepBatch
-from engine.weights.checkpoint import check_model, load_weights, stored_dtype
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.cpu.kernels import CpuKernels
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import allocate_parameters, weight_bytes
+from tandem.engine.models.families import places_of
+from tandem.engine.models.parameters import named_weights, tensors_of
+from tandem.engine.models.quantization_config import parse_quantization
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.weights.checkpoint import check_model, load_weights, stored_dtype
+from tandem.protocol.errors import ModelError
 from tests.factories import row, tiny_engine_config, write_tiny_model
 from tests.unit.engine.weights.quantized_folders import CASES, WEIGHTS, write_quantized
-from wire.errors import ModelError
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

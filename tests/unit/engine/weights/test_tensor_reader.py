@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.weights import tensor_reader
-from engine.weights.safetensors_file import TensorEntry, read_header
-from engine.weights.tensor_reader import read_tensors
-from wire.errors import ModelError
+from tandem.engine.weights import tensor_reader
+from tandem.engine.weights.safetensors_file import TensorEntry, read_header
+from tandem.engine.weights.tensor_reader import read_tensors
+from tandem.protocol.errors import ModelError
 
 SHAPES = {"vector": (7,), "matrix": (33, 19), "long": (1001, 3), "single": (1,)}
 

@@ -14,13 +14,13 @@ import pytest
 
 from router.access.quota import QUOTA_HEADERS
 from router.requests.validation import RequestValidator
+from tandem.net.limits.call_count import CallCount
+from tandem.net.rpc import error_of
+from tandem.protocol.errors import RateLimited, ResourceExhausted
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
-from wire.errors import RateLimited, ResourceExhausted
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.limits.call_count import CallCount
-from wire.rpc import error_of
 
 KEYS = """
 small-key name=small requests_per_minute=2
@@ -151,7 +151,7 @@ async def test_a_quota_of_tokens_counts_prompt_and_answer(cluster: Cluster, http
 async def test_keys_are_rotated_without_a_restart(
     cluster: Cluster, http: httpx.AsyncClient, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wire.security.watched_files.CHECK_S", 0.0)
+    monkeypatch.setattr("tandem.net.security.watched_files.CHECK_S", 0.0)
     settings["api_key_file"].write_text(f"{KEYS}\nnew-key name=other")
     async with channel_to(cluster.endpoints.grpc_address, "new-key") as channel:
         for _ in range(600):  # a front process looks at the file once a second

@@ -12,9 +12,9 @@ from router.access import audit_log
 from router.access.audit_log import AuditLog
 from router.access.callers import Caller
 from router.access.client_call import ClientCall
-from telemetry.exposition import TEXT, Exposition
-from telemetry.registry import Registry
-from wire.errors import FailedPrecondition
+from tandem.metrics.exposition import TEXT, Exposition
+from tandem.metrics.registry import Registry
+from tandem.protocol.errors import FailedPrecondition
 
 
 @pytest.fixture

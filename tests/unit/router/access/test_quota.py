@@ -6,9 +6,9 @@ import pytest
 
 from router.access.callers import ANYONE, Callers
 from router.access.quota import QUOTA_HEADERS, Quota
-from tests.unit.wire.test_api_keys import Clock, shown
-from wire.errors import PermissionDenied, RateLimited, TandemError, Unauthenticated
-from wire.security.api_keys import KeySource
+from tandem.net.security.api_keys import KeySource
+from tandem.protocol.errors import PermissionDenied, RateLimited, TandemError, Unauthenticated
+from tests.unit.net.test_api_keys import Clock, shown
 
 
 def refused(quota: Quota) -> RateLimited:

@@ -17,17 +17,17 @@ import httpx
 import openai
 import pytest
 
-from cli.bench.servers import GrpcServer, find_server
-from cli.connection.client import RouterClient, Sampling
-from cli.load.run import LoadSettings, shares_of
-from cli.load.workload import Arrival, Block, Workload
+from tandem.cli.bench.servers import GrpcServer, find_server
+from tandem.cli.connection.client import RouterClient, Sampling
+from tandem.cli.load.run import LoadSettings, shares_of
+from tandem.cli.load.workload import Arrival, Block, Workload
+from tandem.net.limits.listener_limits import ListenerLimits
+from tandem.net.security.client_tls import ClientTls
+from tandem.net.security.credentials import metrics_key_of
+from tandem.protocol.errors import InvalidArgument, PermissionDenied, Unavailable
 from tests.certificates import DAY, Authority, files_of
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.test_generate import Client, ask
-from wire.errors import InvalidArgument, PermissionDenied, Unavailable
-from wire.limits.listener_limits import ListenerLimits
-from wire.security.client_tls import ClientTls
-from wire.security.credentials import metrics_key_of
 
 BODY: dict[str, Any] = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 4}
 OURS, FOREIGN = Authority("ours"), Authority("foreign")

@@ -11,16 +11,16 @@ import grpc
 import httpx
 import pytest
 
-from cluster.operations.adapters import Adapters
-from cluster.service import ClusterServicer
-from cluster.supervision.registry import Registry
+from tandem.cluster.operations.adapters import Adapters
+from tandem.cluster.service import ClusterServicer
+from tandem.cluster.supervision.registry import Registry
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import types_pb2
+from tandem.protocol.messages import AdapterFacts, PeerRef, Role, WorkerInfo
 from tests.fake_engine import FACTS
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeController, channel_to, until
 from tests.unit.router.test_generate import Client
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import types_pb2
-from wire.messages import AdapterFacts, PeerRef, Role, WorkerInfo
 
 KEYS = "tenant-key name=tenant\nops-key name=ops role=operator\nreads-key name=reads role=reader\n"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -9,10 +9,10 @@ import grpc
 import httpx
 import pytest
 
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.messages import AdapterFacts
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import until
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.messages import AdapterFacts
 
 PROMPT = {"prompt": "Hello", "max_tokens": 8}
 SQL, POEMS = AdapterFacts("sql", "a1" * 16, "/adapters/sql"), AdapterFacts("org/poems", "b2" * 16, "/adapters/poems")

@@ -22,12 +22,12 @@ from router.requests import prompts
 from router.text import request_reader
 from router.text.chat_template import ChatTurn
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.messages import Role
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.errors import InvalidArgument
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.messages import Role
 
 MIB = 1 << 20
 EMPTY_MESSAGE = bytes([pb.ChatRequest.DESCRIPTOR.fields_by_name["messages"].number << 3 | 2, 0])

@@ -7,11 +7,11 @@ import grpc
 import httpx
 import pytest
 
+from tandem.net.limits.listener_limits import ListenerLimits
+from tandem.net.rpc import RETRY_AFTER
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
-from wire.limits.listener_limits import ListenerLimits
-from wire.rpc import RETRY_AFTER
 
 BODY = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 4}
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

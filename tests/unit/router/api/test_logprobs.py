@@ -7,14 +7,14 @@ from typing import Any
 import openai
 import pytest
 
-from router.api.openai_logprobs import chat_logprobs, completion_logprobs
+from router.api.logprobs import chat_logprobs, completion_logprobs
 from router.text.token_scores import ScoredToken, TokenScore
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tandem.protocol.messages import TokenLogprobs
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_logprobs, answer_token, channel_to
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.messages import TokenLogprobs
 
 PROMPT = [5, 6, 7, 8]
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello there"}]

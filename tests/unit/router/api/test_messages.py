@@ -10,16 +10,16 @@ import httpx
 import pytest
 
 from router.access.tenants import tenant_of, tenant_salt
-from router.api.messages.request import parse_message
+from router.api.anthropic.request import parse_message
 from router.text.tokenizer import Tokenizer
+from tandem.net.limits.listener_limits import ListenerLimits
+from tandem.protocol.errors import Internal
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.api.test_responses import prompt_text
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_token, until
-from vocabulary.grammars import of_tool_calls
-from wire.errors import Internal
-from wire.limits.listener_limits import ListenerLimits
-from wire.tracing.timeline import Edge, EdgeStamp
 
 TOOLS: list[Any] = [{"name": name, "description": "d", "input_schema": {"type": "object"}} for name in "fg"]
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello there"}]

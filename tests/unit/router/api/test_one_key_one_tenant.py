@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from router.access.tenants import tenant_of
+from tandem.net.rpc import ERROR_CODE
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import until
 from tests.unit.router.test_generate import ask
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.rpc import ERROR_CODE
 
 BODY = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 4}
 LONG = "界" * 20_000

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.errors import Internal
 from tests.unit.router.conftest import WITHOUT_RECOVERY, Cluster
 from tests.unit.router.fake_cluster import answer_token, until
-from wire.errors import Internal
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello there"}]
 CHAT = {"model": "fake", "messages": MESSAGES}

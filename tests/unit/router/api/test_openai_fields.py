@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, IgnoredLog
-from router.api.openai_requests import parse_chat, parse_completion
+from router.api.openai.requests import parse_chat, parse_completion
+from router.api.unserved_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, IgnoredLog
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 from tests.unit.router.conftest import Cluster
-from wire.errors import InvalidArgument
-from wire.tracing.timeline import Edge, EdgeStamp
 
 NOW = EdgeStamp.now(Edge.RECEIVED)
 USER = {"role": "user", "content": "Hello there"}

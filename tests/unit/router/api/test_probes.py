@@ -9,10 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.api.listeners import SERVICE
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
-from wire.messages import Role
-from wire.mode import Mode
 
 ASK = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 2}
 KEY = {"authorization": "Bearer sesame"}

@@ -11,9 +11,9 @@ from tokenizers import processors
 
 from router.text.chat_template import ChatTemplate, ChatTurn, PromptEnd
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.errors import InvalidArgument
 from tests.unit.router.conftest import TEMPLATE, Cluster
 from tests.unit.router.fake_cluster import answer_token
-from wire.errors import InvalidArgument
 
 USER = {"role": "user", "content": "Hello there"}
 BEGUN = {"role": "assistant", "content": "The quick "}

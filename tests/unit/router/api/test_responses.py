@@ -9,15 +9,15 @@ import openai
 import pydantic
 import pytest
 
-from router.api.responses.request import parse_response
+from router.api.openai.responses.request import parse_response
 from router.text.tokenizer import Tokenizer
+from tandem.net.limits.listener_limits import ListenerLimits
+from tandem.protocol.errors import Internal
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_token, until
-from vocabulary.grammars import of_tool_calls
-from wire.errors import Internal
-from wire.limits.listener_limits import ListenerLimits
-from wire.tracing.timeline import Edge, EdgeStamp
 
 TOOLS: list[Any] = [
     {"type": "function", "name": name, "description": "d", "parameters": {"type": "object"}, "strict": False}

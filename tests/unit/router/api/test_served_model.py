@@ -10,8 +10,8 @@ import grpc
 import httpx
 import pytest
 
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tests.unit.router.conftest import TEMPLATE, Cluster
-from wire.generated.tandem.v1 import inference_pb2 as pb
 
 PROMPT = {"prompt": "Hello", "max_tokens": 2}
 

@@ -12,15 +12,15 @@ import grpc
 import httpx
 import pytest
 
-from router.api.openai_requests import parse_chat
+from router.api.openai.requests import parse_chat
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.tokenizers.grammar_process import GrammarKind, GrammarProcess
+from tandem.tokenizers.grammars import of_choices, of_ebnf, of_json_schema, of_regex
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
-from vocabulary.grammar_process import GrammarKind, GrammarProcess
-from vocabulary.grammars import of_choices, of_ebnf, of_json_schema, of_regex
-from wire.errors import InvalidArgument
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.tracing.timeline import Edge, EdgeStamp
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 EBNF = 'root ::= "a" | "b" root'

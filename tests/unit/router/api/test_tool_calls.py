@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from router.text.tokenizer import Tokenizer
+from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.conftest import Cluster
-from vocabulary.grammars import of_tool_calls
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
@@ -254,9 +254,9 @@ class TestReasoningModel:
 
 
 def test_the_template_gets_tools_and_calls(tokenizer: Tokenizer) -> None:
-    from router.api.openai_requests import parse_chat
+    from router.api.openai.requests import parse_chat
     from router.text.chat_template import ChatTemplate
-    from wire.tracing.timeline import Edge, EdgeStamp
+    from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [

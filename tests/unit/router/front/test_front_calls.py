@@ -15,9 +15,9 @@ from router.front.http_calls import HttpCall
 from router.front.link import MESSAGES_BYTES_MAX, Call, RouterLink
 from router.front.relay import HttpRelay, _feed, _send
 from router.front.window import ACK_EVERY, AHEAD_BYTES_MAX, AHEAD_MAX, PART_BYTES_MAX
+from tandem.protocol.errors import Cancelled, Internal, ResourceExhausted
+from tandem.protocol.generated.tandem.v1 import front_pb2, inference_pb2
 from tests.unit.router.fake_cluster import until
-from wire.errors import Cancelled, Internal, ResourceExhausted
-from wire.generated.tandem.v1 import front_pb2, inference_pb2
 
 MESSAGES = 1000
 LARGE = 4 << 20

@@ -10,11 +10,11 @@ import pytest
 
 from router.front.link import MESSAGES_BYTES_MAX
 from router.front.processes import FrontListeners
+from tandem.net.rpc import RETRY_AFTER
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.rpc import RETRY_AFTER
 
 LARGE = (4 << 20) - 1000
 MESSAGES = 100

@@ -17,13 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.front.processes import FrontListeners, _spawn
 from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
+from tandem.net.rpc import ERROR_CODE
+from tandem.net.security.credentials import metrics_key_of
+from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.errors import FailedPrecondition
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.rpc import ERROR_CODE
-from wire.security.credentials import metrics_key_of
 
 GENERATE = "/tandem.v1.Inference/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
 NEVER = 10**9

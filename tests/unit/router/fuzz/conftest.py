@@ -16,9 +16,9 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
 from tests.unit.router.fuzz.router_process import KEYS, RouterState
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
 
 CASES = int(os.environ.get("TANDEM_FUZZ_CASES", "0"))
 """The number of cases of all properties together; 0 = the same 2,000 in each run."""

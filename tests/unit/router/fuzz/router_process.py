@@ -17,10 +17,10 @@ from pathlib import Path
 
 from router.config import RouterConfig
 from router.server import RouterServer
+from tandem.net.heap import settle_heap
+from tandem.net.turns import take_short_turns
+from tandem.protocol.messages import Role
 from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
-from wire.heap import settle_heap
-from wire.messages import Role
-from wire.turns import take_short_turns
 
 KEYS = ("sesame", "other")
 MAX_CONTEXT = 256

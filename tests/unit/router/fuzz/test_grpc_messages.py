@@ -9,9 +9,9 @@ import grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tests.unit.router.fuzz.conftest import AUTHORIZATION, FuzzedRouter, cases
 from tests.unit.router.fuzz.json_bodies import TEXTS
-from wire.generated.tandem.v1 import inference_pb2 as pb
 
 _SERVERS_FAULT = {
     grpc.StatusCode.INTERNAL,

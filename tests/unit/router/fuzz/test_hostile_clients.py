@@ -15,6 +15,7 @@ from functools import partial
 import grpc
 import pytest
 
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 from tests.unit.router.api.test_listener_limits import (
     END_HEADERS,
     HEADERS_FRAME,
@@ -25,7 +26,6 @@ from tests.unit.router.api.test_listener_limits import (
 )
 from tests.unit.router.fuzz.conftest import HOSTILE_AUTHORIZATION, FuzzedRouter
 from tests.unit.router.fuzz.test_http_connections import replies, whole
-from wire.generated.tandem.v1 import inference_pb2 as pb
 
 RST_STREAM_FRAME, CONTINUATION_FRAME = 3, 9
 LIMIT_S = float(os.environ.get("TANDEM_FUZZ_TURN_S", "0.1"))

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from costs.step_cost import StepCost
 from router.observability.verdict import Outcome, Verdict, rejected
 from router.placement.queue import QueuedRequest
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload, SloClass
+from tandem.cost_model.step_cost import StepCost
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.lifecycle.spans import Phase
 from tests.unit.router.fleets import H200, learn_cost
 from tests.unit.router.virtual_world import PROMPT_S, Request, World
-from wire.errors import ResourceExhausted
-from wire.tracing.spans import Phase
 
 SECOND = SloClass("second", ttft_s=1.0)
 KIND = SloClass("kind", ttft_s=1.0, overload=Overload.DEGRADE)

@@ -12,16 +12,16 @@ from router.access.tenants import tenant_of, tenant_salt
 from router.config import RouterConfig
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
 from router.slo_options import parse_class, with_defaults
+from tandem.net.rpc import RETRY_AFTER
+from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import types_pb2
+from tandem.protocol.messages import Role
+from tandem.protocol.page_digests import page_digests, root_digest
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.cost_parameters import UNMEASURED
-from wire.errors import InvalidArgument
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import types_pb2
-from wire.messages import Role
-from wire.page_digests import page_digests, root_digest
-from wire.rpc import RETRY_AFTER
 
 HOPELESS = SloClass("hopeless", ttft_s=1e-3)
 KIND = SloClass("kind", ttft_s=1e-3, overload=Overload.DEGRADE)

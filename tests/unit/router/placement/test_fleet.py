@@ -2,8 +2,8 @@
 
 import pytest
 
+from tandem.protocol.messages import Role
 from tests.unit.router.fleets import TestFleet
-from wire.messages import Role
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import grpc.aio
 import pytest
 
 from router.placement.fleet import REMEMBERED_S, IncompatiblePairs
+from tandem.net.rpc import RETRY_AFTER
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tandem.protocol.messages import PeerRef, Role
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
 from tests.unit.router.fleets import Clock
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.messages import PeerRef, Role
-from wire.rpc import RETRY_AFTER
 
 PROMPT = [5, 6, 7, 8]
 ASK = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=6))

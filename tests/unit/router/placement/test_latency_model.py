@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from costs.step_work import StepWork, chunk_pairs
 from router.placement.latency_model import AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
 from router.slo import SloClass
+from tandem.cost_model.step_work import StepWork, chunk_pairs
+from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.messages import Assignment, Role
+from tandem.protocol.policy_name import PolicyName
 from tests.unit.router.fleets import H200, TestFleet, need
-from wire.messages import Assignment, Role
-from wire.policy_name import PolicyName
-from wire.tracing.timeline import TransferStats
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
 LOOSE = SloClass("loose", itl_s=0.040)

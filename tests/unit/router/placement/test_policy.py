@@ -11,10 +11,10 @@ from router.placement.policy import Placement, PlacementPolicy
 from router.placement.queue import QueuedRequest
 from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import SloClass
+from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
 from tests.unit.router.fleets import H200, TestFleet, names, need
-from wire.messages import Role
-from wire.mode import Mode
-from wire.tracing.timeline import TransferStats
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
 RELAXED = SloClass("relaxed", ttft_s=2.0, itl_s=0.2)

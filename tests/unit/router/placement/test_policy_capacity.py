@@ -3,9 +3,9 @@
 import pytest
 
 from router.placement.policy import PlacementPolicy
+from tandem.protocol.messages import PeerRef, Role
+from tandem.protocol.mode import Mode
 from tests.unit.router.fleets import TestFleet, names, need
-from wire.messages import PeerRef, Role
-from wire.mode import Mode
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from costs.step_cost import StepCost
 from router.placement.latency_model import PromptPrediction
 from router.placement.policy import Placement, PlacementPolicy
 from router.placement.prefill_reserve import PrefillReserve
 from router.placement.queue import QueuedRequest
 from router.slo import BEST_EFFORT, SloClass
+from tandem.cost_model.step_cost import StepCost
+from tandem.protocol.messages import Assignment, Role
+from tandem.protocol.mode import Mode
+from tandem.protocol.policy_name import PolicyName
 from tests.unit.router.fleets import H200, TestFleet, learn_cost, names, need
-from wire.messages import Assignment, Role
-from wire.mode import Mode
-from wire.policy_name import PolicyName
 
 TIGHT = SloClass("tight", ttft_s=2.0, itl_s=0.00924)
 LOOSE = SloClass("loose", ttft_s=2.0, itl_s=0.1)

@@ -6,8 +6,8 @@ import pytest
 
 from router.placement.prefix_index import PrefixIndex
 from router.workers.prefix_feed import PrefixFeed
-from wire.page_digests import page_digests, root_digest
-from wire.prefixes import PrefixChanges, PrefixList, PrefixRun
+from tandem.protocol.page_digests import page_digests, root_digest
+from tandem.protocol.prefixes import PrefixChanges, PrefixList, PrefixRun
 
 PAGE = 4
 ROOT = root_digest("")

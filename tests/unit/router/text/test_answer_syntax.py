@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.text.answer_syntax.formats import AnswerSyntax, choose_calls, choose_reasoning
-from wire.errors import InvalidArgument
+from tandem.protocol.errors import InvalidArgument
 
 ONE = '{"name": "f", "arguments": {"a": "x}\\"{", "b": [1, {"c": null}]}}'
 TWO = '{"arguments": {"d": "é"}, "name": "g"}'

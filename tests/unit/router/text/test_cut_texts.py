@@ -12,9 +12,9 @@ from router.text.chat_template import ChatTurn
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizing import TokenizerPool
 from router.workers.worker_pool import ServedModel
-from wire.errors import ContextLengthExceeded
-from wire.messages import ModelFacts
-from wire.tracing.timeline import Edge, EdgeStamp
+from tandem.protocol.errors import ContextLengthExceeded
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import ModelFacts
 
 _WORDS = (
     "the",

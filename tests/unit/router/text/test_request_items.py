@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.text.request_items import check_json_items, check_message_items, check_template_kwargs
-from wire.errors import InvalidArgument
-from wire.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 
 CHAT = pb.ChatRequest.DESCRIPTOR
 LEAVES = st.none() | st.integers() | st.text(st.sampled_from('",[{\\é a'), max_size=8)

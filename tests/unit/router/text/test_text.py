@@ -15,9 +15,9 @@ from router.text.answer_text import AnswerText, TextJob
 from router.text.detokenizer import Detokenizer
 from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.messages import FinishReason, TokenLogprobs
 from tests.unit.router.fake_cluster import VOCAB_SIZE
-from wire.errors import Unavailable
-from wire.messages import FinishReason, TokenLogprobs
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from router.text import chat_template
 from router.text.chat_template import ChatTemplate, ChatTurn
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.errors import InvalidArgument, ModelError
+from tandem.tokenizers.model_folder import GenerationDefaults, read_generation_defaults
 from tests.unit.router.conftest import TEMPLATE
-from vocabulary.model_folder import GenerationDefaults, read_generation_defaults
-from wire.errors import InvalidArgument, ModelError
 
 TURNS = [ChatTurn("user", "<b>Hi</b> & 'you'")]
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from router.text.tokenizing import TokenizerPool
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.unit.router.fake_cluster import until
-from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 KIB = 1 << 10
 

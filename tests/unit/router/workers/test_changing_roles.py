@@ -6,12 +6,12 @@ from functools import partial
 import grpc.aio
 import pytest
 
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.messages import Role
-from wire.mode import Mode
 
 PROMPT = [5, 6, 7, 8]
 RIGHT = [answer_token(PROMPT, index) for index in range(12)]

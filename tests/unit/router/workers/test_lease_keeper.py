@@ -9,11 +9,11 @@ import pytest
 from router.placement.fleet import Fleet
 from router.workers.lease_keeper import LeaseKeeper
 from router.workers.worker_link import WorkerLink
+from tandem.protocol.errors import DeadlineExceeded, TandemError
+from tandem.protocol.messages import GrantedLease, Lease, Role
 from tests.model.virtual_loop import VirtualLoop
 from tests.unit.router.fake_cluster import FakeWorker, until
 from tests.unit.router.workers.test_worker_pool import Observer
-from wire.errors import DeadlineExceeded, TandemError
-from wire.messages import GrantedLease, Lease, Role
 
 LEASE = Lease("r", 1, 1)
 

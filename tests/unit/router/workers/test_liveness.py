@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from router.workers.liveness import BEATS, LivenessProbe
-from telemetry import families as f
+from tandem.metrics import families as f
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.messages import Role
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
 from tests.unit.router.workers.test_recovery import gauge
-from wire.errors import Unavailable
-from wire.messages import Role
 
 SILENCE_S = 0.8
 TOKENS = 60

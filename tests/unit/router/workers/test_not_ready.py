@@ -6,12 +6,12 @@ import grpc.aio
 import httpx
 import pytest
 
+from tandem.net.rpc import RETRY_AFTER
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tandem.protocol.messages import Role
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.messages import Role
-from wire.rpc import RETRY_AFTER
 
 PROMPT = [5, 6, 7, 8]
 LOST = "5 of 8 KV pages are in quarantine; look at prefill-0"

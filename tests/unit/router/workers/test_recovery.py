@@ -13,12 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.api.listeners import SERVICE
 from router.workers.recovery import Recovery
-from telemetry import families as f
+from tandem.metrics import families as f
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.messages import ExpectedWorker, Role
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.messages import ExpectedWorker, Role
 
 TOKENS = 40
 AMID = 10

@@ -8,9 +8,9 @@ import pytest
 from router.config import RouterConfig
 from router.workers.worker_link import WorkerLink
 from router.workers.worker_pool import WorkerPool
+from tandem.logging.recurring import RecurringErrors
+from tandem.protocol.messages import Lease, Role, StepEvents
 from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
-from wire.logging.recurring import RecurringErrors
-from wire.messages import Lease, Role, StepEvents
 
 
 class Observer:

@@ -10,13 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.model_runner import ModelRunner
-from engine.steps.batch import PendingStep, StepBatch
-from tests.adapters import TinyAdapter
-from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
-from tests.unit.worker.adapters.test_adapter_handovers import PROMPT, SAMPLING, made, send
-from tests.worker_pair import End, Heard, WorkerPair, until
-from wire.errors import (
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.steps.batch import PendingStep, StepBatch
+from tandem.net.rpc import error_of
+from tandem.protocol.errors import (
     FailedPrecondition,
     InvalidArgument,
     ModelError,
@@ -25,9 +22,12 @@ from wire.errors import (
     ResourceExhausted,
     StaleEpoch,
 )
-from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from wire.messages import AdapterFacts, FinishReason, PeerRef, RequestRef
-from wire.rpc import error_of
+from tandem.protocol.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import AdapterFacts, FinishReason, PeerRef, RequestRef
+from tests.adapters import TinyAdapter
+from tests.factories import greedy_answer, tiny_engine_config, write_tiny_model
+from tests.unit.worker.adapters.test_adapter_handovers import PROMPT, SAMPLING, made, send
+from tests.worker_pair import End, Heard, WorkerPair, until
 
 ONE, OTHER = TinyAdapter(seed=1), TinyAdapter(seed=2, rank=7)
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from engine.config import AdapterSource
-from engine.model_runner import ModelRunner
-from engine.models.load_spec import load_spec
+from tandem.engine.config import AdapterSource
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.protocol.errors import NotFound
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.worker.process import layout_of
 from tests.adapters import TinyAdapter
 from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.worker_pair import Heard, WorkerPair, until
-from wire.errors import NotFound
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
-from worker.process import layout_of
 
 PROMPT = [3 + number % 7 for number in range(70)]
 """Four full pages; it repeats, so that drafts are proposed."""

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from tandem.protocol.errors import InvalidArgument, Unavailable
+from tandem.protocol.messages import Destination, Lease, PeerRef
+from tandem.worker.peers import deliveries
+from tandem.worker.peers.deliveries import Deliveries
 from tests.worker_pair import until
-from wire.errors import InvalidArgument, Unavailable
-from wire.messages import Destination, Lease, PeerRef
-from worker.peers import deliveries
-from worker.peers.deliveries import Deliveries
 
 HERE, THERE = PeerRef("decode-0", 1), PeerRef("decode-1", 4)
 PERIOD_S = 0.02

@@ -3,8 +3,8 @@
 import pytest
 
 from kv_transfer.nixl_backend import processes
-from wire.messages import PeerDescription, PeerRef
-from worker.peers.known_peers import RUNS_KEPT, SameHostPeers
+from tandem.protocol.messages import PeerDescription, PeerRef
+from tandem.worker.peers.known_peers import RUNS_KEPT, SameHostPeers
 
 FIRST = PeerRef("prefill-0", 1)
 

@@ -11,14 +11,15 @@ import pytest
 from kv_transfer.handshake import make_handshake
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from kv_transfer.nixl_backend.processes import this_process
+from tandem.net import rpc
+from tandem.protocol import conversion
+from tandem.protocol.errors import DeadlineExceeded, StaleEpoch, Unavailable
+from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import Destination, Lease, PeerRef
+from tandem.worker.peers.deliveries import MOST_WAITING
+from tandem.worker.peers.peers import Peers
 from tests.fake_engine import FakeEngine
 from tests.worker_pair import WorkerPair, until
-from wire import convert, rpc
-from wire.errors import DeadlineExceeded, StaleEpoch, Unavailable
-from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import Destination, Lease, PeerRef
-from worker.peers.deliveries import MOST_WAITING
-from worker.peers.peers import Peers
 
 THERE = PeerRef("decode-0", 5)
 LEASE = Lease("q", 1, 9)
@@ -138,7 +139,7 @@ async def test_an_introduction_that_failed_while_nobody_waited_is_forgotten(scen
     scene.decode.meeting.set()
     await until(lambda: not scene.peers._connections)
     scene.decode.refusal = None
-    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(replace(scene.transport.describe(), peer=THERE)))
+    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(replace(scene.transport.describe(), peer=THERE)))
     await scene.peers.connect(scene.there)
     assert scene.decode.calls == ["connect", "connect"]
 
@@ -158,7 +159,7 @@ async def test_a_release_says_whether_a_write_failed(scene: Scene, in_doubt: boo
 async def test_a_warm_up_moves_the_page_behind_the_pools_and_nothing_else(scene: Scene) -> None:
     theirs = FakeEngine()
     transport = InMemoryTransport(scene.fabric, theirs.layout, THERE, lambda _: None)
-    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
+    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(transport.describe()))
     scene.engine.memory[:], theirs.memory[:] = 7, 0
 
     await scene.peers.warm_up(THERE, scene.there.address)
@@ -185,7 +186,7 @@ async def test_a_warm_up_that_breaks_is_logged_and_not_raised(
         raise RuntimeError("no such page")
 
     transport = scene.neighbour()
-    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
+    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(transport.describe()))
     monkeypatch.setattr(scene.transport, "write", broken)
     await scene.peers.warm_up(THERE, scene.there.address)
     assert "warming the way to decode-0 failed" in caplog.text
@@ -227,7 +228,7 @@ async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest
 
 async def test_a_worker_that_is_forgotten_during_its_introduction_stays_unknown(scene: Scene) -> None:
     transport = scene.neighbour()
-    reply = worker_pb2.ConnectPeerResponse(peer=convert.description_to_proto(transport.describe()))
+    reply = worker_pb2.ConnectPeerResponse(peer=conversion.description_to_proto(transport.describe()))
 
     async def reply_and_be_forgotten(*_: object, **__: object) -> worker_pb2.ConnectPeerResponse:
         scene.peers.forget(THERE)
@@ -243,7 +244,7 @@ async def test_a_warm_up_waits_for_its_page_no_longer_than_its_deadline(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     transport = scene.neighbour()
-    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
+    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(transport.describe()))
     await scene.peers.connect(scene.there)
     scene.fabric.hold()
     scene.peers._timeout_s = 0.01

@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.nixl_backend import processes
-from telemetry import families as f
+from tandem.metrics import families as f
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.messages import PrefillTask, RequestRef, SamplingParams
+from tandem.worker.reporting.metrics import worker_facts
 from tests.fake_engine import PAGE_TOKENS, answer_to
 from tests.worker_pair import WorkerPair, until
-from wire.errors import ResourceExhausted
-from wire.messages import PrefillTask, RequestRef, SamplingParams
-from worker.reporting.metrics import worker_facts
 
 PROMPT = list(range(11, 11 + 2 * PAGE_TOKENS))
 ONE = SamplingParams(max_tokens=2)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.messages import SamplingParams, WorkerInfo
 from tests.fake_engine import PAGE_TOKENS, answer_to
 from tests.worker_pair import End, WorkerPair, until
-from wire.errors import Unavailable
-from wire.messages import SamplingParams, WorkerInfo
 
 PROMPT = list(range(11, 11 + 2 * PAGE_TOKENS))
 TEN = SamplingParams(max_tokens=10)

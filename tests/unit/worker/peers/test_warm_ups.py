@@ -10,13 +10,13 @@ import pytest
 
 from kv_transfer.handshake import make_handshake
 from kv_transfer.in_memory import InMemoryTransport
+from tandem.protocol import conversion
+from tandem.protocol.errors import FailedPrecondition, Unavailable
+from tandem.protocol.messages import ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.worker.peers import warm_ups
+from tandem.worker.peers.warm_ups import WarmUps
 from tests.unit.worker.peers.test_peers import THERE, Scene
 from tests.worker_pair import until
-from wire import convert
-from wire.errors import FailedPrecondition, Unavailable
-from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo
-from worker.peers import warm_ups
-from worker.peers.warm_ups import WarmUps
 
 MISFIT = "KV pages do not fit: model_revision is a on prefill-0 but b on decode-0"
 MODEL = ModelFacts("fake", 400, 2048, (2,), "float32")
@@ -40,7 +40,7 @@ def seen(scene: Scene, peer: PeerRef = THERE, role: Role = Role.DECODE) -> Worke
 
 def let_in(scene: Scene) -> None:
     transport = scene.neighbour()
-    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
+    scene.decode.reply.peer.CopyFrom(conversion.description_to_proto(transport.describe()))
     scene.decode.refusal = None
 
 

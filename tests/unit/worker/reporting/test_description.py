@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
-from wire.messages import Role
-from wire.policy_name import PolicyName
-from worker.config import WorkerConfig
-from worker.reporting.description import differences, served_of, tuning_of
+from tandem.engine.config import EngineConfig
+from tandem.protocol.messages import Role
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.config import WorkerConfig
+from tandem.worker.reporting.description import differences, served_of, tuning_of
 
 CONFIG = WorkerConfig("decode-0", Role.DECODE, EngineConfig(Path("m")), token="secret", metrics_key="key")
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tandem.protocol.messages import RequestRef, SamplingParams
 from tests.fake_engine import PAGE_TOKENS, answer_to
 from tests.worker_pair import ROUTER, Heard, WorkerPair, until
-from wire.messages import RequestRef, SamplingParams
 
 PROMPT = list(range(11, 11 + 2 * PAGE_TOKENS + 3))
 PAGES = 3

@@ -8,23 +8,31 @@ from typing import Any
 
 import pytest
 
-from costs.roofline import Ceilings, ModelSizes, Roofline
-from costs.step_cost import StepCost
-from costs.step_work import StepWork, chunk_pairs
-from engine.graph_use import GraphUse
-from telemetry import families as f
-from telemetry.bottlenecks import Bottleneck, diagnose
-from telemetry.exposition import Exposition, merge
-from telemetry.registry import Registry
-from telemetry.scrape import Scrape, ScrapeInterval
-from telemetry.worker_figures import figures_of
+from tandem.cost_model.roofline import Ceilings, ModelSizes, Roofline
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import StepWork, chunk_pairs
+from tandem.engine.graph_use import GraphUse
+from tandem.metrics import families as f
+from tandem.metrics.bottlenecks import Bottleneck, diagnose
+from tandem.metrics.exposition import Exposition, merge
+from tandem.metrics.registry import Registry
+from tandem.metrics.scrape import Scrape, ScrapeInterval
+from tandem.metrics.worker_figures import figures_of
+from tandem.protocol.cost_parameters import UNMEASURED
+from tandem.protocol.errors import ResourceExhausted
+from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.messages import (
+    Assignment,
+    FinishReason,
+    RequestEvent,
+    RequestRef,
+    Role,
+    RoutedEvent,
+    SamplingParams,
+)
+from tandem.worker.loop import StepMeter
+from tandem.worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
 from tests.worker_pair import WorkerPair, until
-from wire.cost_parameters import UNMEASURED
-from wire.errors import ResourceExhausted
-from wire.messages import Assignment, FinishReason, RequestEvent, RequestRef, Role, RoutedEvent, SamplingParams
-from wire.tracing.timeline import TransferStats
-from worker.loop import StepMeter
-from worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
 
 SIZES = ModelSizes(
     weights=1000, weight_bytes=2000, kv_bytes_per_token=10, attention_flop_per_pair=4, output_weights=100

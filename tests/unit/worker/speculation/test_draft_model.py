@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.speculation.local_worker import LocalWorker
-from costs.acceptance import Acceptance
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.models.load_spec import load_spec
+from tandem.cost_model.acceptance import Acceptance
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
+from tandem.tokenizers.grammars import of_json_schema
 from tests.eagle_heads import write_eagle
 from tests.factories import tiny_engine_config, write_tiny_model
 from tests.small_tokenizer import EOS, TOKENS, save_tokenizer
-from vocabulary.grammars import of_json_schema
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
 
 PROMPTS = [list(range(3, 20 + 7 * n)) for n in range(6)]
 SAMPLINGS = [SamplingParams(40), SamplingParams(40, temperature=0.8, seed=3), SamplingParams(30, top_p=0.9, seed=1)]

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-import worker.worker
+import tandem.worker.worker
 from benchmarks.speculation.local_worker import Answer, LocalWorker
 from benchmarks.speculation.oracle import OracleProposer
 from decode_worker.request import DecodeRequest
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
-from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import Proposer
-from engine.steps.batch import PendingStep, StepBatch
+from tandem.engine.config import EngineConfig
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.speculation.ngram import NgramProposer
+from tandem.engine.speculation.proposer import Proposer
+from tandem.engine.steps.batch import PendingStep, StepBatch
+from tandem.protocol.messages import SamplingParams
+from tandem.protocol.speculation_method import SpeculationMethod
 from tests.factories import tiny_engine_config, write_tiny_model
-from wire.messages import SamplingParams
-from wire.speculation_method import SpeculationMethod
 
 TOKENS, REQUESTS, VOCAB = 128, 32, 96
 PROMPTS = [[3 + (7 * n + k * k) % (VOCAB - 3) for k in range(5 + n)] for n in range(REQUESTS)]
@@ -87,7 +87,7 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(
         "half right": lambda: oracle(plain, 0.5),
         "wrong": lambda: oracle(plain, 0.0),
     }
-    monkeypatch.setattr(worker.worker, "make_proposer", lambda *_, **__: make[name]())
+    monkeypatch.setattr(tandem.worker.worker, "make_proposer", lambda *_, **__: make[name]())
     monkeypatch.setattr(runner, "launch", checked(runner))
     found, drafted, accepted = asyncio.run(answers(config, runner, drafts))
     assert [each.token_ids for each in found] == [each.token_ids for each in plain]

@@ -7,27 +7,27 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 
-import worker.worker
+import tandem.worker.worker
 from benchmarks.speculation.oracle import OracleProposer
-from costs.answer_length import SEEN_MIN
-from costs.step_cost import CostParameters, StepCost
 from decode_worker.batch_snapshot import CompletedStep
 from decode_worker.request import DecodeRequest
 from decode_worker.speculation import Speculation
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.eagle.proposer import EagleProposer
-from engine.speculation.load_draft import MakeProposer
-from engine.speculation.ngram import NgramProposer
-from engine.speculation.proposer import HEADS_CLASS, BatchProposer, Proposer, WantedDraft
-from engine.speculation.suffix import SuffixProposer
-from engine.steps.batch import StepBatch, StepResult, StepRow
+from tandem.cost_model.answer_length import SEEN_MIN
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.engine.speculation.draft_model import DraftModel
+from tandem.engine.speculation.eagle.proposer import EagleProposer
+from tandem.engine.speculation.load_draft import MakeProposer
+from tandem.engine.speculation.ngram import NgramProposer
+from tandem.engine.speculation.proposer import HEADS_CLASS, BatchProposer, Proposer, WantedDraft
+from tandem.engine.speculation.suffix import SuffixProposer
+from tandem.engine.steps.batch import StepBatch, StepResult, StepRow
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted
+from tandem.protocol.messages import FinishReason, SamplingParams
+from tandem.tokenizers.grammars import of_regex
+from tandem.worker.step_publisher import StepPublisher
+from tandem.worker.worker import Worker
 from tests.fake_engine import EOS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of, whole_text
 from tests.worker_pair import Heard, WorkerPair, until
-from vocabulary.grammars import of_regex
-from wire.errors import InvalidArgument, ResourceExhausted
-from wire.messages import FinishReason, SamplingParams
-from worker.step_publisher import StepPublisher
-from worker.worker import Worker
 
 PROMPTS = [[n + 3, *range(20, 22 + n)] for n in range(8)]
 SAMPLINGS = [
@@ -70,7 +70,7 @@ def propose_by(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setattr(FakeEngine, "draft_proposer", eagle)
     if name == "computed":
         monkeypatch.setattr(FakeEngine, "draft_proposer", computing_oracle)
-    monkeypatch.setattr(worker.worker, "make_proposer", make)
+    monkeypatch.setattr(tandem.worker.worker, "make_proposer", make)
 
 
 class Doubting(FakeEngine):

@@ -12,20 +12,20 @@ import httpx
 import pytest
 
 from router.api.completions.prompt_replies import PromptForm, PromptReplies
-from router.api.inference import responses
-from router.api.openai_replies import ReplyShape
+from router.api.grpc import responses
+from router.api.openai.replies import ReplyShape
 from router.requests.answer import Answer
 from router.requests.choices import Choices
 from router.requests.request import ClientRequest, Options
 from router.text.token_scores import spell_prompt
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.errors import Cancelled
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.protocol.messages import PROMPT_SCORES_MAX, PromptLogprobs
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_logprobs
-from wire.errors import Cancelled
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.messages import PROMPT_SCORES_MAX, PromptLogprobs
-from wire.tracing.timeline import Edge, EdgeStamp
 
 TEXT = "The quick brown fox, naïve 你好 😀"
 

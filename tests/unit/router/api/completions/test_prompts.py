@@ -14,13 +14,13 @@ from router.api.completions.answers import CompleteAnswer, best_of
 from router.requests.answer import Ending
 from router.text.token_scores import ScoredToken, TokenScore
 from router.text.tokenizer import Tokenizer
-from telemetry import families as f
+from tandem.metrics import families as f
+from tandem.protocol.errors import Internal
+from tandem.protocol.lifecycle.timeline import Timeline
+from tandem.protocol.messages import FinishReason, SamplingParams
+from tandem.tokenizers.grammar_process import GrammarKind, GrammarProcess
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_token, until
-from vocabulary.grammar_process import GrammarKind, GrammarProcess
-from wire.errors import Internal
-from wire.messages import FinishReason, SamplingParams
-from wire.tracing.timeline import Timeline
 
 TEXTS = ["The quick", "brown fox jumps over", "naïve café"]
 

@@ -6,17 +6,17 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from pydantic import BaseModel
 
-from router.api.messages.body import MessagesRequest
-from router.api.openai import messages as chat
-from router.api.openai.requests import (
+from router.api.anthropic.body import MessagesRequest
+from router.api.openai.models import messages as chat
+from router.api.openai.models.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from router.api.responses.body import ResponsesRequest
-from wire.generated.tandem.v1 import inference_pb2 as pb
+from router.api.openai.responses.body import ResponsesRequest
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
 
 _OPTIONS = pb.GenerationOptions, pb.ResponseFormat
 _CHAT = (pb.ChatRequest, *_OPTIONS)

@@ -6,17 +6,17 @@ from typing import Any
 import grpc
 import pytest
 
-from router.api.inference.conversation import conversation
-from router.api.openai_requests import parse_chat
+from router.api.grpc.conversation import conversation
+from router.api.openai.requests import parse_chat
 from router.text.tokenizer import Tokenizer
+from tandem.net.rpc import ERROR_CODE
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import types_pb2
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
+from tandem.tokenizers.grammars import of_tool_calls
 from tests.unit.router.api.test_tool_calls import ANSWER, ARGUMENTS, FORCED, script
 from tests.unit.router.conftest import Cluster
-from vocabulary.grammars import of_tool_calls
-from wire.errors import InvalidArgument
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import types_pb2
-from wire.rpc import ERROR_CODE
-from wire.tracing.timeline import Edge, EdgeStamp
 
 TOOLS = [pb.Tool(name=name, description="d", parameters='{"type": "object"}') for name in "fg"]
 USER = pb.ChatMessage(role="user", content="Hello")

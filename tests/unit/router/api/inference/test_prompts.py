@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from router.text.tokenizer import Tokenizer
+from tandem.protocol.generated.tandem.v1 import inference_pb2 as pb
+from tandem.protocol.generated.tandem.v1 import inference_pb2_grpc, types_pb2
 from tests.unit.router.api.completions.test_prompts import TEXTS, answer
 from tests.unit.router.conftest import TEMPLATE, Cluster
 from tests.unit.router.fake_cluster import answer_logprobs, until
-from wire.generated.tandem.v1 import inference_pb2 as pb
-from wire.generated.tandem.v1 import inference_pb2_grpc, types_pb2
 
 Stub = inference_pb2_grpc.InferenceStub
 IDS = [5, 6, 7]

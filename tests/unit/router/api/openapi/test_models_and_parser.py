@@ -18,17 +18,17 @@ from pydantic import TypeAdapter
 
 from router.api import tokenizer_routes
 from router.api.json_fields import JsonFields
-from router.api.openai.requests import (
+from router.api.openai.models.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from router.api.openai_requests import parse_chat, parse_completion
+from router.api.openai.requests import parse_chat, parse_completion
+from tandem.protocol.errors import InvalidArgument, NotFound
+from tandem.protocol.lifecycle.timeline import Edge, EdgeStamp
 from tests.unit.router.conftest import Cluster
-from wire.errors import InvalidArgument, NotFound
-from wire.tracing.timeline import Edge, EdgeStamp
 
 NOW = EdgeStamp.now(Edge.RECEIVED)
 USER: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}

@@ -9,7 +9,7 @@ import httpx
 import jsonschema
 import pytest
 
-from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT
+from router.api.unserved_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT
 from tests.unit.router.conftest import Cluster
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}

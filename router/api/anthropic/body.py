@@ -1,0 +1,217 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag
+
+from router.api.bodies.body import ITEMS, LIST, TEXT_OR_ITEMS, Body, Text, by_type
+from router.api.bodies.extensions import CHAT_ONLY, Extensions
+from router.api.unserved_fields import Unserved
+
+_CACHED = frozenset({"cache_control"})
+"""Prefixes are cached without being asked for."""
+
+
+class TextBlock(Body):
+    """Text of a message, of the system prompt, or of a tool's result."""
+
+    inert = _CACHED | {"citations"}
+    type: Literal["text"]
+    text: str
+
+
+_TEXT_BLOCKS = Annotated[list[TextBlock], LIST, Tag(ITEMS)]
+
+
+class ThinkingBlock(Body):
+    """The reasoning of an earlier answer; its signature is ignored."""
+
+    inert = frozenset({"signature"})
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Body):
+    """Reasoning that only its server can read; it is ignored."""
+
+    inert = frozenset({"data"})
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Body):
+    """A call of a tool in an earlier answer."""
+
+    inert = _CACHED | {"caller"}
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: dict[str, Any]
+
+
+class ToolReferenceBlock(Body):
+    """A tool that a search has found, in the search's result: from then on it is offered."""
+
+    inert = _CACHED
+    type: Literal["tool_reference"]
+    tool_name: str = Field(min_length=1)
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    by_type({kind: f"<{kind}>" for kind in ("text", "tool_reference")}, "text or tool_reference"),
+]
+
+
+class ToolResultBlock(Body):
+    """The result of a call."""
+
+    inert = _CACHED
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: Annotated[Text | Annotated[list[ResultBlock], LIST, Tag(ITEMS)], TEXT_OR_ITEMS] | None = None
+    is_error: bool | None = None
+
+
+_BLOCKS = {kind: f"<{kind}>" for kind in ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")}
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    by_type(_BLOCKS, "text, thinking, tool_use or tool_result"),
+]
+
+
+class ConversationMessage(Body):
+    """A message of the conversation."""
+
+    refused: ClassVar[Mapping[str, Unserved]] = {
+        "clear_at": Unserved(
+            "messages are never hidden from the model; leave this one out when it is outdated", ("never",)
+        ),
+        "output_config": Unserved("the effort is that of the whole request"),
+    }
+    inert = frozenset({"id"})
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Text | Annotated[list[Block], LIST, Tag(ITEMS)], TEXT_OR_ITEMS]
+
+
+class ClientTool(Body):
+    """A tool that the client runs."""
+
+    inert = _CACHED | {"eager_input_streaming"}
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    input_examples: Annotated[list[dict[str, Any]], LIST] | None = None
+    strict: bool | None = None
+    allowed_callers: Annotated[list[str], LIST] | None = None
+    """Those that may call the tool; only the model itself ("direct") can."""
+    defer_loading: bool | None = None
+    """True: it is not offered before a `ToolReferenceBlock` names it."""
+
+
+class ClientToolChoice(Body):
+    """The calls that the answer may or must have."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingOptions(Body):
+    """The wish for reasoning, for chat templates that can turn it on and off; its budget is ignored."""
+
+    inert = frozenset({"budget_tokens", "display", "block_binding"})
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class OutputFormat(Body):
+    """The format of the answer's text."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] | bool = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The options of the answer's text and reasoning; the budget of a whole task is ignored, as that of thinking is."""
+
+    inert = frozenset({"task_budget"})
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class ContextEdit(Body):
+    """An edit of the conversation; clearing earlier reasoning is accepted, as chat templates leave it out anyway."""
+
+    inert = frozenset({"keep"})
+    type: str
+
+
+class ContextManagement(Body):
+    """The edits that the server shall make to the conversation."""
+
+    edits: Annotated[list[ContextEdit], LIST] | None = None
+
+
+_SERVER_TOOLS = "the server runs no tools; offer them under tools and run them yourself"
+_REFUSED: Mapping[str, Unserved] = {
+    **CHAT_ONLY,
+    "mcp_servers": Unserved(_SERVER_TOOLS),
+    "container": Unserved(_SERVER_TOOLS),
+    "thread": Unserved("conversations are not stored; send the whole one as messages", empty=False),
+    "prefill": Unserved("the model's chat template always asks for the assistant's next message"),
+    "stop": Unserved("it is called stop_sequences here"),
+    "max_completion_tokens": Unserved("it is called max_tokens here", empty=False),
+    "response_format": Unserved("it is called output_config.format here"),
+    "reasoning_effort": Unserved("it is called output_config.effort here"),
+}
+_INERT = _CACHED | {
+    *("metadata", "service_tier", "inference_geo", "speed", "betas", "diagnostics", "anthropic_version"),
+    *("billing_policy", "user_profile_id", "workspace_id"),
+    # Other models that answer where one refuses for policy reasons, which this server never does.
+    *("fallbacks", "fallback_credit_token"),
+}
+
+
+class _Conversation(Extensions):
+    """The fields of both bodies."""
+
+    refused: ClassVar[Mapping[str, Unserved]] = _REFUSED
+    inert = _INERT
+
+    model: str | None = None
+    messages: Annotated[list[ConversationMessage], LIST]
+    system: Annotated[Text | _TEXT_BLOCKS, TEXT_OR_ITEMS] | None = None
+    tools: Annotated[list[ClientTool], LIST] | None = None
+    tool_choice: ClientToolChoice | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
+
+
+class MessagesRequest(_Conversation):
+    """The body of POST /v1/messages."""
+
+    refused: ClassVar[Mapping[str, Unserved]] = {
+        **_REFUSED,
+        "compaction": Unserved("conversations are never compacted; ask for a summary in a message"),
+    }
+
+    max_tokens: int | None = None
+    """Anthropic requires it; here, an answer without it may fill the rest of the context."""
+    stop_sequences: Annotated[list[str], LIST] | None = None
+    stream: bool | None = None
+
+
+class CountTokensRequest(_Conversation):
+    """The body of POST /v1/messages/count_tokens."""
+
+    inert = _INERT | {"max_tokens", "stop_sequences", "stream", "compaction"}

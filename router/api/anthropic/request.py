@@ -1,0 +1,127 @@
+"""Parses the bodies of the Messages API into the internal chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.api.anthropic.body import (
+    ClientTool,
+    CountTokensRequest,
+    MessagesRequest,
+    ToolReferenceBlock,
+    ToolResultBlock,
+)
+from router.api.anthropic.conversation import conversation_of
+from router.api.bodies.api_call import ApiCall, FieldNames
+from router.api.bodies.body import read_body, sort_unknown
+from router.api.bodies.turns import Turns
+from router.api.json_fields import UnknownFields
+from router.requests.answer_format import AnswerFormat
+from router.requests.request import ClientRequest, Conversation, Options
+from router.text.tools import ToolChoice, ToolOptions
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.lifecycle.timeline import EdgeStamp
+from tandem.tokenizers.grammar_process import GrammarKind
+
+_CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "tool": ToolChoice.FUNCTION, "none": ToolChoice.NONE}
+_RENAMED = {"stop": "stop_sequences"}
+
+
+def parse_message(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
+    """Parse the body of /v1/messages; InvalidArgument names a wrong field. `strict` rejects unknown fields."""
+    unknown = UnknownFields(strict=strict)
+    asked = read_body(MessagesRequest, body)
+    sort_unknown(asked, unknown)
+    if asked.messages and asked.messages[-1].role == "assistant":
+        message = "is the assistant's, and the beginning of an answer cannot be given; end with a message of the user"
+        raise InvalidArgument(f"messages[{len(asked.messages) - 1}]", message)
+    made = conversation_of(asked)
+    options = asked.options(
+        max_tokens=asked.max_tokens, stop=tuple(asked.stop_sequences or ()), answer_format=_format(asked)
+    )
+    request = ClientRequest("", asked.model or "", _conversation(asked, made), options, received)
+    return ApiCall(request, bool(asked.stream), unknown.names, FieldNames(tuple(made.fields), _RENAMED))
+
+
+def parse_count(body: bytes, received: EdgeStamp, *, strict: bool = False) -> ApiCall:
+    """Parse the body of /v1/messages/count_tokens, with the errors and arguments of `parse_message`."""
+    unknown = UnknownFields(strict=strict)
+    asked = read_body(CountTokensRequest, body)
+    sort_unknown(asked, unknown)
+    made = conversation_of(asked)
+    request = ClientRequest("", asked.model or "", _conversation(asked, made), Options(), received)
+    return ApiCall(request, False, unknown.names, FieldNames(tuple(made.fields), _RENAMED))
+
+
+def _conversation(asked: MessagesRequest | CountTokensRequest, made: Turns) -> Conversation:
+    for number, edit in enumerate((asked.context_management and asked.context_management.edits) or ()):
+        if not edit.type.startswith("clear_thinking_"):
+            message = "is not supported, as conversations are never edited; send a shorter one"
+            raise InvalidArgument(f"context_management.edits[{number}]", message)
+    variables: dict[str, Any] = {}
+    if asked.thinking is not None:
+        variables["enable_thinking"] = asked.thinking.type != "disabled"
+    if asked.output_config is not None and asked.output_config.effort is not None:
+        variables["reasoning_effort"] = asked.output_config.effort
+    variables |= asked.chat_template_kwargs or {}
+    return Conversation(tuple(made.turns), variables, _tools(asked), parsed=True)
+
+
+def _tools(asked: MessagesRequest | CountTokensRequest) -> ToolOptions:
+    found = _found_tools(asked)
+    tools = [
+        _tool(f"tools[{number}]", tool)
+        for number, tool in enumerate(asked.tools or ())
+        if not tool.defer_loading or tool.name in found
+    ]
+    wanted = asked.tool_choice
+    if wanted is None:
+        return ToolOptions(tuple(tools), ToolChoice.AUTO if tools else ToolChoice.NONE)
+    choice = _CHOICES[wanted.type]
+    options = ToolOptions(
+        tuple(tools),
+        ToolChoice.NONE if choice is ToolChoice.AUTO and not tools else choice,
+        wanted.name or "" if choice is ToolChoice.FUNCTION else "",
+        not wanted.disable_parallel_tool_use,
+    )
+    if options.forced and not tools:
+        raise InvalidArgument("tool_choice", "needs tools; send them, or leave it out")
+    if choice is ToolChoice.FUNCTION and options.function not in options.schemas:
+        raise InvalidArgument("tool_choice.name", "is the name of none of the tools")
+    return options
+
+
+def _found_tools(asked: MessagesRequest | CountTokensRequest) -> set[str]:
+    """Return the names of the tools that searches have found in the conversation."""
+    blocks = (block for message in asked.messages if not isinstance(message.content, str) for block in message.content)
+    results = (block.content for block in blocks if isinstance(block, ToolResultBlock))
+    parts = (part for content in results if content and not isinstance(content, str) for part in content)
+    return {part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)}
+
+
+def _tool(field: str, tool: ClientTool) -> dict[str, Any]:
+    """Return a tool in the form for chat templates; examples of its input become an annotation of the schema."""
+    if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
+        message = "has no direct, but only the model calls tools here, as the server runs none"
+        raise InvalidArgument(f"{field}.allowed_callers", message)
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    examples = {"examples": tool.input_examples} if tool.input_examples else {}
+    if tool.input_schema or examples:
+        function["parameters"] = {**examples, **tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _format(asked: MessagesRequest) -> AnswerFormat | None:
+    found = [
+        AnswerFormat(f"{field}.schema", GrammarKind.JSON_SCHEMA, each.json_schema, text_only=True)
+        for field, each in (
+            ("output_config.format", asked.output_config.format if asked.output_config else None),
+            ("output_format", asked.output_format),
+        )
+        if each is not None
+    ]
+    if len(found) > 1:
+        raise InvalidArgument("output_format", "cannot be combined with output_config.format; send one of them")
+    return found[0] if found else None

@@ -1,0 +1,1 @@
+"""The bodies of the OpenAI-compatible routes as pydantic models."""

@@ -1,0 +1,102 @@
+"""The load that clients put on the cluster, and the latency targets of their requests."""
+
+import math
+from dataclasses import dataclass
+
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import chunk_pairs
+from tandem.protocol.cost_parameters import CostParameters
+
+LENGTH_CV2 = 1.0
+"""Squared coefficient of variation of prompt lengths where only the mean is known: 0.9 for lognormal with sigma 0.8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Latency targets in seconds: time to first token and inter-token latency; infinite = none."""
+
+    ttft_s: float = math.inf
+    gap_s: float = math.inf
+
+    @property
+    def text(self) -> str:
+        """The targets as text."""
+        ttft = "no TTFT target" if self.ttft_s == math.inf else f"TTFT {self.ttft_s * 1e3:.0f} ms"
+        gap = "no ITL target" if self.gap_s == math.inf else f"ITL {self.gap_s * 1e3:.1f} ms"
+        return f"{ttft}, {gap}"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests per second and the mean tokens of each. `cached` is the fraction of prompt tokens in prefix caches."""
+
+    per_s: float
+    prompt_tokens: float
+    answer_tokens: float
+    cached: float = 0.0
+
+    def towards(self, newest: "Demand", part: float) -> "Demand":
+        """Returns the demand moved by the fraction `part` towards `newest`.
+
+        Rates of requests and tokens are averaged; mean lengths follow from them.
+        """
+
+        def mixed(old: float, new: float) -> float:
+            return (1 - part) * old + part * new
+
+        per_s = mixed(self.per_s, newest.per_s)
+        prompts = mixed(self.per_s * self.prompt_tokens, newest.per_s * newest.prompt_tokens)
+        answers = mixed(self.per_s * self.answer_tokens, newest.per_s * newest.answer_tokens)
+        computed = mixed(self.per_s * self.computed_tokens, newest.per_s * newest.computed_tokens)
+        return Demand(per_s, prompts / per_s, answers / per_s, 1 - computed / prompts if prompts else 0.0)
+
+    def differs(self, other: "Demand") -> float:
+        """Returns the larger log ratio of prompt and of output token rates: 0 = equal, 1 = a factor of e."""
+        return max(
+            abs(math.log(max(mine, 1e-9) / max(theirs, 1e-9)))
+            for mine, theirs in (
+                (self.per_s * self.computed_tokens, other.per_s * other.computed_tokens),
+                (self.per_s * self.answer_tokens, other.per_s * other.answer_tokens),
+            )
+        )
+
+    @property
+    def computed_tokens(self) -> float:
+        """Mean prompt tokens of a request that are not cached."""
+        return self.prompt_tokens * (1.0 - self.cached)
+
+    @property
+    def context_tokens(self) -> float:
+        """Mean context that a decode row attends to, over the life of a request."""
+        return self.prompt_tokens + self.answer_tokens / 2
+
+    @property
+    def kv_tokens(self) -> float:
+        """KV tokens of a request when it ends."""
+        return self.prompt_tokens + self.answer_tokens
+
+    def prompt_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
+        """Returns the device seconds of a mean prompt, where prefill steps are full."""
+        tokens = self.computed_tokens
+        if tokens <= 0:
+            return 0.0
+        return self.chunk_share_seconds(cost, chunk_tokens) + self.attention_seconds(cost)
+
+    def lone_prompt_seconds(self, cost: CostParameters, chunk_tokens: int) -> float:
+        """Returns the seconds to compute a mean prompt alone."""
+        tokens = int(self.computed_tokens)
+        pairs = chunk_pairs(tokens, int(self.prompt_tokens) - tokens)
+        return StepCost(cost).prefill_seconds(tokens, pairs, max(1, chunk_tokens))[0] if tokens > 0 else 0.0
+
+    def chunk_share_seconds(self, cost: StepCost, chunk_tokens: int) -> float:
+        """Returns a mean prompt's share of the seconds of full chunks, without attention."""
+        p = cost.parameters
+        chunk_s = p.base_s + p.prompt_base_s + p.token_s * max(0, chunk_tokens - p.free_tokens)
+        return chunk_s * self.computed_tokens / chunk_tokens
+
+    def attention_seconds(self, cost: StepCost) -> float:
+        """Returns the seconds of a mean prompt's attention pairs, including the extra pairs of long prompts."""
+        tokens = self.computed_tokens
+        spread = tokens * tokens / 2 * LENGTH_CV2
+        pairs = chunk_pairs(int(tokens), int(self.prompt_tokens - tokens)) + spread
+        return cost.parameters.pair_s * pairs

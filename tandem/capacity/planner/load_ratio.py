@@ -1,0 +1,167 @@
+"""Load ratio: a demand over the capacity of a number of workers; at 1 the targets can just be met.
+
+Prefill is a pool of equal servers with one queue. Nine in ten first tokens must come in time, so the pool's maximum
+utilization falls with fewer and slower workers (Sakasegawa, An approximation formula L_q = αρ^β/(1-ρ), 1977, with an
+exponential tail). Decode steps grow with their rows, and the inter-token target, the KV cache and the batch limit bound
+the number of rows. Workers that do both divide each step between the two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tandem.capacity.planner.demand import Demand, Promise
+from tandem.cost_model.step_cost import StepCost
+from tandem.protocol.cost_parameters import CostParameters
+from tandem.protocol.ending import decode_pages
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import Role
+
+BUSY_MAX = 0.95
+"""Maximum utilization of a pool of prefill workers, however loose the target."""
+LATE = 0.1
+"""Fraction of first tokens that may miss their target."""
+LONG_PROMPT = 2.0
+"""The 90th percentile of prompt lengths over the mean: lognormal with a sigma of 0.8."""
+SLACK_MIN = 0.1
+"""Minimum fraction of the target left for queueing where computing alone takes nearly all of it."""
+HEADROOM = 0.9
+"""Fraction of the fitting rows that a worker may have on average, because arrivals are uneven."""
+_HALVINGS = 30
+
+
+class Limit(StrEnum):
+    """The limit that binds first."""
+
+    TTFT = "time to first token"
+    COMPUTE = "prefill compute"
+    GAP = "time between tokens"
+    KV = "KV capacity"
+    BATCH = "batch limit"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """A kind of worker: the cost of its steps, and its capacity."""
+
+    cost: CostParameters
+    kv_tokens: float
+    """KV tokens of the whole page pool."""
+    batch_requests: int
+    """Maximum rows of a decode step."""
+    chunk_tokens: int
+    """Maximum prompt tokens of a step."""
+    longest_tokens: int
+    """Maximum tokens of a prompt: workers that do both keep pages free for one
+    (`tandem.protocol.ending.decode_pages`)."""
+    kv: KvPages | None = None
+    """The pages of requests, if layers have windows: `kv_tokens` counts each group's by itself."""
+    decode_speedup: float = 1.0
+    """The tokens per second of recent decode steps ÷ those of steps without drafts (`WorkerLoad`).
+
+    Load ratios are without: with the rows that fit, drafts may not pay.
+    """
+
+    def occupied(self, tokens: float, role: Role) -> float:
+        """Returns the part of `kv_tokens` that a request of so many tokens occupies."""
+        if self.kv is None:
+            return tokens
+        return self.kv.held(math.ceil(tokens), decoding=not role.prefills) * self.kv.page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRatio:
+    """The load ratio of one role: 0 = idle, 1 = at the limit, above = targets are missed."""
+
+    value: float
+    limit: Limit
+
+    @property
+    def text(self) -> str:
+        """The load ratio as text."""
+        return f"{self.value:.0%} ({self.limit})"
+
+
+def prefill_load_ratio(
+    demand: Demand, promise: Promise, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
+) -> LoadRatio:
+    """Returns the load ratio of `workers` prefill workers.
+
+    `backlog_s`: device seconds of queued prompts to be worked off per second, in addition to the new load.
+    """
+    each_s = demand.prompt_seconds(StepCost(facts.cost), facts.chunk_tokens)
+    busy = (demand.per_s * each_s + backlog_s) / workers
+    cap = busy_cap(workers, each_s, promise.ttft_s)
+    return LoadRatio(busy / cap, Limit.COMPUTE if cap >= BUSY_MAX else Limit.TTFT)
+
+
+def busy_cap(workers: int, service_s: float, ttft_s: float) -> float:
+    """Returns the maximum utilization at which all but `LATE` of the prompts meet their TTFT target.
+
+    Each of the `workers` takes `service_s` for a mean prompt; the target is `ttft_s`.
+    """
+    if service_s <= 0 or ttft_s == math.inf:
+        return BUSY_MAX
+    slack = max(ttft_s - LONG_PROMPT * service_s, SLACK_MIN * ttft_s) / service_s
+    low, high = 0.0, BUSY_MAX
+    for _ in range(_HALVINGS):
+        busy = (low + high) / 2
+        late = busy ** (math.sqrt(2 * (workers + 1)) - 1) * math.exp(-workers * (1 - busy) * slack)
+        low, high = (busy, high) if late <= LATE else (low, busy)
+    return max(high, SLACK_MIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The number of requests that a worker may decode at once, at least 1, and the limit that binds."""
+
+    count: float
+    limit: Limit
+
+
+def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
+    """Returns the mean number of rows that fit at one worker of this role."""
+    pages = decode_pages(role, int(facts.kv_tokens), int(facts.occupied(facts.longest_tokens, role)))
+    kv_tokens = facts.kv_tokens if pages is None else pages
+    p = facts.cost
+    each_s = p.row_s + p.context_s * demand.context_tokens
+    by_gap = (promise.gap_s - p.base_s) / each_s if each_s > 0 else math.inf
+    found = min(
+        (HEADROOM * by_gap, Limit.GAP),
+        (HEADROOM * kv_tokens / max(facts.occupied(demand.kv_tokens, role), 1.0), Limit.KV),
+        (HEADROOM * facts.batch_requests, Limit.BATCH),
+        key=lambda each: each[0],
+    )
+    return Rows(max(found[0], 1.0), found[1])
+
+
+def decode_load_ratio(demand: Demand, promise: Promise, facts: WorkerFacts, workers: int) -> LoadRatio:
+    """Returns the load ratio of `workers` decode workers."""
+    p, fits = facts.cost, rows_that_fit(demand, promise, facts)
+    step_s = p.base_s + fits.count * (p.row_s + p.context_s * demand.context_tokens)
+    return LoadRatio(demand.per_s * demand.answer_tokens / workers * step_s / fits.count, fits.limit)
+
+
+def shared_load_ratio(
+    demand: Demand, promise: Promise, facts: WorkerFacts, workers: int, backlog_s: float = 0.0
+) -> LoadRatio:
+    """Returns the load ratio of `workers` that do both.
+
+    Per second, prompts take their time once and decode rows theirs once per step, so a step lasts base ÷ (1 - both
+    shares). The load may grow until that is the inter-token target, or rows or time run out.
+    """
+    p, cost = facts.cost, StepCost(facts.cost)
+    per_s = demand.per_s / workers
+    prompts_s = per_s * (demand.prompt_seconds(cost, facts.chunk_tokens)) + backlog_s / workers
+    answers_s = per_s * demand.answer_tokens * (p.row_s + p.context_s * demand.context_tokens)
+    fits = rows_that_fit(demand, promise, facts, Role.BOTH)
+    # Rows are tokens a second times a step, so the step may last until the rows that fit are there, too.
+    by_rows_s = fits.count / max(per_s * demand.answer_tokens, 1e-9)
+    longest_s = min(promise.gap_s * HEADROOM, max(by_rows_s, p.base_s))
+    headroom = max(1.0 - p.base_s / longest_s, SLACK_MIN) if longest_s < math.inf else 1.0
+    cap = min(headroom, busy_cap(workers, prompts_s / max(per_s, 1e-9), promise.ttft_s))
+    by_gap = promise.gap_s * HEADROOM <= by_rows_s
+    limit = fits.limit if not by_gap else Limit.GAP if headroom <= cap else Limit.TTFT
+    return LoadRatio((prompts_s + answers_s) / cap, limit)

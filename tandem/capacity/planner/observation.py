@@ -1,0 +1,78 @@
+"""The planner's input: one window of the whole cluster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.load_ratio import WorkerFacts
+from tandem.protocol.lifecycle.spans import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Requests that ended in the window: those that met their targets, and the others by the phase that missed."""
+
+    met: float = 0.0
+    missed: Mapping[Phase, float] = field(default_factory=dict)
+    """Requests by the phase that missed; rejected requests count for the phase in which they would have missed."""
+
+    @property
+    def total(self) -> float:
+        """All requests with targets that ended in the window."""
+        return self.met + sum(self.missed.values())
+
+    def share_missed(self, *phases: Phase) -> float:
+        """Returns the fraction of all requests that missed in one of these phases; 0 if none ended."""
+        return sum(self.missed.get(phase, 0.0) for phase in phases) / self.total if self.total else 0.0
+
+    @property
+    def attained(self) -> float:
+        """Fraction of requests that met their targets; 1 if none ended."""
+        return self.met / self.total if self.total else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Requests offered to the router in the window. Lengths are means."""
+
+    per_s: float
+    prompt_tokens: float
+    cached: float
+    """Fraction of prompt tokens that were in prefix caches recently."""
+    answer_tokens: float
+    """Mean output length of recently ended requests, of those that could have been as long."""
+    refused_per_s: float = 0.0
+    """Rejected requests per second."""
+    crowded_per_s: float = 0.0
+    """Requests per second that were rejected because of their inter-token target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One window. Workers are those that serve; where workers do both, all of them are in `shared`."""
+
+    seconds: float
+    offered: Offered
+    promise: Promise
+    """The tightest targets among the requests that have any."""
+    prompts: WorkerFacts | None
+    """A prefill worker with fitted costs; None = no worker has measured its steps yet."""
+    answers: WorkerFacts | None
+    """A decode worker with fitted costs; equal to `prompts` where workers do both."""
+    prefill: int = 0
+    decode: int = 0
+    shared: int = 0
+    coming: int = 0
+    """Workers that will serve but do not yet: they start, or wait for a node."""
+    waiting_requests: float = 0.0
+    """Requests in the routers' queues, at the window's end."""
+    waiting_tokens: float = 0.0
+    """Prompt tokens queued at workers, at the window's end."""
+    running_requests: float = 0.0
+    """Decoding requests, at the window's end."""
+    kept: Kept = field(default_factory=Kept)
+
+    @property
+    def workers(self) -> int:
+        """The number of serving workers."""
+        return self.prefill + self.decode + self.shared

@@ -1,0 +1,146 @@
+"""Reads one window of the whole cluster from two scrapes of its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.load_ratio import WorkerFacts
+from tandem.capacity.planner.observation import Kept, Observation, Offered
+from tandem.metrics import families as f
+from tandem.metrics.scrape import Scrape, ScrapeInterval
+from tandem.protocol.cost_parameters import SECONDS, UNMEASURED, CostParameters
+from tandem.protocol.lifecycle.spans import Phase
+from tandem.protocol.messages import Role, WorkerInfo
+
+CLASS_SHARE = 0.1
+"""Minimum fraction of requests in a service class for its targets to count."""
+_ROUTER = "router"
+_MET = "met"
+_CROWDED = "slo_itl"
+_REFUSED = ("queue_full", "tenant_queue_full", "slo_ttft", _CROWDED)
+"""Values of the label `reason` of rejected requests that count as offered (`router/refusal.py`)."""
+
+Promises = Callable[[float], Mapping[str, Promise]]
+"""Maps the seconds of a one-request decode step to the targets of each service class."""
+
+
+def observe(
+    interval: ScrapeInterval, workers: Sequence[WorkerInfo], promises: Promises, *, coming: int = 0
+) -> Observation:
+    """Returns the observation of this interval.
+
+    `workers` are those that serve, by their last assignment; `coming` more are starting.
+    """
+    now = interval.now
+    prefill, decode, shared = (_doing(workers, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
+    answers = worker_facts(now, [*decode, *shared])
+    idle_step_s = 0.0 if answers is None else answers.cost.base_s + answers.cost.row_s
+    offered, names = _offered(interval), [info.peer.worker_id for info in workers]
+    return Observation(
+        seconds=interval.seconds,
+        offered=offered,
+        promise=_promise(interval, promises(idle_step_s)),
+        prompts=worker_facts(now, [*prefill, *shared]),
+        answers=answers,
+        prefill=len(prefill),
+        decode=len(decode),
+        shared=len(shared),
+        coming=coming,
+        waiting_requests=now.total(f.REQUESTS_WAITING, role=_ROUTER),
+        waiting_tokens=offered.prompt_tokens * sum(now.total(f.REQUESTS_WAITING, worker=each) for each in names),
+        running_requests=sum(now.total(f.REQUESTS_RUNNING, worker=each) for each in names),
+        kept=_kept(interval),
+    )
+
+
+def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts | None:
+    """Returns the mean of these workers; None while none of them has measured a step."""
+    found = [(info, cost) for info in workers if (cost := _cost(scrape, info.peer.worker_id)) is not None]
+    if not found:
+        return None
+    infos, costs = zip(*found, strict=True)
+    means: dict[str, Any] = {name: fmean(getattr(cost, name) for cost in costs) for name in SECONDS}
+    free = min(cost.free_tokens for cost in costs)
+    return WorkerFacts(
+        CostParameters(**means, free_tokens=free, observed=1),
+        fmean(info.pages_total * info.page_tokens for info in infos),
+        min(info.max_batch_requests for info in infos),
+        min(info.max_step_tokens for info in infos),
+        max(info.model.max_context for info in infos),
+        infos[0].kv_pages if infos[0].kv_pages.windowed else None,
+        fmean(scrape.total(f.SPECULATION_SPEEDUP, worker=each.peer.worker_id) or 1.0 for each in infos),
+    )
+
+
+def fitted(scrape: Scrape) -> CostParameters | None:
+    """Returns the fitted costs of a whole cluster; None while prefill or decode costs are unmeasured.
+
+    Prompt costs are the means of workers that prefill, decode costs of those that decode.
+    """
+    names = scrape.values(f.STEP_COST, "worker")
+    roles = {name: scrape.values(f.WORKER_INFO, "role", worker=name)[0] for name in names}
+    costs = {name: cost for name in names if (cost := _cost(scrape, name)) is not None}
+    prompts = [costs[name] for name in costs if roles[name] != Role.DECODE]
+    answers = [costs[name] for name in costs if roles[name] != Role.PREFILL]
+    if not prompts or not answers:
+        return None
+    return CostParameters(
+        base_s=fmean(each.base_s for each in answers),
+        prompt_base_s=fmean(each.prompt_base_s for each in prompts),
+        token_s=fmean(each.token_s for each in prompts),
+        pair_s=fmean(each.pair_s for each in prompts),
+        row_s=fmean(each.row_s for each in answers),
+        context_s=fmean(each.context_s for each in answers),
+        verify_base_s=fmean(each.verify_base_s for each in answers),
+        free_tokens=min(each.free_tokens for each in prompts),
+        mixed_noise=max(each.mixed_noise for each in answers),
+        observed=1,
+    )
+
+
+def _cost(scrape: Scrape, worker: str) -> CostParameters | None:
+    if not scrape.values(f.STEP_COST, "part", worker=worker):
+        return None
+    seconds: dict[str, Any] = {
+        name: scrape.total(f.STEP_COST, worker=worker, part=name.removesuffix("_s")) for name in SECONDS
+    }
+    free = int(scrape.total(f.STEP_FREE_TOKENS, worker=worker))
+    noise = scrape.total(f.STEP_MIXED_NOISE, worker=worker) or UNMEASURED.mixed_noise
+    return CostParameters(**seconds, free_tokens=free, observed=1, mixed_noise=noise)
+
+
+def _offered(interval: ScrapeInterval) -> Offered:
+    requests = interval.grown(f.OFFERED_REQUESTS)
+    if not requests:
+        return Offered(0.0, 0.0, 0.0, 0.0)
+    looked_up = interval.grown(f.PREFIX_QUERIES)
+    return Offered(
+        requests / interval.seconds,
+        interval.grown(f.OFFERED_PROMPT_TOKENS) / requests,
+        interval.grown(f.PREFIX_HITS) / looked_up if looked_up else 0.0,
+        interval.grown(f.OFFERED_ANSWER_TOKENS) / requests,
+        refused_per_s=sum(interval.grown(f.ADMISSION_REJECTIONS, reason=each) for each in _REFUSED) / interval.seconds,
+        crowded_per_s=interval.grown(f.ADMISSION_REJECTIONS, reason=_CROWDED) / interval.seconds,
+    )
+
+
+def _promise(interval: ScrapeInterval, promises: Mapping[str, Promise]) -> Promise:
+    """Returns the tightest targets of the classes with enough requests."""
+    counts = {name: interval.grown(f.SLO_REQUESTS, slo_class=name) for name in promises}
+    least = CLASS_SHARE * sum(counts.values())
+    found = [promise for name, promise in promises.items() if counts[name] and counts[name] >= least]
+    if not found:
+        return Promise()
+    return Promise(min(each.ttft_s for each in found), min(each.gap_s for each in found))
+
+
+def _kept(interval: ScrapeInterval) -> Kept:
+    missed = {phase: interval.grown(f.SLO_MISSED, phase=phase) for phase in Phase}
+    return Kept(interval.grown(f.SLO_REQUESTS, outcome=_MET), missed)
+
+
+def _doing(workers: Sequence[WorkerInfo], role: Role) -> list[WorkerInfo]:
+    return [info for info in workers if info.open is not None and info.assigned_role is role]

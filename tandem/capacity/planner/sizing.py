@@ -1,0 +1,77 @@
+"""Sizing: the number of workers that a demand needs, and their best split between the roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tandem.capacity.planner.decision import Limits, Range, Split
+from tandem.capacity.planner.demand import Demand, Promise
+from tandem.capacity.planner.load_ratio import (
+    LoadRatio,
+    WorkerFacts,
+    decode_load_ratio,
+    prefill_load_ratio,
+    shared_load_ratio,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """A demand, and the workers that serve it: prefill workers like `prompts`, decode workers like `answers`."""
+
+    demand: Demand
+    promise: Promise
+    prompts: WorkerFacts
+    answers: WorkerFacts
+    backlog_s: float = 0.0
+    """Device seconds of queued prompts to be worked off per second."""
+    prefill_scale: float = 1.0
+    decode_scale: float = 1.0
+    """Learned factors on the modelled load ratios of prefill and decode."""
+
+    def load_ratios(self, split: Split) -> tuple[LoadRatio, LoadRatio]:
+        """Returns the load ratios of both roles under a split; for shared workers, twice the same."""
+        promise, demand = self.promise, self.demand
+        if split.shared:
+            shared = shared_load_ratio(demand, promise, self.answers, split.shared, self.backlog_s)
+            scaled = replace(shared, value=shared.value * max(self.prefill_scale, self.decode_scale))
+            return scaled, scaled
+        prefill = prefill_load_ratio(demand, promise, self.prompts, split.prefill, self.backlog_s)
+        decode = decode_load_ratio(demand, promise, self.answers, split.decode)
+        return (
+            replace(prefill, value=prefill.value * self.prefill_scale),
+            replace(decode, value=decode.value * self.decode_scale),
+        )
+
+    def worst(self, split: Split) -> LoadRatio:
+        """Returns the larger load ratio."""
+        return max(self.load_ratios(split), key=lambda load_ratio: load_ratio.value)
+
+    def best(self, workers: int, limits: Limits, *, shared: bool = False) -> Split | None:
+        """Returns the split of `workers` with the smallest larger load ratio; None if the limits allow none.
+
+        One role's ratio falls with its workers while the other's rises, so the best split is where they meet.
+        """
+        if shared:
+            return Split(shared=workers)
+        low = max(limits.prefill.least, workers - limits.decode.most)
+        high = min(limits.prefill.most, workers - limits.decode.least)
+        if low > high:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            prefill, decode = self.load_ratios(Split(middle, workers - middle))
+            low, high = (middle, high) if prefill.value > decode.value else (low, middle)
+        return min(
+            (Split(each, workers - each) for each in range(low, high + 1)), key=lambda each: self.worst(each).value
+        )
+
+    def fewest(self, total: Range, limits: Limits, load_ratio: float, *, shared: bool = False) -> Split | None:
+        """Returns the fewest workers within `total` at `load_ratio` or less, or the most allowed."""
+        low, high = total.least, total.most
+        while low < high:
+            middle = (low + high) // 2
+            split = self.best(middle, limits, shared=shared)
+            enough = split is not None and self.worst(split).value <= load_ratio
+            low, high = (low, middle) if enough else (middle + 1, high)
+        return self.best(low, limits, shared=shared)

@@ -1,0 +1,59 @@
+"""Effects of changes of the model or its serving on the load that a split can take, by the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from tandem.capacity.planner.decision import Limits, Split
+from tandem.capacity.planner.load_ratio import WorkerFacts
+from tandem.capacity.planner.memory import Memory
+from tandem.capacity.planner.sizing import Sizing
+from tandem.protocol.cost_parameters import SECONDS, CostParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change and the load that it allows: `rate` times the current one, with the best split of as many workers."""
+
+    name: str
+    rate: float
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The same model with fewer bits: what its workers hold, and how their steps change."""
+
+    name: str
+    memory: Memory
+    before: CostParameters
+    """Steps by the roofline with the current bits."""
+    after: CostParameters
+    """Likewise with fewer."""
+
+
+def changes(sizing: Sizing, split: Split, forms: Iterable[Quantized]) -> Iterator[Change]:
+    """Yields the effects of quantization."""
+    for form in forms:
+        other = replace(sizing, prompts=_quantized(sizing.prompts, form), answers=_quantized(sizing.answers, form))
+        yield _change(form.name, sizing, other, split)
+
+
+def _quantized(facts: WorkerFacts, form: Quantized) -> WorkerFacts:
+    """Returns the facts of quantized workers: each coefficient changes by the factor that the roofline says."""
+    smaller = replace(
+        facts.cost,
+        **{
+            name: getattr(facts.cost, name) * getattr(form.after, name) / before
+            for name in SECONDS
+            if (before := getattr(form.before, name))
+        },
+    )
+    free = int(facts.cost.free_tokens * form.after.free_tokens / max(1, form.before.free_tokens))
+    return replace(facts, cost=replace(smaller, free_tokens=free), kv_tokens=form.memory.kv_tokens)
+
+
+def _change(name: str, before: Sizing, after: Sizing, split: Split) -> Change:
+    best = after.best(split.workers, Limits(), shared=bool(split.shared)) or split
+    return Change(name, before.worst(split).value / after.worst(best).value, best)

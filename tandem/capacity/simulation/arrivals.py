@@ -1,0 +1,56 @@
+"""Random requests: Poisson arrivals, lognormal lengths, and prompts that share at most a common prefix."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from router.slo import SloClass
+from tandem.capacity.simulation.prompt import VirtualPrompt, page_names
+from tandem.capacity.simulation.request import LoadRequest
+from tandem.engine.config import GPU_PAGE_TOKENS
+
+SIGMA = 0.8
+"""Default standard deviation of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
+
+_SHARED_KEY = 0
+"""The key of the prefix that all prompts share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A request mix: requests per second and mean lengths in tokens.
+
+    0 `sigma` = equal lengths. The first `cached` fraction of every prompt is the same.
+    """
+
+    rate: float
+    prompt_tokens: float
+    answer_tokens: float
+    sigma: float = SIGMA
+    cached: float = 0.0
+
+    def requests(
+        self, seconds: float, slo: SloClass, max_context: int, *, seed: int = 0, start_s: float = 0.0, key: int = 0
+    ) -> Iterator[LoadRequest]:
+        """Yields the requests of `seconds` from `start_s` on, by arrival; each fits into `max_context` tokens.
+
+        Arrival times and lengths have generators of their own: another rate has the same lengths in the same order.
+        """
+        moments, lengths = (np.random.default_rng(each) for each in np.random.SeedSequence(seed).spawn(2))
+        due_s = start_s
+        while (due_s := due_s + moments.exponential(1 / self.rate)) < start_s + seconds:
+            prompt = min(_draw(self.prompt_tokens, self.sigma, lengths), max_context - 1)
+            answer = min(_draw(self.answer_tokens, self.sigma, lengths), max_context - prompt)
+            key += 1
+            yield LoadRequest(due_s, VirtualPrompt(key, prompt, self._names(key, prompt)), answer, slo)
+
+    def _names(self, key: int, prompt: int) -> tuple[bytes, ...]:
+        """Returns the names of the prompt's pages; none where it shares no prefix."""
+        shared = int(self.cached * prompt)
+        return page_names([(_SHARED_KEY, 0, shared), (key, shared, prompt - shared)], GPU_PAGE_TOKENS) if shared else ()
+
+
+def _draw(mean: float, sigma: float, dice: np.random.Generator) -> int:
+    return max(1, round(math.exp(math.log(mean) - sigma**2 / 2 + sigma * dice.standard_normal())))

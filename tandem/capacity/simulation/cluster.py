@@ -1,0 +1,61 @@
+"""A cluster of simulated workers behind one simulated router, and loads that run through it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from router.config import RouterConfig
+from tandem.capacity.simulation.clock import VirtualClock
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.request import LoadRequest, Outcome
+from tandem.capacity.simulation.router import VirtualRouter
+from tandem.capacity.simulation.spec import WorkerSpec
+from tandem.capacity.simulation.worker import VirtualWorker
+from tandem.protocol.messages import PeerRef
+
+
+@dataclass(slots=True)
+class VirtualCluster:
+    """A cluster for one load; a new one is needed for each."""
+
+    specs: Sequence[WorkerSpec]
+    config: RouterConfig
+    network: Network = field(default_factory=Network)
+    jumps: bool = True
+    """True to take runs of equal steps at once; the outcome is the same."""
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    workers: dict[PeerRef, VirtualWorker] = field(default_factory=dict)
+    router: VirtualRouter = field(init=False)
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Outcomes of ended requests, in the order of their ends."""
+
+    def __post_init__(self) -> None:
+        self.router = VirtualRouter(self.config, self.clock, self.network, self.outcomes.append)
+        for spec in self.specs:
+            worker = VirtualWorker(
+                spec, self.clock, self.network, self.workers, self.router.on_step_output, jumps=self.jumps
+            )
+            self.workers[worker.peer] = worker
+            self.router.join(worker)
+            worker.assignment.on_change = partial(self._tell_router, worker)
+
+    def _tell_router(self, worker: VirtualWorker) -> None:
+        """Notifies the router through the controller, which takes two calls."""
+        self.clock.after(2 * self.network.call_s, lambda: self.router.follow(worker))
+
+    def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
+        """Runs the requests, sorted by `due_s`, until nothing is left or `until_s`; returns the outcomes."""
+        coming = iter(requests)
+
+        def next_one() -> None:
+            request = next(coming, None)
+            if request is not None:
+                self.clock.at(request.due_s + self.network.ingress_s, lambda: arrive(request))
+
+        def arrive(request: LoadRequest) -> None:
+            next_one()
+            self.router.arrive(request)
+
+        next_one()
+        self.clock.run(until_s)
+        return self.outcomes

@@ -1,0 +1,96 @@
+"""Drafts of simulated workers: each is accepted by chance, and the control of real workers decides how many there are.
+
+Every simulated token is 0, so a draft of 0 is right and one of 1 is wrong.
+"""
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from decode_worker.drafting_batch import DraftingBatch
+from decode_worker.model_speculation import ModelSpeculation
+from decode_worker.request import DecodeRequest
+from decode_worker.speculation import Speculation
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.engine.speculation.proposer import DRAFTS_MAX, MODEL_CLASS, BatchProposer, Draft, Proposer, WantedDraft
+
+_LOOK_UP_CLASS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of a worker."""
+
+    acceptance: float
+    """The probability that a draft is accepted if those before it were, 0 to 1."""
+    most: int = DRAFTS_MAX
+    """The most drafts of a request in a step."""
+    token_s: float = 0.0
+    """The seconds that a draft model takes for a token of all drafts of a step; 0 = look-ups, which take none."""
+
+    def speculation(self, batch: DraftingBatch, grow: Callable[[DecodeRequest], bool]) -> Speculation:
+        """Return the control of a new worker with such drafts; see `Speculation`."""
+        chance = _Chance(self)
+        if not self.token_s:
+            return Speculation(_LookUps(chance), batch, grow, _cut_all)
+        model = _Model(chance)
+        return ModelSpeculation(model, batch, grow, _cut_all, clock=lambda: model.spent_s)
+
+
+class _Chance:
+    def __init__(self, drafts: Drafts) -> None:
+        self.drafts = drafts
+        self._dice = random.Random(0)
+
+    def tokens(self, most: int) -> list[int]:
+        """Return a draft of as many tokens as there may be."""
+        return [int(self._dice.random() >= self.drafts.acceptance) for _ in range(min(most, self.drafts.most))]
+
+
+class _Stateless(Proposer):
+    def begin(self, key: Hashable, token_ids: Sequence[int], cache_salt: str) -> None:
+        """See `Proposer`."""
+
+    def extend(self, key: Hashable, token_ids: Sequence[int]) -> None:
+        """See `Proposer`."""
+
+    def leave(self, key: Hashable) -> None:
+        """See `Proposer`."""
+
+
+class _LookUps(_Stateless):
+    def __init__(self, chance: _Chance) -> None:
+        self._chance = chance
+
+    def propose(self, key: Hashable, most: int) -> Draft:
+        """See `Proposer`."""
+        del key
+        return Draft(self._chance.tokens(most), _LOOK_UP_CLASS)
+
+
+class _Model(_Stateless, BatchProposer):
+    """A model whose KV of a context takes no time."""
+
+    draft_class = MODEL_CLASS
+    max_step_tokens = 1 << 30
+
+    def __init__(self, chance: _Chance) -> None:
+        self._chance = chance
+        self.longest = chance.drafts.most
+        self.spent_s = 0.0
+        """The seconds that proposing has taken."""
+
+    @property
+    def cost(self) -> StepCost:
+        """See `BatchProposer`."""
+        return StepCost(CostParameters(self._chance.drafts.token_s, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+    def compute(self, wanted: Sequence[WantedDraft]) -> Sequence[Sequence[int]]:
+        """See `BatchProposer`."""
+        self.spent_s += self._chance.drafts.token_s * max(len(each.draws) for each in wanted)
+        return [self._chance.tokens(len(each.draws)) for each in wanted]
+
+
+def _cut_all(*_: object) -> int:
+    """Return 0: simulated requests have no grammar."""
+    return 0

@@ -1,0 +1,147 @@
+"""A model on devices of one kind, whose step cost comes from a roofline or from fitted parameters."""
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from tandem.capacity.simulation.drafts import Drafts
+from tandem.capacity.simulation.spec import Device
+from tandem.cost_model.roofline import GPU, Ceilings, guess
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.cost_model.step_grid import gpu_grid
+from tandem.engine.config import GPU_PAGE_TOKENS
+from tandem.engine.config.kv import kv_groups, kv_windows
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.device import quantized_kv_dtype
+from tandem.engine.kernels.kv_cache import SCALE_BYTES
+from tandem.engine.model_sizes import kv_bytes_per_token, model_sizes
+from tandem.engine.models.load_spec import quantized_at_load
+from tandem.engine.models.shapes import shape_config
+from tandem.protocol.cost_parameters import SECONDS
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import ModelFacts
+
+_ITEM_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A model on devices of one kind: `truth` is the real step cost, `reported` the one that predictions use."""
+
+    model: ModelSpec
+    name: str
+    truth: CostParameters
+    reported: CostParameters
+    pages: int
+    page_tokens: int = GPU_PAGE_TOKENS
+    kv_element_bytes: float = _ITEM_BYTES
+    drafts: Drafts | None = None
+    """The drafts of workers that decode; None = they have none."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's KV in all layers."""
+        return kv_bytes_per_token(self.model, self.kv_element_bytes)
+
+    @property
+    def idle_step_s(self) -> float:
+        """A decode step of one request with little context, in seconds."""
+        return StepCost(self.truth).decode_step_seconds(1, 0)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model's facts as a worker registers them."""
+        model = self.model
+        windows = kv_windows(model)
+        return ModelFacts(
+            self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16", kv_windows=windows
+        )
+
+    def with_costs(self, costs: CostParameters) -> "Hardware":
+        """Returns the same hardware with these step costs, which predictions know."""
+        known = replace(costs, tile_tokens=self.truth.tile_tokens)
+        return replace(self, truth=known, reported=known)
+
+    @property
+    def device(self) -> Device:
+        """The simulated device of a worker."""
+        return Device(self.truth, self.reported, self.pages, self.page_tokens, self.page_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a KV page."""
+        return kv_page_bytes(self.model, self.kv_element_bytes)
+
+
+def kv_element_bytes(model: ModelSpec, kv_cache_dtype: str) -> float:
+    """Returns the bytes of an element of KV, with its part of a scale. InvalidArgument as of `quantized_kv_dtype`."""
+    dtype = quantized_kv_dtype(kv_cache_dtype, model)
+    return _ITEM_BYTES if dtype is None else dtype.itemsize + SCALE_BYTES / kv_groups(model)[0].dim
+
+
+def kv_bytes_per_held_token(model: ModelSpec, tokens: float, element_bytes: float = _ITEM_BYTES) -> float:
+    """Returns the bytes that a decoding request of so many tokens holds per token; with windows, fewer the longer.
+
+    With windows they are those of the whole pages that workers reserve (`KvPages.held`).
+    """
+    pages = KvPages(GPU_PAGE_TOKENS, kv_windows(model))
+    if not pages.windowed:
+        return kv_bytes_per_token(model, element_bytes)
+    return pages.held(math.ceil(tokens), decoding=True) * kv_page_bytes(model, element_bytes) / tokens
+
+
+def kv_page_bytes(model: ModelSpec, element_bytes: float = _ITEM_BYTES) -> int:
+    """Returns the bytes of a KV page."""
+    return round(kv_groups(model)[0].elements * GPU_PAGE_TOKENS * element_bytes)
+
+
+def roofline(model: ModelSpec, device: Ceilings = GPU, kv_element_bytes: float = _ITEM_BYTES) -> CostParameters:
+    """Returns the step cost at a device's ceilings, marked as if it was measured."""
+    sizes = model_sizes(model, _ITEM_BYTES, kv_element_bytes)
+    return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
+
+
+def read_costs(file: Path, option: str = "--costs") -> CostParameters:
+    """Reads fitted parameters by the names of `CostParameters`, at the top level or under `costs`, as in results.
+
+    InvalidArgument names the option.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(option, f"{file.name} cannot be read: {error}") from None
+    content = content.get("costs", content)
+    known = {each.name for each in fields(CostParameters)}
+    strange = set(content) - known
+    if strange:
+        raise InvalidArgument(option, f"{file.name} has {', '.join(sorted(strange))}; known are {', '.join(known)}")
+    return CostParameters(**({"observed": 1000} | content))
+
+
+def hardware(
+    shape: str,
+    costs: Path | None,
+    kv_gib: float,
+    misjudged: float,
+    *,
+    device: Ceilings = GPU,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Hardware:
+    """Returns hardware whose predictions are `misjudged` times the real step cost.
+
+    Steps cost what the roofline of `device` says of weights and KV as they are quantized, or what the file `costs` has.
+    InvalidArgument if the KV cache is smaller than a page, and for quantization that the model cannot have.
+    """
+    model = quantized_at_load(shape_config(shape), quantization)
+    element_bytes = kv_element_bytes(model, kv_cache_dtype)
+    if not misjudged > 0:
+        raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
+    truth = roofline(model, device, element_bytes) if costs is None else read_costs(costs)
+    scaled = {name: getattr(truth, name) * misjudged for name in SECONDS}
+    pages = int(kv_gib * 2**30 / kv_page_bytes(model, element_bytes))
+    if pages < 1:
+        raise InvalidArgument("--kv-gib", f"{kv_gib:g} is less than one KV page of {shape}")
+    return Hardware(model, shape, truth, replace(truth, **scaled), pages, kv_element_bytes=element_bytes)

@@ -1,0 +1,80 @@
+"""Prompts without token ids: they have a length and names of their pages."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.protocol.page_digests import DIGEST_BYTES
+
+Segment = tuple[int, int, int]
+"""A run of tokens: the key of its source, its offset there, and its number of tokens."""
+
+
+class VirtualPrompt(Sequence[int]):
+    """A prompt whose token ids are all 0; equal `names` mean equal tokens, as far as both reach."""
+
+    __slots__ = ("key", "names", "tokens")
+
+    def __init__(self, key: int, tokens: int, names: tuple[bytes, ...]) -> None:
+        """Makes a prompt of `tokens` tokens with the `names` of its full pages; `key` is unique."""
+        self.key, self.tokens, self.names = key, tokens, names
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        """Returns 0, or as many zeros as the slice has tokens."""
+        if isinstance(index, slice):
+            return (0,) * len(range(*index.indices(self.tokens)))
+        if not -self.tokens <= index < self.tokens:
+            raise IndexError(index)
+        return 0
+
+    def __add__(self, answer: tuple[int, ...]) -> "VirtualPrompt":
+        """Returns the prompt followed by the first tokens of an answer, which no other prompt has."""
+        return VirtualPrompt(self.key, self.tokens + len(answer), self.names) if answer else self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Returns the array that stands for the whole prompt where it is hashed."""
+        return np.array([self.key, self.tokens], dtype=dtype)
+
+
+def page_names(segments: Sequence[Segment], page_tokens: int) -> tuple[bytes, ...]:
+    """Returns the names of a prompt's full pages; prompts with equal beginnings have equal names."""
+    names, parent, room, page = [], b"", page_tokens, bytearray()
+    for key, begin, tokens in segments:
+        first, count = begin, tokens
+        while count >= room:
+            page += np.array((key, first, room), dtype="<i8").tobytes()
+            parent = blake2b(parent + page, digest_size=DIGEST_BYTES).digest()
+            names.append(parent)
+            first, count, room, page = first + room, count - room, page_tokens, bytearray()
+        if count:
+            page += np.array((key, first, count), dtype="<i8").tobytes()
+            room -= count
+    return tuple(names)
+
+
+class PageNames:
+    """Names pages like `tandem.protocol.page_digests`, without token ids.
+
+    A prompt knows its names; generated pages get names that no prompt has.
+    """
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def __call__(self, token_ids: Sequence[int], page_tokens: int, _parent: bytes) -> list[bytes]:
+        """Returns the names of the full pages: the prompt's own, or fresh ones."""
+        if isinstance(token_ids, VirtualPrompt):
+            return list(token_ids.names)
+        fresh = range(self._made, self._made + len(token_ids) // page_tokens)
+        self._made = fresh.stop
+        return [number.to_bytes(DIGEST_BYTES, "little") for number in fresh]

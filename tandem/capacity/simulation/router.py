@@ -1,0 +1,300 @@
+"""A simulated router: the product's scheduler, worker states and prefix index, with calls that take network time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from router.config import RouterConfig
+from router.observability.prediction_quality import PredictionQuality
+from router.observability.verdict import rejected
+from router.placement.fleet import Fleet
+from router.placement.policy import Placement, PlacementPolicy
+from router.placement.queue import QueuedRequest
+from router.placement.scheduler import RequestScheduler, record
+from router.placement.worker_state import BACK_OFF_S, WorkerState
+from router.requests.first_token import hold_s
+from router.requests.sweeper import SWEEP_S
+from router.workers.prefix_feed import PrefixFeed
+from tandem.capacity.simulation.clock import VirtualClock
+from tandem.capacity.simulation.flow import Flow
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.request import LoadRequest, Outcome
+from tandem.capacity.simulation.worker import VirtualWorker, WorkerStepOutput
+from tandem.protocol.errors import Internal, ResourceExhausted, RoleClosed
+from tandem.protocol.messages import (
+    Destination,
+    FinishReason,
+    GrantedLease,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    SamplingParams,
+)
+from tandem.protocol.prefixes import PrefixList
+
+ROUTER_ID = "router"
+_BUSY = (ResourceExhausted, RoleClosed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A worker with the router's state of it."""
+
+    worker: VirtualWorker
+    state: WorkerState
+    prefixes: PrefixFeed
+
+
+@dataclass(frozen=True, slots=True)
+class _StepOutputSource:
+    """The worker, step number and time of a step output."""
+
+    worker: VirtualWorker
+    number: int
+    moment_s: float
+
+
+@dataclass(slots=True)
+class VirtualRouter:
+    """A router; `on_end` receives the outcome of every request once."""
+
+    config: RouterConfig
+    clock: VirtualClock
+    network: Network
+    on_end: Callable[[Outcome], None]
+    fleet: Fleet = field(default_factory=Fleet)
+    prediction_quality: PredictionQuality = field(default_factory=PredictionQuality)
+    scheduler: RequestScheduler = field(init=False)
+    _links: dict[PeerRef, _Link] = field(default_factory=dict)
+    _flows: dict[str, Flow] = field(default_factory=dict)
+    _arrivals: int = 0
+    _pumping: bool = False
+
+    def __post_init__(self) -> None:
+        placement = PlacementPolicy(self.config.mode)
+        self.scheduler = RequestScheduler(self.config, placement, self.fleet, self.clock)
+
+    def join(self, worker: VirtualWorker) -> None:
+        """Adds a serving worker."""
+        state = WorkerState(worker.info, self.clock)
+        self.fleet.join(state)
+        feed = PrefixFeed(self.fleet.prefixes, state.slot)
+        feed.load(PrefixList(0, ()))
+        self._links[worker.peer] = _Link(worker, state, feed)
+        state.report(worker.load())
+        self.fleet.set_live(state, live=True)
+
+    def follow(self, worker: VirtualWorker) -> None:
+        """Updates the router's state after a change of `worker`'s assignment."""
+        state, info = self._links[worker.peer].state, worker.info
+        state.update(info)
+        self.fleet.set_live(state, live=info.open is not None)
+        self.pump()
+
+    # ---- a request's dispatch ----
+
+    def arrive(self, asked: LoadRequest) -> None:
+        """Admits or rejects an arriving request."""
+        self._arrivals += 1
+        prompt, sampling = asked.prompt, SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True)
+        queued = QueuedRequest(
+            wire_id=f"r{self._arrivals}",
+            sequence=self._arrivals,
+            arrived_s=self.clock.now,
+            prompt_tokens=len(prompt),
+            max_tokens=asked.new_tokens,
+            to_the_limit=sampling.runs_to_limit,
+            digests=prompt.names,
+            tenant=asked.tenant,
+            slo=asked.slo,
+        )
+        flow = Flow(queued, Outcome(asked), sampling)
+        try:
+            self.scheduler.enter(queued)
+        except ResourceExhausted as error:
+            flow.outcome.rejected = rejected(error)
+            self._end(flow, error.code)
+            return
+        self._flows[queued.wire_id] = flow
+        self.pump()
+
+    def pump(self) -> None:
+        """Places queued requests on workers as long as the next one fits."""
+        if self._pumping:
+            return
+        self._pumping = True
+        while (queued := self.scheduler.head()) is not None:
+            flow = self._flows[queued.wire_id]
+            queued.answered = flow.tokens
+            pair = self.scheduler.bind(queued)
+            if pair is not None:
+                self._place(flow, pair)
+            elif not self.scheduler.skip_hopeless(queued):
+                break
+        self._pumping = False
+
+    def _place(self, flow: Flow, pair: Placement) -> None:
+        flow.pair, outcome = pair, flow.outcome
+        if flow.attempt == 1:
+            outcome.prediction, outcome.placed_s = pair, self.clock.now
+        outcome.prefill_worker = pair.prefill.worker_id
+        outcome.decode_worker = pair.decode.worker_id if pair.decode is not None else ""
+        decode = None if pair.decode is None else self._links[pair.decode].state
+        record(flow.queued, pair, self._links[pair.prefill].state, decode)
+        ref, call_s = flow.ref, self.network.call_s
+        if pair.decode is None:
+            self.clock.after(call_s, lambda: self._prefill(flow, ref, pair, None))
+        else:
+            self.clock.after(call_s, lambda: self._reserve(flow, ref, pair))
+
+    def _reserve(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
+        assert pair.decode is not None
+        prompt = flow.outcome.asked.prompt + (0,) * flow.queued.answered
+        reservation = Reservation(
+            ROUTER_ID,
+            ref,
+            prompt,  # type: ignore[arg-type]
+            flow.sampling,
+            pair.prefill,
+            answered=flow.queued.answered,
+            gap_target_s=self._links[pair.decode].state.gap_target(flow.queued.slo),
+        )
+        try:
+            granted: GrantedLease = self._links[pair.decode].worker.reserve(reservation)
+        except _BUSY:
+            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._state(pair.decode)))
+            return
+        destination = Destination(pair.decode, "", granted.lease)
+        self.clock.after(2 * self.network.call_s, lambda: self._prefill(flow, ref, pair, destination))
+
+    def _prefill(self, flow: Flow, ref: RequestRef, pair: Placement, destination: Destination | None) -> None:
+        prompt = flow.outcome.asked.prompt + (0,) * flow.queued.answered
+        task = PrefillTask(
+            ROUTER_ID,
+            ref,
+            prompt,  # type: ignore[arg-type]
+            flow.sampling,
+            destination,
+            answered=flow.queued.answered,
+        )
+        try:
+            self._links[pair.prefill].worker.prefill(task)
+        except _BUSY:
+            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._state(pair.prefill)))
+        else:
+            self.clock.after(self.network.call_s, lambda: self._taken(flow, ref, pair))
+
+    def _taken(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
+        if flow.ref == ref:
+            self._links[pair.prefill].state.prompt_accepted(flow.queued.wire_id)
+
+    def _state(self, peer: PeerRef | None) -> WorkerState | None:
+        return None if peer is None else self._links[peer].state
+
+    def _refused(self, flow: Flow, ref: RequestRef, asked: WorkerState | None) -> None:
+        if asked is not None:
+            asked.back_off()
+            self.clock.after(BACK_OFF_S, self.pump)
+        if flow.ref == ref:
+            self._again(flow)
+
+    def _again(self, flow: Flow) -> None:
+        """Starts another attempt, which continues after the tokens already sent."""
+        self._leave_workers(flow)
+        flow.queued.resumed = flow.tokens > 0
+        flow.attempt += 1
+        flow.outcome.attempts += 1
+        self.scheduler.queue.push(flow.queued)
+        self.pump()
+
+    def _leave_workers(self, flow: Flow) -> None:
+        pair, ref = flow.pair, flow.ref
+        if pair is None:
+            return
+        flow.pair = None
+        for peer in {pair.prefill, pair.decode or pair.prefill}:
+            worker = self._links[peer].worker
+            self.clock.after(self.network.call_s, lambda worker=worker: worker.abort(ROUTER_ID, [ref]))  # type: ignore[misc]
+        self._release(flow, pair)
+
+    def _release(self, flow: Flow, pair: Placement) -> None:
+        self._links[pair.prefill].state.remove_prompt(flow.queued.wire_id)
+        if pair.decode is not None:
+            self._links[pair.decode].state.remove_answer(flow.queued.wire_id)
+
+    # ---- step outputs of workers ----
+
+    def on_step_output(self, worker: VirtualWorker, output: WorkerStepOutput) -> None:
+        """Receives a worker's step output, or an event between two steps, after the network's delay."""
+        moment = self.clock.now
+        self.clock.after(self.network.event_s, lambda: self._take(worker, output, moment))
+
+    def _take(self, worker: VirtualWorker, output: WorkerStepOutput, moment: float) -> None:
+        link = self._links[worker.peer]
+        if output.prefixes is not None:
+            link.prefixes.take(output.prefixes)
+        link.state.report(output.load)
+        for event in output.events:
+            flow = self._flows.get(event.ref.request_id)
+            if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
+                self._take_event(flow, flow.pair, event, _StepOutputSource(worker, output.number, moment))
+        if not output.load.decode_requests and not output.load.prefill_tokens:
+            for rounds in (1, 2):
+                self.clock.after(rounds * SWEEP_S, link.state.expire_report)
+        self.pump()
+
+    def _take_event(self, flow: Flow, pair: Placement, event: RequestEvent, source: _StepOutputSource) -> None:
+        if event.transfer is not None and pair.decode is not None:
+            self._links[pair.decode].state.learn_transfer(event.transfer)
+        if event.finish_reason is FinishReason.ERROR:
+            self._fail_attempt(flow, event)
+        elif event.preempted:
+            self._close_piece(flow, event, source)
+            self._again(flow)
+        elif event.token_ids and event.first_index == flow.queued.answered:
+            self._links[pair.prefill].state.prompt_computed(flow.queued.wire_id)
+            flow.outcome.firsts_s.append(source.moment_s)
+            flow.tokens = event.first_index + 1
+            if event.first_index == 0:
+                flow.outcome.cached_tokens = event.cached_tokens
+                flow.outcome.held_s = self._hold_s(flow, pair)
+        elif event.token_ids:
+            self._close_piece(flow, event, source)
+        if event.finish_reason is FinishReason.LENGTH:
+            self._release(flow, pair)
+            self._end(flow, "")
+
+    @staticmethod
+    def _close_piece(flow: Flow, event: RequestEvent, source: _StepOutputSource) -> None:
+        flow.close_piece(source.worker.log, source.number, event, source.worker.token_log(event.ref))
+
+    def _hold_s(self, flow: Flow, pair: Placement) -> float:
+        """Returns for how many seconds at most the first token is held until the second."""
+        queued = flow.queued
+        return 0.0 if pair.decode is None else hold_s(queued.slo, self.clock.now - queued.arrived_s, queued.mean_tokens)
+
+    def _fail_attempt(self, flow: Flow, event: RequestEvent) -> None:
+        code = event.error.code if event.error is not None else Internal.code
+        flow.failures += 1
+        if flow.failures >= self.config.max_attempts:
+            self._leave_workers(flow)
+            self._end(flow, code)
+        else:
+            self._again(flow)
+
+    def _end(self, flow: Flow, code: str) -> None:
+        outcome = flow.outcome
+        outcome.error, outcome.ended_s = code, self.clock.now
+        if self._flows.pop(flow.queued.wire_id, None) is not None:
+            self.scheduler.ended(flow.queued, flow.tokens)
+            if (record := flow.placement_record(self.network.event_s)) is not None:
+                self.prediction_quality.record(record)
+        self.on_end(outcome)
+
+    @property
+    def flows(self) -> Sequence[Flow]:
+        """Requests that have not ended."""
+        return list(self._flows.values())

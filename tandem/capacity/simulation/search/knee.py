@@ -1,0 +1,112 @@
+"""Finds the highest rate at which a cluster meets its service class for most requests, by short simulated loads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from router.observability.verdict import Outcome as Kind
+from router.slo import BEST_EFFORT, SloClass
+from tandem.capacity.simulation.arrivals import Mix
+from tandem.capacity.simulation.hardware import Hardware
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.request import Outcome
+from tandem.capacity.simulation.search.judge import judge
+from tandem.capacity.simulation.search.network_jitter import DeliveryDelay
+from tandem.capacity.simulation.search.strategy import Strategy
+
+KEPT = 0.9
+"""Share of the requests that must meet their class at the knee."""
+REQUESTS = 150
+SECONDS_MIN = 15.0
+LIVES = 3.0
+"""A load has at least `REQUESTS` requests and `SECONDS_MIN` seconds, and lasts for `LIVES` mean answers."""
+DRAIN_S = 30.0
+GROWTH = 1.6
+NEAR = 1.12
+"""The factor between rates until the knee lies between two, and the final ratio of these two."""
+LOADS_MAX = 6
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """Results of one load: the share that met the class, TTFT and ITL in seconds, and the number of misses by cause."""
+
+    rate: float
+    share: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    gap_p50_s: float
+    gap_p99_s: float
+    missed: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Loads of one mix on one cluster. With `asks`, requests name the class that they are judged by."""
+
+    machine: Hardware
+    strategy: Strategy
+    mix: Mix
+    slo: SloClass
+    network: Network
+    asks: bool = True
+    seed: int = 0
+
+    def load(self, rate: float) -> LoadFigures:
+        """Runs a load of `rate` requests per second on a new cluster."""
+        idle_s = self.machine.idle_step_s
+        seconds = max(SECONDS_MIN, REQUESTS / rate, LIVES * self.mix.answer_tokens * idle_s)
+        slo = self.slo if self.asks else BEST_EFFORT
+        mix = replace(self.mix, rate=rate)
+        asked = list(mix.requests(seconds, slo, self.machine.model.max_context, seed=self.seed))
+        cluster = self.strategy.cluster(self.machine, self.network, self.slo)
+        outcomes = cluster.run(asked, seconds + DRAIN_S)
+        return self._figures(rate, len(asked), outcomes, idle_s)
+
+    def _figures(self, rate: float, asked: int, outcomes: Sequence[Outcome], idle_s: float) -> LoadFigures:
+        missed: dict[str, int] = {}
+        firsts, gaps = [], []
+        delay = DeliveryDelay(self.network)
+        for outcome in outcomes:
+            moments = delay.moments(outcome)
+            kind = judge(outcome, self.slo, idle_s, moments).outcome
+            if kind is not Kind.MET:
+                missed[kind.value] = missed.get(kind.value, 0) + 1
+            if not outcome.error:
+                firsts.append(moments[0] - outcome.asked.due_s)
+                gaps.append(np.diff(moments))
+        if asked > len(outcomes):
+            missed[Kind.FAILED.value] = missed.get(Kind.FAILED.value, 0) + asked - len(outcomes)
+        ttft, gap = _quantiles(np.asarray(firsts)), _quantiles(np.concatenate(gaps) if gaps else np.zeros(0))
+        return LoadFigures(rate, 1 - sum(missed.values()) / max(asked, 1), *ttft, *gap, missed)
+
+
+def find_knee(load: Callable[[float], LoadFigures], guess: float) -> LoadFigures | None:
+    """Returns the load with the highest rate found that keeps the share; None if none of the tried rates does."""
+    kept: LoadFigures | None = None
+    beyond: float | None = None
+    rate = guess
+    for _ in range(LOADS_MAX):
+        figures = load(rate)
+        if figures.share >= KEPT:
+            kept = figures
+        else:
+            beyond = rate
+        if kept is not None and beyond is not None and beyond <= NEAR * kept.rate:
+            break
+        if kept is None:
+            rate /= GROWTH
+        elif beyond is None:
+            rate *= GROWTH
+        else:
+            rate = (kept.rate * beyond) ** 0.5
+    return kept
+
+
+def _quantiles(values: np.ndarray) -> tuple[float, float]:
+    """Returns the median and the 99th percentile; 0 for no values."""
+    if not len(values):
+        return 0.0, 0.0
+    middle, most = np.quantile(values, (0.5, 0.99))
+    return float(middle), float(most)

@@ -1,0 +1,75 @@
+"""Divisions of the work among equal workers, and a simulated cluster for each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.config import RouterConfig
+from router.slo import DEFAULT_CLASSES, SloClass
+from tandem.capacity.simulation.cluster import VirtualCluster
+from tandem.capacity.simulation.hardware import Hardware
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.spec import WorkerSpec
+from tandem.engine.config import EngineConfig
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
+from tandem.protocol.policy_name import PolicyName
+from tandem.worker.config import WorkerConfig
+
+BATCH_REQUESTS = 256
+"""Default batch size, as on GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A cluster layout: `prefill` and `decode` workers, or `shared` workers that do both."""
+
+    name: str
+    mode: Mode
+    prefill: int = 0
+    decode: int = 0
+    shared: int = 0
+    step_policy: PolicyName = PolicyName.DECODE_PRIORITY
+    step_budget: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """The number of all workers."""
+        return self.prefill + self.decode + self.shared
+
+    def cluster(self, machine: Hardware, network: Network, slo: SloClass) -> VirtualCluster:
+        """Returns a new cluster whose router has the class `slo` in addition to the default ones."""
+        roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.shared
+        folder = Path(machine.name)
+        specs = [
+            WorkerSpec(
+                WorkerConfig(
+                    worker_id=f"{role.value}-{number}",
+                    role=role,
+                    engine=EngineConfig(folder, max_batch_requests=BATCH_REQUESTS),
+                    step_policy=self.step_policy,
+                    step_budget=self.step_budget,
+                ),
+                machine.device,
+                machine.facts,
+                machine.drafts,
+            )
+            for number, role in enumerate(roles)
+        ]
+        classes = {each.name: each for each in (*DEFAULT_CLASSES, slo)}
+        config = RouterConfig("router", folder, machine.name, "", mode=self.mode, slo_classes=tuple(classes.values()))
+        return VirtualCluster(specs, config, network)
+
+
+def strategies(workers: int, prefill: int) -> tuple[Strategy, ...]:
+    """Returns the strategies for `workers` workers.
+
+    `prefill` of them prefill in the disaggregated one, which one worker alone cannot have.
+    """
+    apart = Strategy(f"disaggregated {prefill}:{workers - prefill}", Mode.DISAGGREGATED, prefill, workers - prefill)
+    priority = PolicyName.DECODE_PRIORITY
+    return (
+        *((apart,) if workers > 1 else ()),
+        Strategy("adaptive", Mode.ADAPTIVE, shared=workers, step_policy=priority),
+        Strategy("colocated, decode-priority", Mode.COLOCATED, shared=workers, step_policy=priority),
+        Strategy("colocated, unchunked", Mode.COLOCATED, shared=workers),
+    )

@@ -1,0 +1,60 @@
+"""The specification of a simulated worker: a real worker's settings, and a device's step cost."""
+
+from dataclasses import dataclass, replace
+
+from tandem.capacity.simulation.drafts import Drafts
+from tandem.cost_model.step_cost import CostParameters
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import ModelFacts, PeerRef, WorkerInfo
+from tandem.worker.assignment import decode_batch, prompt_step_tokens
+from tandem.worker.config import WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device: `truth` is the real step cost, `reported` the one that workers report and predictions use."""
+
+    truth: CostParameters
+    reported: CostParameters
+    pages: int
+    page_tokens: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """The specification of one worker."""
+
+    config: WorkerConfig
+    device: Device
+    model: ModelFacts
+    drafts: Drafts | None = None
+    """The drafts of its steps; None = steps have none."""
+
+    @property
+    def peer(self) -> PeerRef:
+        """The worker's id in its first run."""
+        return PeerRef(self.config.worker_id, 1)
+
+    @property
+    def kv(self) -> KvPages:
+        """The KV pages of its requests."""
+        return self.info.kv_pages
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The worker's registration at its start."""
+        config, device = self.config, self.device
+        return WorkerInfo(
+            peer=self.peer,
+            role=config.role,
+            address="",
+            model=replace(self.model, kv_step_tokens=config.engine.max_step_tokens),
+            pages_total=device.pages,
+            page_tokens=device.page_tokens,
+            max_batch_requests=decode_batch(config.role, config.engine),
+            max_step_tokens=prompt_step_tokens(config.assignment, config.engine),
+            device="virtual",
+            transport="virtual",
+            assignment=config.assignment,
+        )

@@ -1,0 +1,162 @@
+"""Runs of equal decode steps: while no request joins, ends or waits, steps differ only in their growing contexts."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode_worker.batch_snapshot import BatchSnapshot
+from decode_worker.drafting_batch import DraftingBatch
+from decode_worker.half import DecodeHalf
+from tandem.capacity.simulation.drafts import Drafts
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import StepWork
+from tandem.protocol.kv_pages import KvPages
+
+_LAUNCHED = 2
+"""Steps in flight while a worker waits: one runs, one is behind it."""
+_NEVER = 1 << 62
+"""The number of a step that is never launched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The number of steps that a decode half can take without any decision."""
+
+    steps: int
+    """Further launches with exactly the rows of those in flight."""
+    untouched: int
+    """The first of them, which take no new KV page."""
+    needed: int = -1
+    """The run holds while more pages than this are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyRun:
+    """Steps that end at `ends_s`; all but the last two need no decision."""
+
+    ends_s: NDArray[np.float64]
+    ahead: Ahead
+    turn_s: float
+    """Time at which the run takes its first KV page."""
+
+    def over(self, now: float) -> int:
+        """Returns the number of steps that have ended by `now`."""
+        return min(self.ahead.steps, int(self.ends_s.searchsorted(now, side="right")))
+
+    def seconds(self, steps: int) -> float:
+        """Returns the seconds of `steps` launches after the two in flight."""
+        return float(self.ends_s[steps + 1] - self.ends_s[1])
+
+
+class SteadyBatch(DraftingBatch):
+    """A running batch that can skip steps, where none has drafts."""
+
+    def __init__(self, slots: int, kv: KvPages) -> None:
+        """See `RunningBatch`; a step reads the KV of a request once, as on GPUs."""
+        super().__init__(slots, kv)
+        self.kv_read_once = True
+        self._first_end: tuple[BatchSnapshot | None, int] = None, 0
+        """A snapshot, and the first step that is the last one of any of its requests."""
+
+    def identical_steps(self) -> int:
+        """Returns the number of further steps that have a row of every request and end none, if pages are free.
+
+        It is 0 if any request needs an event.
+        """
+        snapshot = self._snapshot
+        if self._with_events or self._stopped or snapshot is None or len(snapshot) < len(self._slots):
+            return 0
+        if self._first_end[0] is not snapshot:
+            self._first_end = snapshot, min(slot.last_step for slot in snapshot.slots)
+        return self._first_end[1] + 1 - self._next_step
+
+    def steps_without_new_page(self) -> int:
+        """Returns the number of further steps, at least, that need no more pages."""
+        return 0 if self._without_page else min(self._page_steps, default=_NEVER) - self._next_step
+
+    def skip(self, steps: int) -> None:
+        """Acts as if so many steps had been launched and as many had completed with tokens 0.
+
+        At most `identical_steps` and `steps_without_new_page` may be skipped.
+        """
+        for slot in self._slots.values():
+            self._tokens.flush(slot)
+            slot.request.answer.extend([0] * steps)
+            slot.buffered_from += steps
+        self._tokens.completed_steps += steps
+        self._columns.newest_token[:] = 0
+        self._next_step += steps
+        if self._next_step - 1 in self._last_steps:
+            self._snapshot = None
+        self.in_flight_steps = deque((step + steps, snapshot) for step, snapshot in self.in_flight_steps)
+
+
+class SteadyDecodeHalf(DecodeHalf):
+    """A decode half that can apply many equal steps at once."""
+
+    _batch: SteadyBatch
+
+    def __init__(self, *, kv: KvPages, max_batch_requests: int, drafts: Drafts | None = None, **others: Any) -> None:
+        """See `DecodeHalf`; with `drafts` every step needs a decision."""
+        super().__init__(kv=kv, max_batch_requests=max_batch_requests, **others)
+        self._batch = SteadyBatch(max_batch_requests, kv)
+        if drafts is not None:
+            self.speculation = drafts.speculation(self._batch, self._grow_ahead)
+
+    @property
+    def ready_requests(self) -> int:
+        """Number of requests that wait to join the batch."""
+        return len(self._requests.ready)
+
+    def look_ahead(self, spare_pages: int) -> Ahead | None:
+        """Returns the steps that need no decision if `spare_pages` are free; None = every step needs one."""
+        batch = self._batch
+        if (
+            self.speculation is not None
+            or len(batch.in_flight_steps) != _LAUNCHED
+            or any(len(snapshot) != len(batch) for _, snapshot in batch.in_flight_steps)
+        ):
+            return None
+        steps = batch.identical_steps()
+        if not steps:
+            return None
+        untouched = min(steps, batch.steps_without_new_page())
+        needed = len(batch) * batch.kv.groups * (2 + steps // batch.kv.page_tokens)
+        if spare_pages > needed:
+            return Ahead(steps, untouched, needed)
+        return Ahead(untouched, untouched) if untouched else None
+
+    def pass_steps(self, steps: int) -> None:
+        """Applies `steps` steps, like as many calls of `apply` and `schedule` while no request joins or ends."""
+        while steps:
+            paged = min(steps, self._batch.steps_without_new_page())
+            if paged:
+                self._batch.skip(paged)
+                steps -= paged
+            else:
+                self._allocate_pages()
+
+
+def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, ahead: Ahead) -> SteadyRun:
+    """Returns the end times of two launched steps, the second with `work`, and of the steps ahead.
+
+    They equal those of the steps taken one by one.
+    """
+    p, rows = cost.parameters, work.decode_rows
+    contexts = work.decode_context_tokens + rows * np.arange(1, ahead.steps + 1)
+    ends_s = np.empty(ahead.steps + _LAUNCHED)
+    ends_s[0], ends_s[1] = first_s, second_s
+    ends_s[2:] = p.base_s + p.row_s * rows + p.context_s * contexts
+    np.cumsum(ends_s[1:], out=ends_s[1:])
+    turn_s = float(ends_s[ahead.untouched]) if ahead.untouched < ahead.steps else math.inf
+    return SteadyRun(ends_s, ahead, turn_s)
+
+
+def later(work: StepWork, steps: int) -> StepWork:
+    """Returns a decode step's work after `steps` further steps."""
+    rows = work.decode_rows
+    return StepWork(decode_rows=rows, decode_context_tokens=work.decode_context_tokens + rows * steps)

@@ -1,0 +1,204 @@
+"""The server under load: the model that it serves, warm-up requests, and its clients' shares of a workload."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from tandem.cli.load.client import Progress, ShareResult, run_share
+from tandem.cli.load.http_client import HttpShare, address_of, request_body, route, run_http_share
+from tandem.cli.load.run import LoadSettings, deal, run_clients, shares_of
+from tandem.cli.load.target import Target, find_model, touch
+from tandem.cli.load.words import WordLengths
+from tandem.cli.load.workload import Arrival, Block, Workload
+from tandem.net.security.client_tls import NO_TLS, ClientTls
+from tandem.protocol.errors import InvalidArgument, Unauthenticated, Unavailable
+
+GRPC = "grpc"
+_ANSWER_S = 120.0
+_LIST_S = 10.0
+_WARM_SEED = 2**62
+"""The seed of warm-ups, which no workload has, so that no prefix cache hit comes from a warm-up."""
+_WARM_TOKENS = 8
+_PROBE_WORDS = 256
+"""Length of the longer of two prompts that show how the server counts words; at most an eighth of the context."""
+_REASON_CHARACTERS = 300
+
+
+class Server(Protocol):
+    """A server under load."""
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+
+    def warm_up(self, requests: int) -> None:
+        """Sends some concurrent requests that no figure contains. A typed error has the server's reason."""
+
+    def send(
+        self, workload: Workload, settings: LoadSettings, on_progress: Callable[[Progress], None] | None
+    ) -> list[ShareResult]:
+        """Sends each request when it is due."""
+
+    def fitted(self, workload: Workload) -> Workload:
+        """Returns the workload cut to the model's context, where the server says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcServer:
+    """A router of Tandem, by gRPC."""
+
+    target: Target
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        return str(self.target.view.model.model)
+
+    def warm_up(self, requests: int) -> None:
+        """Sends some concurrent requests; their number is fixed."""
+        if requests:
+            touch(self.target)
+
+    def send(
+        self, workload: Workload, settings: LoadSettings, on_progress: Callable[[Progress], None] | None
+    ) -> list[ShareResult]:
+        """Sends each request when it is due."""
+        if any(len(arrival.messages) > 1 for arrival in workload.arrivals):
+            raise InvalidArgument("--dataset", "has conversations; give an http:// --url, with --api chat")
+        return run_clients(run_share, shares_of(self.target, workload, settings), on_progress=on_progress)
+
+    def fitted(self, workload: Workload) -> Workload:
+        """Returns the workload cut to the model's context."""
+        return workload.fitted(self.target.context)
+
+
+@dataclass(slots=True)
+class HttpServer:
+    """A server with OpenAI's HTTP API, whichever it is."""
+
+    share: HttpShare
+    """The settings that all requests have in common; they include no arrivals."""
+    context: int | None = None
+    words: WordLengths = WordLengths()  # noqa: RUF009  # frozen
+
+    @property
+    def model(self) -> str:
+        """The name of its model."""
+        return self.share.model
+
+    def warm_up(self, requests: int) -> None:
+        """Sends some concurrent requests; two of a chat show how many tokens the words of prompts have."""
+        long = _PROBE_WORDS if self.context is None else min(_PROBE_WORDS, self.context // 8)
+        short = max(1, long // 4)
+        if self.share.chat and short < long:
+            counted = [(words, self._probe(0, words)) for words in (short, long)]
+            if all(tokens for _, tokens in counted):
+                self.words = WordLengths.of(counted[0], counted[1])
+        with ThreadPoolExecutor(max_workers=max(1, requests)) as pool:
+            list(pool.map(lambda number: self._probe(1 + number, short), range(requests)))
+
+    def send(
+        self, workload: Workload, settings: LoadSettings, on_progress: Callable[[Progress], None] | None
+    ) -> list[ShareResult]:
+        """Sends each request when it is due."""
+        if not self.share.chat and any(len(arrival.messages) > 1 for arrival in workload.arrivals):
+            raise InvalidArgument("--dataset", "has conversations; give --api chat")
+        asked = self.words.in_words(workload) if self.share.chat else workload
+        give_up_s = workload.seconds + settings.drain_s
+        shares = [
+            replace(self.share, seed=workload.seed, arrivals=each, give_up_s=give_up_s)
+            for each in deal(asked, settings.clients)
+        ]
+        return run_clients(run_http_share, shares, on_progress=on_progress)
+
+    def fitted(self, workload: Workload) -> Workload:
+        """Returns the workload cut to the model's context, where the server lists it."""
+        return workload if self.context is None else workload.fitted(self.context)
+
+    def _probe(self, number: int, length: int) -> int:
+        """Sends one request, not streamed; returns the tokens of its prompt, 0 if the server does not count them."""
+        share = replace(self.share, seed=_WARM_SEED)
+        body = request_body(share, Arrival(0.0, (Block(number, length),), _WARM_TOKENS))
+        answer = _call(f"{share.url}/{route(share.chat)}", share.api_key, body, _ANSWER_S)
+        return int((answer.get("usage") or {}).get("prompt_tokens") or 0)
+
+
+def find_server(
+    url: str, api_key: str, model: str, api: str, vocab_size: int, *, ignore_eos: bool, tls: ClientTls = NO_TLS
+) -> Server:
+    """Returns the server at `grpc://HOST:PORT`, `http://…` or `https://…`; its first model, if `model` is empty.
+
+    `tls` is that of gRPC. Unavailable if the server does not respond.
+    """
+    if url.startswith(f"{GRPC}://"):
+        if model:
+            raise InvalidArgument("--model", "is of HTTP; a router has one model by gRPC")
+        if not (address := urlsplit(url).netloc):
+            raise InvalidArgument("--url", f"{url!r} is no address like grpc://127.0.0.1:50051")
+        return GrpcServer(find_model(address, api_key, tls))
+    url = _with_version(url)
+    listed = list_models(url, api_key)
+    card = next((each for each in listed if each["id"] == model), None) if model else listed[0]
+    if card is None:
+        names = ", ".join(str(each["id"]) for each in listed)
+        raise InvalidArgument("--model", f"{model!r} is none of the server's models: {names}")
+    share = HttpShare(url, str(card["id"]), api_key, 0, vocab_size, (), 0.0, chat=api == "chat", ignore_eos=ignore_eos)
+    context = card.get("max_model_len")
+    return HttpServer(share, context if isinstance(context, int) else None)
+
+
+def list_models(url: str, api_key: str = "") -> Sequence[dict[str, Any]]:
+    """Returns the models that the server lists, at least one, with an `id` each. Unavailable if it lists none."""
+    address_of(url)
+    try:
+        listed = _call(f"{url.rstrip('/')}/models", api_key, None, _LIST_S)["data"]
+        if listed and all(each["id"] for each in listed):
+            return list(listed)
+    except (LookupError, TypeError):
+        pass
+    raise Unavailable(f"{url} lists no models; is it an OpenAI server's address, with /v1?")
+
+
+def _with_version(url: str) -> str:
+    address = address_of(url)
+    return url.rstrip("/") if address.path else f"{url.rstrip('/')}/v1"
+
+
+def _call(url: str, api_key: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+    """Calls the server once. A typed error has its reason."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    content = None if body is None else json.dumps(body).encode()
+    try:
+        with urlopen(Request(url, content, headers), timeout=timeout_s) as answer:
+            found = json.load(answer)
+    except HTTPError as error:
+        reason = f"{url} answered {error.code}: {_reason(error.read())}"
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            reason += "; give --api-key or --api-key-file (TANDEM_API_KEY)"
+        raise _KINDS.get(error.code, Unavailable)(reason) from None
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{url} does not answer: {error}") from None
+    if not isinstance(found, dict):
+        raise Unavailable(f"{url} is no OpenAI server: it answers {type(found).__name__}, not an object")
+    return found
+
+
+def _refused(reason: str) -> InvalidArgument:
+    return InvalidArgument("request", reason)
+
+
+_KINDS: dict[int, Callable[[str], Exception]] = {400: _refused, 422: _refused, 401: Unauthenticated}
+
+
+def _reason(content: bytes) -> str:
+    """Returns the message of an error's body, or its text."""
+    try:
+        return str(json.loads(content)["error"]["message"])[:_REASON_CHARACTERS]
+    except (ValueError, LookupError, TypeError):
+        return content.decode("utf-8", errors="replace")[:_REASON_CHARACTERS]

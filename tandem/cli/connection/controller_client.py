@@ -1,0 +1,144 @@
+"""The controller's client for commands and benchmarks that change a running cluster."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from tandem.net.rpc import ERROR_CODE, error_of, is_refused_peer, open_channel
+from tandem.protocol import conversion
+from tandem.protocol.errors import TandemError, Unauthenticated, Unavailable
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, types_pb2
+from tandem.protocol.messages import Absence, AdapterFacts, Membership, WorkerInfo
+
+GRACE_S = 30.0
+"""Default seconds that workers have to finish their requests."""
+WAIT_S = 180.0
+"""Default wait for new workers, in seconds."""
+_CHANGE_MARGIN_S = 240.0
+"""Extra seconds that a change may take: opening, transfers that settle, a worker that restarts."""
+_LOOK_S = 10.0
+"""Timeout for the list of workers, in seconds."""
+
+Result = TypeVar("Result")
+
+
+class ControllerClient:
+    """Calls to one controller. Every failure is a typed error that names it."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address = address
+        self._token = token
+
+    async def set_mode(
+        self,
+        mode: str,
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        step_policy: str = "",
+        step_budget: int = 0,
+        itl_target_s: float = 0.0,
+        grace_s: float = GRACE_S,
+    ) -> tuple[tuple[WorkerInfo, ...], float]:
+        """Changes the mode; returns the workers as they are then and the duration in seconds. See `SetModeRequest`."""
+        request = cluster_pb2.SetModeRequest(
+            mode=mode,
+            prefill=prefill,
+            decode=decode,
+            step_policy=step_policy,
+            step_budget=step_budget,
+            itl_target_s=itl_target_s,
+            grace_s=grace_s,
+        )
+        reply = await self._call(lambda stub: stub.SetMode(request, timeout=grace_s + _CHANGE_MARGIN_S))
+        return tuple(conversion.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
+
+    async def resize(
+        self,
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        workers: int = 0,
+        grace_s: float = GRACE_S,
+        wait_s: float = WAIT_S,
+    ) -> tuple[tuple[WorkerInfo, ...], float]:
+        """Changes the number of workers; returns them and the duration in seconds. See `ResizeRequest`."""
+        request = cluster_pb2.ResizeRequest(
+            prefill=prefill, decode=decode, workers=workers, grace_s=grace_s, wait_s=wait_s
+        )
+        reply = await self._call(lambda stub: stub.Resize(request, timeout=grace_s + wait_s + _CHANGE_MARGIN_S))
+        return tuple(conversion.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
+
+    async def workers(self) -> tuple[WorkerInfo, ...]:
+        """Returns all serving workers."""
+        return (await self._membership()).workers
+
+    async def _membership(self) -> Membership:
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            call = stub.Watch(cluster_pb2.WatchRequest(), timeout=_LOOK_S)
+            membership = await self._typed(call.read())
+            call.cancel()
+        return conversion.membership_from_proto(membership)
+
+    async def absent(self) -> tuple[Absence, ...]:
+        """Returns the workers that were requested but do not serve now."""
+        reply = await self._call(lambda stub: stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
+        return tuple(conversion.absence_from_proto(each) for each in reply.workers)
+
+    async def drain_worker(
+        self,
+        worker_id: str,
+        *,
+        grace_s: float = GRACE_S,
+        restart: bool = False,
+        force: bool = False,
+        node_leaves: bool = False,
+    ) -> float:
+        """Drains a worker; returns the duration in seconds. See `DrainWorkerRequest`."""
+        request = cluster_pb2.DrainWorkerRequest(
+            worker_id=worker_id, grace_s=grace_s, restart=restart, force=force, node_leaves=node_leaves
+        )
+        reply = await self._call(lambda stub: stub.DrainWorker(request, timeout=grace_s + _CHANGE_MARGIN_S))
+        return float(reply.seconds)
+
+    async def load_adapter(self, name: str, path: str) -> AdapterFacts:
+        """Has all workers load an adapter; returns it once requests may name it. See `LoadAdapterRequest`."""
+        request = types_pb2.LoadAdapterRequest(lora_name=name, lora_path=path)
+        reply = await self._call(lambda stub: stub.LoadAdapter(request, timeout=_CHANGE_MARGIN_S))
+        return conversion.adapter_from_proto(reply.adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Has all workers unload an adapter; NotFound if it is not loaded."""
+        request = types_pb2.UnloadAdapterRequest(lora_name=name)
+        await self._call(lambda stub: stub.UnloadAdapter(request, timeout=_CHANGE_MARGIN_S))
+
+    async def adapters(self) -> tuple[AdapterFacts, ...]:
+        """Returns the adapters that requests may name."""
+        found = await self._membership()
+        if found.adapters is not None:
+            return found.adapters
+        return found.workers[0].model.adapters if found.workers else ()
+
+    async def _call(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Returns the reply to what `ask` calls of the controller's stub."""
+        async with open_channel(self._address, self._token) as channel:
+            return await self._typed(ask(cluster_pb2_grpc.ClusterStub(channel)))
+
+    async def _typed(self, call: Awaitable[Result]) -> Result:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: grpc.aio.AioRpcError) -> TandemError:
+        """Returns the controller's own error, or a sentence in place of the transport's text where it sent none."""
+        if any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ()):
+            return error_of(error, "the controller")
+        if is_refused_peer(error):
+            return Unauthenticated(
+                f"the TLS handshake with the controller at {self._address} failed: is --token (TANDEM_CLUSTER_TOKEN) "
+                "the token of that cluster?"
+            )
+        return Unavailable(f"cannot reach the controller at {self._address}; is `tandem up` running there?")

@@ -1,0 +1,76 @@
+"""Secrets from files: those of a command line are visible to other users of the host in the process list."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def keys_in(option: str, file: str) -> tuple[str, ...]:
+    """Returns the keys in `file`, separated by line ends or blanks; the rest of a line after `#` is a comment.
+
+    InvalidArgument that names `option` for a file that cannot be read, or has none. A file that every user of this host
+    may read is used, with a warning.
+    """
+    from tandem.net.security.credentials import check_key
+    from tandem.protocol.errors import InvalidArgument
+
+    path = Path(file)
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InvalidArgument(option, f"cannot read {file} ({reason})") from None
+    warn_if_readable(path)
+    keys = tuple(key for line in lines for key in line.partition("#")[0].split())
+    if not keys:
+        raise InvalidArgument(option, f"{file} has no secret in it")
+    for key in keys:
+        check_key(option, key)
+    return keys
+
+
+def checked_key_file(option: str, file: str) -> Path | None:
+    """Returns the path of a router's file of API keys, None for "". InvalidArgument as `keys_in`, and for an error."""
+    from tandem.net.security.api_keys import read_keys
+
+    if not file:
+        return None
+    path = Path(file).absolute()
+    read_keys(option, path)
+    warn_if_readable(path)
+    return path
+
+
+def warn_if_readable(secret: Path) -> None:
+    """Logs a warning if every user of this host may read the file."""
+    if secret.stat().st_mode & stat.S_IROTH:
+        log.warning("every user of this host may read %s: `chmod o-r` keeps the secret from them", secret)
+
+
+def one_key(option: str, given: str, file: str) -> str:
+    """Returns `given`, or the only key in `file`, or "". InvalidArgument as `keys_in`, and for several keys."""
+    from tandem.protocol.errors import InvalidArgument
+
+    if given or not file:
+        return given
+    keys = keys_in(option, file)
+    if len(keys) > 1:
+        raise InvalidArgument(option, f"{file} has {len(keys)} secrets in it; one is wanted")
+    return keys[0]
+
+
+def first_key(option: str, given: str, file: str) -> str:
+    """Returns `given`, or the first key in a router's file of API keys, or "". InvalidArgument if all are hashed."""
+    from tandem.net.security.api_keys import plain_keys
+    from tandem.protocol.errors import InvalidArgument
+
+    if given or not file:
+        return given
+    keys = plain_keys(keys_in(option, file))
+    if not keys:
+        raise InvalidArgument(option, f"{file} has hashes only; give the key itself by --api-key")
+    return keys[0]

@@ -1,0 +1,112 @@
+"""State files of `tandem up`, by which other commands find it: one small file per running cluster."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from tandem.engine.user_cache import user_cache
+from tandem.net.security.credentials import metrics_key_of
+from tandem.protocol.errors import Unavailable
+
+FOLDER_VARIABLE = "TANDEM_STATE_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A `tandem up` of this user. `started` is the start of its process, in seconds since the Unix epoch."""
+
+    pid: int
+    started: float
+    grpc: str
+    http: str
+    model: str
+    controller: str = ""
+    token: str = ""
+    """The cluster's secret, which authorizes calls to the controller."""
+    metrics: str = ""
+    """Address of the cluster-wide metrics, host:port."""
+    operations: str = ""
+    """Address of the router's metrics and traces, host:port, if `http` has TLS; else empty."""
+    certificate: str = ""
+    """File with the certificate of `grpc` and `http`; empty = they have no TLS."""
+    stop_grace_s: float = 0.0
+    """Seconds that running requests may continue when the cluster is stopped."""
+
+    @property
+    def metrics_key(self) -> str:
+        """The key that opens all metrics and traces."""
+        return metrics_key_of(self.token)
+
+    @property
+    def alive(self) -> bool:
+        """True if that process still runs; a process id alone may have been reused."""
+        try:
+            process = psutil.Process(self.pid)
+            return bool(abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+
+def folder() -> Path:
+    """Returns the folder of the state files.
+
+    It is TANDEM_STATE_DIR, or tandem/ in the user's runtime folder, or a folder in the user's cache.
+    """
+    if chosen := os.environ.get(FOLDER_VARIABLE):
+        return Path(chosen)
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "tandem"
+    return user_cache("run")
+
+
+def announce(
+    grpc: str,
+    http: str,
+    model: str,
+    controller: str = "",
+    token: str = "",
+    *,
+    metrics: str = "",
+    operations: str = "",
+    certificate: str = "",
+    stop_grace_s: float = 0.0,
+) -> Path:
+    """Writes this process's state file, readable by this user alone; the caller removes it."""
+    pid = os.getpid()
+    started = psutil.Process(pid).create_time()
+    state = RunningCluster(
+        pid, started, grpc, http, model, controller, token, metrics, operations, certificate, stop_grace_s
+    )
+    folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder() / f"up-{pid}.json"
+    partial = path.with_suffix(".partial")
+    partial.touch(mode=0o600)
+    partial.write_text(json.dumps(asdict(state)))
+    partial.rename(path)
+    return path
+
+
+def running() -> list[RunningCluster]:
+    """Returns every running cluster of this user, newest first, and removes the files of dead ones."""
+    found = []
+    for path in folder().glob("up-*.json"):
+        try:
+            state = RunningCluster(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+        if state.alive:
+            found.append(state)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda state: state.started, reverse=True)
+
+
+def newest() -> RunningCluster:
+    """Returns the newest running cluster, which commands use by default. Unavailable if none runs."""
+    clusters = running()
+    if not clusters:
+        raise Unavailable("no cluster is running; start one with `tandem up`")
+    return clusters[0]

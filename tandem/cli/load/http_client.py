@@ -1,0 +1,236 @@
+"""A client process for OpenAI's HTTP API: one connection per request, answers streamed as server-sent events."""
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+from urllib.parse import urlsplit
+
+from tandem.cli.load.client import Ready, send_share
+from tandem.cli.load.record import WRONG_LENGTH, RequestRecord
+from tandem.cli.load.words import prompt_words
+from tandem.cli.load.workload import Arrival, prompt_ids
+from tandem.protocol.errors import InvalidArgument
+
+_LINE_BYTES = 1 << 22
+_READ_BYTES = 1 << 16
+_DATA, _DONE = b"data: ", b"[DONE]"
+_KIND_CHARACTERS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class HttpShare:
+    """The requests of one client by number in the workload, and the server. No answer is awaited after `give_up_s`."""
+
+    url: str
+    model: str
+    api_key: str
+    seed: int
+    vocab_size: int
+    arrivals: tuple[tuple[int, Arrival], ...]
+    give_up_s: float
+    chat: bool = False
+    """Ask /chat/completions, with words in place of token ids."""
+    ignore_eos: bool = True
+    """Ask for exactly the workload's number of tokens, and count any other answer as an error."""
+
+
+def run_http_share(pipe: Connection, share: HttpShare) -> None:
+    """Runs the client process: says "ready", takes the common start, and sends its `ShareResult` at the end."""
+    everything = [make_request(share, index, arrival) for index, arrival in share.arrivals]
+    asyncio.run(send_share(pipe, HttpClient(share.url, share.ignore_eos), everything, share.give_up_s))
+
+
+def make_request(share: HttpShare, index: int, arrival: Arrival) -> Ready:
+    """Returns the bytes of an HTTP request for a greedy answer of the workload's number of tokens."""
+    body = request_body(share, arrival) | {"stream": True, "stream_options": {"include_usage": True}}
+    content = json.dumps(body).encode()
+    address = address_of(share.url)
+    head = [
+        f"POST {address.path}/{route(share.chat)} HTTP/1.1",
+        f"Host: {address.host}",
+        "Content-Type: application/json",
+        "Connection: close",
+        f"Content-Length: {len(content)}",
+        *([f"Authorization: Bearer {share.api_key}"] if share.api_key else []),
+    ]
+    return Ready(index, arrival.due_s, arrival.new_tokens, "\r\n".join([*head, "", ""]).encode() + content)
+
+
+def route(chat: bool) -> str:
+    """Returns the path below /v1."""
+    return "chat/completions" if chat else "completions"
+
+
+def request_body(share: HttpShare, arrival: Arrival) -> dict[str, Any]:
+    """Returns the JSON fields of one request, without those of streaming."""
+    body: dict[str, Any] = {"model": share.model, "max_tokens": arrival.new_tokens, "temperature": 0}
+    if share.chat:
+        messages = arrival.messages or (("user", prompt_words(arrival.prompt, share.seed)),)
+        body["messages"] = [{"role": role, "content": content} for role, content in messages]
+    elif arrival.messages:
+        body["prompt"] = arrival.messages[-1][1]
+    else:
+        body["prompt"] = prompt_ids(arrival.prompt, share.seed, share.vocab_size).tolist()
+    return body | ({"ignore_eos": True} if share.ignore_eos else {})
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAddress:
+    """The parts of a server's URL."""
+
+    host: str
+    port: int
+    path: str
+    tls: bool
+
+
+def address_of(url: str) -> HttpAddress:
+    """Splits "http://HOST:PORT/v1" or "https://…". InvalidArgument for any other text."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidArgument("--url", f"{url!r} is no address like http://127.0.0.1:8000/v1")
+    tls = parts.scheme == "https"
+    return HttpAddress(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
+
+
+class HttpClient:
+    """A client with one connection per request. A token's time is that of the event with its text."""
+
+    def __init__(self, url: str, ignore_eos: bool = True) -> None:
+        self._address = address_of(url)
+        self._tls = ssl.create_default_context() if self._address.tls else None
+        self._ignore_eos = ignore_eos
+
+    async def connected(self) -> None:
+        """Opens and closes a connection, so that a missing server is found before the load begins."""
+        _, writer = await self._open()
+        writer.close()
+
+    async def close(self) -> None:
+        """Does nothing: no connection stays open."""
+
+    async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
+        """Sends `ready` now; the record's times count from `start`, a time of `time.monotonic`."""
+        sent_s = time.monotonic() - start
+        answer = _Answer()
+        try:
+            async with asyncio.timeout(give_up_s - sent_s):
+                await self._read(ready, start, answer)
+        except (OSError, asyncio.IncompleteReadError) as failure:  # TimeoutError included
+            answer.error = type(failure).__name__
+        whole = answer.tokens == ready.asked_tokens if self._ignore_eos else bool(answer.moments)
+        return RequestRecord(
+            ready.index,
+            ready.due_s,
+            sent_s,
+            time.monotonic() - start,
+            tuple(answer.moments),
+            ready.asked_tokens,
+            len(answer.moments),
+            error=answer.error or ("" if whole else WRONG_LENGTH),
+            prompt_tokens=answer.prompt_tokens,
+            completion_tokens=answer.tokens,
+            cached_tokens=answer.cached_tokens,
+        )
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        address = self._address
+        return await asyncio.open_connection(address.host, address.port, ssl=self._tls, limit=_LINE_BYTES)
+
+    async def _read(self, ready: Ready, start: float, answer: "_Answer") -> None:
+        reader, writer = await self._open()
+        try:
+            writer.write(ready.message)
+            await writer.drain()
+            status = (await reader.readline()).split()[1:2]
+            body = _lines(_body(reader, await _headers(reader)))
+            if status != [b"200"]:
+                code = status[0].decode("latin-1") if status else "that is none"
+                answer.error = f"HTTP {code}"
+                return
+            async for line in body:
+                if line.startswith(_DATA) and not answer.take(line[len(_DATA) :], time.monotonic() - start):
+                    return
+        except ValueError as failure:
+            answer.error = str(failure)[:_KIND_CHARACTERS]
+        finally:
+            writer.close()
+
+
+async def _headers(reader: asyncio.StreamReader) -> Mapping[bytes, bytes]:
+    found = {}
+    while line := (await reader.readline()).strip():
+        name, _, value = line.partition(b":")
+        found[name.lower()] = value.strip().lower()
+    return found
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:
+    """Yields the body's bytes as they come, without HTTP's chunks."""
+    if headers.get(b"transfer-encoding") != b"chunked":
+        while piece := await reader.read(_READ_BYTES):
+            yield piece
+        return
+    while size := int((await reader.readline()).partition(b";")[0], 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    left = b""
+    async for piece in pieces:
+        *lines, left = (left + piece).split(b"\n")
+        for line in lines:
+            yield line
+    if left:
+        yield left
+
+
+class _Answer:
+    """The received part of one answer."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.error = ""
+
+    @property
+    def tokens(self) -> int:
+        """The answer's tokens: the server's count, or that of its events where it gives none."""
+        return self.completion_tokens or len(self.moments)
+
+    def take(self, data: bytes, moment: float) -> bool:
+        """Takes one event's data; returns False after the last. ValueError for invalid JSON."""
+        if data.startswith(_DONE):
+            return False
+        event = json.loads(data)
+        if event.get("error"):
+            self.error = _kind(event["error"])
+        if usage := event.get("usage"):
+            self.prompt_tokens = usage.get("prompt_tokens") or 0
+            self.completion_tokens = usage.get("completion_tokens") or 0
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        if event.get("choices") and _has_token(event["choices"][0]):
+            self.moments.append(moment)
+        return True
+
+
+def _has_token(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    fields = ("content", "reasoning_content", "reasoning", "tool_calls")
+    return bool(choice.get("text")) or any(delta.get(field) for field in fields)
+
+
+def _kind(error: object) -> str:
+    """Returns the code or type of an error within a stream, or else its text."""
+    if isinstance(error, Mapping):
+        error = error.get("code") or error.get("type") or error.get("message")
+    return str(error)[:_KIND_CHARACTERS]

@@ -1,0 +1,206 @@
+"""Runs a workload against a cluster: several client processes, a common start, one report."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from threading import current_thread, main_thread
+from typing import TypeVar
+
+from tandem.cli.load.client import Progress, Share, ShareResult, run_share
+from tandem.cli.load.report import LoadReport, make_report
+from tandem.cli.load.slo import SloCell
+from tandem.cli.load.target import Target, find_target, wait_until_idle
+from tandem.cli.load.workload import Arrival, Workload
+from tandem.protocol.errors import Internal, InvalidArgument
+
+_HEAD_START_S = 0.2
+"""Seconds between the message with the start time and the start, so that all clients receive it before."""
+_END_S = 5.0
+_T = TypeVar("_T")
+_Share = TypeVar("_Share")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """Settings of the clients, independent of the workload."""
+
+    clients: int = 4
+    """Number of client processes."""
+    drain_s: float = 60.0
+    """Seconds for answers after the last due time; requests that have not ended by then have failed."""
+    lateness_bound_s: float = 0.010
+    """A run is invalid if more than one request in a hundred is sent later than this after it was due, in seconds."""
+
+    slo_class: str = ""
+    """The service class of every request; empty: none."""
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise InvalidArgument("--clients", f"{self.clients} is less than 1")
+
+
+class LoadInterrupted(KeyboardInterrupt):
+    """A load was interrupted after `seconds`, with the results of its clients until then."""
+
+    def __init__(self, results: Sequence[ShareResult], seconds: float) -> None:
+        super().__init__()
+        self.results = tuple(results)
+        self.seconds = seconds
+
+
+def run_load(
+    target: Target | str,
+    workload: Workload,
+    cells: Sequence[SloCell],
+    settings: LoadSettings | None = None,
+    *,
+    on_start: Callable[[float], None] | None = None,
+) -> LoadReport:
+    """Sends every request of `workload` when it is due, cut to the model's context, and returns the report.
+
+    `target` may be an address (host:port); `on_start` receives the start, by `time.monotonic`. Unavailable if the
+    cluster does not respond or has other requests, Internal if a client process dies.
+    """
+    settings = settings or LoadSettings()
+    target = find_target(target) if isinstance(target, str) else target
+    workload = workload.fitted(target.context)
+    wait_until_idle(target, settings.drain_s)
+    results = run_clients(run_share, shares_of(target, workload, settings), on_start)
+    return report_of(workload, results, cells, settings)
+
+
+def report_of(
+    workload: Workload, results: Sequence[ShareResult], cells: Sequence[SloCell], settings: LoadSettings
+) -> LoadReport:
+    """Returns the report of all clients' results."""
+    records = [record for result in results for record in result.records]
+    busiest = max(result.cpu_share for result in results)
+    return make_report(workload, records, cells, settings.lateness_bound_s, busiest)
+
+
+def run_clients(
+    work: Callable[[Connection, _Share], None],
+    shares: Sequence[_Share],
+    on_start: Callable[[float], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> list[ShareResult]:
+    """Runs `work` in a process per share: it sends "ready", takes the common start and sends its `ShareResult`.
+
+    `on_progress` receives the progress of all shares together. Ctrl-C stops the clients and raises `LoadInterrupted`,
+    which has their results so far; a second one ends them without.
+    """
+    with _clients(work, shares) as pipes:
+        for pipe in pipes:
+            _receive(pipe, str)
+        start = time.monotonic() + _HEAD_START_S
+        if on_start is not None:
+            on_start(start)
+        for pipe in pipes:
+            pipe.send(start)
+        with _stopped_by_interrupt(pipes) as interrupted:
+            results = _collect(pipes, on_progress)
+        if interrupted:
+            raise LoadInterrupted(results, interrupted[0] - start)
+        return results
+
+
+def _collect(pipes: Sequence[Connection], on_progress: Callable[[Progress], None] | None) -> list[ShareResult]:
+    """Receives until every pipe has sent its result."""
+    results: dict[Connection, ShareResult] = {}
+    reached: dict[Connection, Progress] = {}
+    while left := [pipe for pipe in pipes if pipe not in results]:
+        for pipe in wait(left):
+            assert isinstance(pipe, Connection)
+            received = _receive(pipe, ShareResult, Progress)
+            if isinstance(received, ShareResult):
+                results[pipe] = received
+            elif isinstance(received, Progress):
+                reached[pipe] = received
+        if on_progress is not None and reached:
+            on_progress(Progress(*map(sum, zip(*map(astuple, reached.values()), strict=True))))
+    return list(results.values())
+
+
+@contextmanager
+def _stopped_by_interrupt(pipes: Sequence[Connection]) -> Iterator[list[float]]:
+    """Lets the first Ctrl-C stop the clients, and not this process; yields a list that then has its time."""
+    interrupted: list[float] = []
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        interrupted.append(time.monotonic())
+        for pipe in pipes:
+            with suppress(OSError):  # that client has ended
+                pipe.send("stop")
+
+    if current_thread() is not main_thread():  # others receive no signals
+        yield interrupted
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def shares_of(target: Target, workload: Workload, settings: LoadSettings) -> list[Share]:
+    """Returns each client's share of the workload."""
+    give_up_s = workload.seconds + settings.drain_s
+    return [
+        Share(
+            target.address,
+            target.api_key,
+            workload.seed,
+            target.vocab_size,
+            each,
+            give_up_s,
+            settings.slo_class,
+            target.tls,
+        )
+        for each in deal(workload, settings.clients)
+    ]
+
+
+def deal(workload: Workload, clients: int) -> list[tuple[tuple[int, Arrival], ...]]:
+    """Deals numbered arrivals to the clients in turn, so that a burst is spread over all of them."""
+    numbered = tuple(enumerate(workload.arrivals))
+    return [numbered[first::clients] for first in range(min(clients, len(numbered)))]
+
+
+@contextmanager
+def _clients(work: Callable[[Connection, _Share], None], shares: Sequence[_Share]) -> Iterator[list[Connection]]:
+    """Starts a process for each share, and yields the pipes; kills the processes at the end."""
+    context = get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for share in shares:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs, share), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
+            pipes.append(ours)
+            processes.append(process)
+        yield pipes
+        for process in processes:
+            process.join(_END_S)
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _receive(pipe: Connection, *kinds: type[_T]) -> _T:
+    try:
+        received = pipe.recv()
+    except EOFError:
+        raise Internal("a client process of the load died; its output is above") from None
+    if not isinstance(received, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise Internal(f"a client process of the load sent {type(received).__name__}, not {wanted}")
+    return received

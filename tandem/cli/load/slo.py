@@ -1,0 +1,64 @@
+"""SLO cells: limits of a request's latencies, and the verdict on a request."""
+
+import math
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from router.observability.verdict import Outcome
+from tandem.cli.load.record import RequestRecord
+from tandem.cli.load.spread import percentile
+from tandem.protocol.errors import InvalidArgument, ResourceExhausted
+
+GAP_PERCENT = 99.0
+"""Default percentile of a request's own gaps that is compared with the limit."""
+_SHED = (ResourceExhausted.code, f"HTTP {HTTPStatus.TOO_MANY_REQUESTS:d}")
+"""The errors of requests that a server rejected at once for lack of capacity, by gRPC and by HTTP."""
+STRICT_STEPS = 2.0
+"""The strict cell's limit for gaps, in decode steps of an idle cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class SloCell:
+    """Limits in seconds: of TTFT from the due time, and of the `gap_percent` percentile of the gaps."""
+
+    name: str
+    ttft_s: float
+    gap_s: float
+    gap_percent: float = GAP_PERCENT
+
+    def as_result(self) -> dict[str, float | None]:
+        """Returns the cell for JSON; None stands for no limit."""
+        limits = (round(each * 1e3, 4) if each < math.inf else None for each in (self.ttft_s, self.gap_s))
+        ttft_ms, gap_ms = limits
+        return {"ttft_ms": ttft_ms, "gap_ms": gap_ms, "gap_percent": self.gap_percent}
+
+    def judge(self, record: RequestRecord) -> Outcome:
+        """Returns the outcome; SHED = rejected at once for lack of capacity, FAILED = any other incomplete answer."""
+        if record.error:
+            return Outcome.SHED if record.error in _SHED else Outcome.FAILED
+        if record.ttft_s is None or record.ttft_s > self.ttft_s:
+            return Outcome.MISSED_TTFT
+        gaps = record.gaps_s
+        return Outcome.MISSED_ITL if gaps and percentile(gaps, self.gap_percent) > self.gap_s else Outcome.MET
+
+
+def standard_cells(step_s: float) -> tuple[SloCell, ...]:
+    """Returns strict, balanced and quick; `step_s` is a decode step of the idle cluster in seconds."""
+    return (
+        SloCell("strict", ttft_s=2.0, gap_s=STRICT_STEPS * step_s),
+        SloCell("balanced", ttft_s=1.0, gap_s=0.025),
+        SloCell("quick", ttft_s=0.3, gap_s=0.060),
+    )
+
+
+def parse_cell(text: str) -> SloCell:
+    """Parses "name:TTFT_MS:GAP_MS" or "name:TTFT_MS:GAP_MS:PERCENT". InvalidArgument describes errors."""
+    name, *numbers = text.split(":")
+    try:
+        ttft_ms, gap_ms, *rest = (float(each) for each in numbers)
+        (percent,) = rest or (GAP_PERCENT,)
+    except ValueError:
+        raise InvalidArgument("--slo", f"{text!r} is not NAME:TTFT_MS:GAP_MS[:PERCENT]") from None
+    if not name or not (ttft_ms > 0 and gap_ms > 0 and 0 < percent <= 100):
+        raise InvalidArgument("--slo", f"{text!r} needs a name, limits above 0 and a percentile above 0 and up to 100")
+    return SloCell(name, ttft_ms / 1e3, gap_ms / 1e3, percent)

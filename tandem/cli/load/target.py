@@ -1,0 +1,135 @@
+"""The cluster under load as its listener reports it: the model, whether it is idle, and the speed of one request."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from tandem.cli.connection.client import RouterClient, ServerView
+from tandem.cli.load.client import LoadClient, make_ready
+from tandem.cli.load.record import RequestRecord
+from tandem.cli.load.workload import Arrival, Block
+from tandem.net.security.client_tls import NO_TLS, ClientTls
+from tandem.protocol.errors import Unavailable
+from tandem.protocol.generated.tandem.v1 import inference_pb2
+
+WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
+LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
+_WARM_SEED = 2**62
+"""The seed of warm-ups, which no workload has, so that no prefix cache hit comes from a warm-up."""
+_POLL_S = 0.05
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A router's listener and what it reports."""
+
+    address: str
+    api_key: str
+    view: ServerView
+    tls: ClientTls = NO_TLS
+
+    @property
+    def context(self) -> int:
+        """Maximum tokens of prompt and answer together."""
+        return self.view.model.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        """The model's vocabulary size."""
+        return self.view.model.vocab_size
+
+    @property
+    def on_gpus(self) -> bool:
+        """True if some worker runs on a GPU."""
+        return any(worker.device.startswith("cuda") for worker in self.view.info.workers)
+
+    def as_result(self) -> dict[str, object]:
+        """Returns the cluster's description for JSON."""
+        workers = sorted(self.view.info.workers, key=lambda worker: worker.worker_id)
+        return {
+            "model": self.view.model.model,
+            "dtype": self.view.model.dtype,
+            "workers": [{"id": w.worker_id, "device": w.device, "transport": w.transport} for w in workers],
+            "warnings": sorted({warning for w in workers for warning in w.warnings}),
+        }
+
+
+def find_target(address: str, api_key: str = "") -> Target:
+    """Asks the router. Unavailable if it does not respond or serves nothing yet."""
+    return Target(address, api_key, asyncio.run(RouterClient(address, api_key).view()))
+
+
+def find_model(address: str, api_key: str = "", tls: ClientTls = NO_TLS) -> Target:
+    """Asks the router for its model alone, which any key may read. Unavailable like `find_target`."""
+    model = asyncio.run(RouterClient(address, api_key, tls).model())
+    unread = inference_pb2.GetServerInfoResponse(), inference_pb2.GetLoadsResponse()
+    return Target(address, api_key, ServerView(*unread, model), tls)
+
+
+def wait_until_idle(target: Target, within_s: float) -> None:
+    """Waits until the router has no request. Unavailable after `within_s`."""
+    give_up = time.monotonic() + within_s
+    while True:
+        loads = asyncio.run(RouterClient(target.address, target.api_key).view()).loads
+        if loads.waiting + loads.running == 0:
+            return
+        if time.monotonic() > give_up:
+            count = loads.waiting + loads.running
+            raise Unavailable(f"the router at {target.address} still has {count} other requests")
+        time.sleep(_POLL_S)
+
+
+def warm_up(target: Target) -> float:
+    """Warms up with concurrent, then single requests; returns the seconds of an idle cluster's decode step.
+
+    It is the mean step of the fastest single request; others were delayed by something else. Unavailable if one fails.
+    """
+    return asyncio.run(_warm_up(target))
+
+
+def touch(target: Target) -> None:
+    """Sends some concurrent requests, so that no request of a load is the first of its kind.
+
+    Unavailable if one fails.
+    """
+    asyncio.run(_touch(target))
+
+
+async def _touch(target: Target) -> None:
+    client = LoadClient(target.address, target.api_key, target.tls)
+    try:
+        await _ask_some(client, target)
+    finally:
+        await client.close()
+
+
+async def _ask_some(client: LoadClient, target: Target) -> None:
+    prompt, tokens = min(WARM_PROMPT, target.context // 4), min(WARM_TOKENS, target.context // 4)
+    await asyncio.gather(*(_ask(client, target, number, prompt, tokens) for number in range(WARM_REQUESTS)))
+
+
+async def _warm_up(target: Target) -> float:
+    client = LoadClient(target.address, target.api_key, target.tls)
+    prompt, tokens = min(LONE_PROMPT, target.context // 4), min(LONE_TOKENS, target.context // 4)
+    try:
+        await _ask_some(client, target)
+        lone = [await _ask(client, target, WARM_REQUESTS + i, prompt, tokens) for i in range(LONE_REQUESTS)]
+    finally:
+        await client.close()
+    return min(map(_step_s, lone))
+
+
+async def _ask(client: LoadClient, target: Target, number: int, prompt: int, tokens: int) -> RequestRecord:
+    arrival = Arrival(0.0, (Block(number, prompt),), tokens)
+    ready = make_ready(number, arrival, _WARM_SEED, target.vocab_size)
+    record = await client.ask(ready, time.monotonic(), _TIMEOUT_S)
+    if record.error:
+        raise Unavailable(f"a request before the load failed with {record.error}; see the router's log")
+    return record
+
+
+def _step_s(record: RequestRecord) -> float:
+    """Returns the mean gap without the first, which contains the hand-over."""
+    moments = record.token_s[1:]
+    return (moments[-1] - moments[0]) / (len(moments) - 1)

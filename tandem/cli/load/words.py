@@ -1,0 +1,52 @@
+"""Prompts of common words, for servers that take text: most tokenizers have a token for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tandem.cli.load.workload import Arrival, Block, Workload, prompt_ids
+
+_TEXT = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power hour
+game line end member law car city community name president team minute idea body information back parent face others
+level office door health person art war history party result change morning reason research girl guy moment air teacher
+force education
+"""
+_WORDS = _TEXT.split()
+
+
+def prompt_words(prompt: tuple[Block, ...], seed: int) -> str:
+    """Returns a text of one word for each token of the blocks: random, but equal for equal keys and seed."""
+    return " ".join(_WORDS[number] for number in prompt_ids(prompt, seed, len(_WORDS)))
+
+
+@dataclass(frozen=True, slots=True)
+class WordLengths:
+    """A server's tokens for a number of words, by its tokenizer and chat template: `template` + `per_word` × words."""
+
+    template: float = 0.0
+    per_word: float = 1.0
+
+    @classmethod
+    def of(cls, short: tuple[int, int], long: tuple[int, int]) -> WordLengths:
+        """Returns the line through two prompts of (words, tokens); one token a word where that is no rising line."""
+        per_word = (long[1] - short[1]) / (long[0] - short[0])
+        return cls(max(0.0, short[1] - per_word * short[0]), per_word) if per_word > 0 else cls()
+
+    def in_words(self, workload: Workload) -> Workload:
+        """Returns the workload with blocks counted in words, so that prompts have about the asked tokens."""
+        return replace(workload, arrivals=tuple(map(self._arrival, workload.arrivals)))
+
+    def _arrival(self, arrival: Arrival) -> Arrival:
+        if arrival.messages:
+            return arrival
+        left = self.template
+        blocks = []
+        for block in reversed(arrival.prompt):  # the template's tokens are taken from the end, which is not shared
+            taken = min(left, block.tokens)
+            left -= taken
+            blocks.append(Block(block.key, round((block.tokens - taken) / self.per_word)))
+        whole = tuple(block for block in reversed(blocks) if block.tokens) or (Block(arrival.prompt[0].key, 1),)
+        return replace(arrival, prompt=whole)

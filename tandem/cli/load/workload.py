@@ -1,0 +1,110 @@
+"""A load's definition: when each request is due, the blocks of its prompt, and the length of its answer."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.protocol.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`tokens` token ids named by `key`: in one workload equal keys give equal ids, as far as both blocks reach."""
+
+    key: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request: seconds after the start at which it is due, its prompt, and the exact length of its answer."""
+
+    due_s: float
+    prompt: tuple[Block, ...]
+    new_tokens: int
+    messages: tuple[tuple[str, str], ...] = ()
+    """A conversation of (role, content) pairs in place of the blocks, for a server that tokenizes."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens; 0 for a conversation, whose length only the server knows."""
+        return sum(block.tokens for block in self.prompt)
+
+    def fitted(self, context: int) -> "Arrival":
+        """Returns the request cut to `context` tokens: the answer to at most half, the prompt to its beginning."""
+        answer = min(self.new_tokens, context // 2)
+        if answer + self.prompt_tokens <= context:
+            return replace(self, new_tokens=answer)
+        return replace(self, prompt=_first_tokens(self.prompt, context - answer), new_tokens=answer)
+
+
+def _first_tokens(prompt: tuple[Block, ...], tokens: int) -> tuple[Block, ...]:
+    kept = []
+    for block in prompt:
+        if tokens <= 0:
+            break
+        kept.append(Block(block.key, min(block.tokens, tokens)))
+        tokens -= block.tokens
+    return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Arrivals sorted by due time, all within `seconds`, at about `rate` per second.
+
+    `seed` selects the token ids: another seed gives the same lengths and shared prefixes with other tokens, so that a
+    second run hits nothing of the first in a prefix cache. `clipped` is the number of requests cut to a context.
+    """
+
+    name: str
+    rate: float
+    seconds: float
+    seed: int
+    arrivals: tuple[Arrival, ...]
+    clipped: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise InvalidArgument("--seed", f"{self.seed} is less than 0")
+        if not self.arrivals:
+            raise InvalidArgument(
+                "workload", f"no request is due within {self.seconds:g} s; raise the rate or the seconds"
+            )
+
+    def fitted(self, context: int) -> "Workload":
+        """Returns the workload with every request cut to a model's context of `context` tokens."""
+        fitted = tuple(arrival.fitted(context) for arrival in self.arrivals)
+        clipped = sum(a != b for a, b in zip(fitted, self.arrivals, strict=True))
+        return replace(self, arrivals=fitted, clipped=self.clipped + clipped)
+
+
+def parse_rates(text: str, option: str = "--rates") -> list[float]:
+    """Parses "1,2.5,4" into ascending rates. InvalidArgument names `option` unless all are numbers above 0."""
+    try:
+        rates = sorted(float(rate) for rate in text.split(","))
+    except ValueError:
+        raise InvalidArgument(option, f"{text!r} is no list of numbers") from None
+    if not all(0 < rate < math.inf for rate in rates):
+        raise InvalidArgument(option, f"{text!r} has a rate that is not above 0")
+    return rates
+
+
+class Source(Protocol):
+    """A source of workloads at any rate; equal arguments give equal workloads."""
+
+    @property
+    def name(self) -> str:
+        """A short name that is valid in file names."""
+
+    def at(self, rate: float, seconds: float, seed: int) -> Workload:
+        """Returns requests at `rate` per second for `seconds`. InvalidArgument if the source cannot."""
+
+
+def prompt_ids(prompt: tuple[Block, ...], seed: int, vocab_size: int) -> NDArray[np.int64]:
+    """Returns the token ids of a prompt, each below `vocab_size`: random, but equal for equal keys and seed."""
+    return np.concatenate(
+        [np.random.default_rng((seed, block.key)).integers(0, vocab_size, block.tokens) for block in prompt]
+    )

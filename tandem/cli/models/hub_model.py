@@ -1,0 +1,169 @@
+"""Models that are named by their repository on the Hugging Face Hub: their files, in huggingface_hub's cache.
+
+That library reads the environment: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.protocol.errors import ModelError
+
+if TYPE_CHECKING:
+    from huggingface_hub.file_download import DryRunFileInfo
+
+_ID = re.compile(r"(?P<repo>\w[\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+\.gguf))?")
+_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_OTHER_FILES = ("consolidated*", *(f"*/{pattern}" for pattern in _FILES if pattern != "*.jinja"))
+"""Weights in another layout, and models in other formats, which have folders of their own."""
+_GIB = 1 << 30
+_NAMED_AT_MOST = 8
+Progress = Callable[[str, float], None]
+"""Called with a description and the part that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A repository, or one GGUF file in it."""
+
+    repo: str
+    revision: str | None = None
+    """A branch, tag or commit; None = the default branch."""
+    file: str = ""
+    """The GGUF file; empty = the safetensors, with configuration and tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """The model name for clients: ORG/NAME or ORG/NAME:FILE.gguf."""
+        return f"{self.repo}:{self.file}" if self.file else self.repo
+
+    def download(self, progress: Progress) -> Path:
+        """Returns the model's folder or GGUF file in the cache, where missing files are downloaded to.
+
+        Without a connection, or with HF_HUB_OFFLINE, the cache must have all of them. ModelError says what is wrong:
+        no such repository, revision or file, no access, no connection, no disk space.
+        """
+        try:
+            folder = self._download(progress)
+        except ModelError:
+            raise
+        except Exception as error:  # its kinds depend on the library's version and on that of its HTTP client
+            raise ModelError(f"{self.name}: {self._reason(error)}") from error
+        return folder / self.file
+
+    def _download(self, progress: Progress) -> Path:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
+
+        chosen: dict[str, Any] = {
+            "repo_id": self.repo,
+            "revision": self.revision,
+            "allow_patterns": [self.file] if self.file else list(_FILES),
+            "ignore_patterns": None if self.file else list(_OTHER_FILES),
+        }
+        try:
+            files = snapshot_download(**chosen, dry_run=True, tqdm_class=_progress_bar(lambda _: None))
+        except DryRunError as unreachable:
+            try:
+                return Path(snapshot_download(**chosen, local_files_only=True))
+            except LocalEntryNotFoundError:
+                raise (unreachable.__cause__ or unreachable) from None
+        self._check_files([each.filename for each in files])
+        missing = _check_space(files)
+
+        def report(done: float) -> None:
+            progress(f"{done / _GIB:.2f} of {missing / _GIB:.2f} GiB", min(1.0, done / missing) if missing else 1.0)
+
+        return Path(snapshot_download(**chosen, tqdm_class=_progress_bar(report)))
+
+    def _check_files(self, names: Iterable[str]) -> None:
+        """Raises ModelError, with the GGUF files that there are, if the repository lacks the model's weights."""
+        if any(name.endswith((".safetensors", ".gguf")) for name in names):
+            return
+        from huggingface_hub import list_repo_files
+
+        found = [name for name in list_repo_files(self.repo, revision=self.revision) if name.endswith(".gguf")]
+        lacks = f"no file {self.file}" if self.file else "no safetensors"
+        if not found:
+            raise ModelError(f"{self.repo} has {lacks} and no GGUF file; choose a repository that has them.")
+        ids = ", ".join(f"{self.repo}:{name}" for name in found[:_NAMED_AT_MOST])
+        more = ", …" if len(found) > _NAMED_AT_MOST else "."
+        raise ModelError(f"{self.repo} has {lacks}; give one of its GGUF files: {ids}{more}")
+
+    def _reason(self, error: Exception) -> str:
+        """Returns what went wrong and what to do about it."""
+        from huggingface_hub import constants
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+        known: dict[type[Exception], str] = {
+            GatedRepoError: f"the repository is gated; accept its conditions at {hub}/{self.repo} and set HF_TOKEN.",
+            RepositoryNotFoundError: f"this is neither a folder or file here nor a public repository of {hub}; correct"
+            " the name, or set HF_TOKEN if it is private.",
+            RevisionNotFoundError: f"the repository has no revision {self.revision}; give one of its branches, tags or"
+            " commits.",
+            OfflineModeIsEnabled: f"HF_HUB_OFFLINE is set, and the cache {cache} lacks files of it; unset the variable"
+            " to download them.",
+        }
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return f"the disk of {cache} is full; free some space, or set HF_HOME to another disk."
+        detail = " ".join(str(error).split()) or type(error).__name__
+        unknown = (
+            f"it cannot be downloaded from {hub} ({detail}), and the cache {cache} lacks files of it; check the "
+            "connection and HF_ENDPOINT."
+        )
+        return next((text for kind, text in known.items() if isinstance(error, kind)), unknown)
+
+
+def hub_model(model: Path) -> HubModel | None:
+    """Returns the repository that `model` names as ORG/NAME[@REVISION][:FILE.gguf].
+
+    None if there is such a folder or file, which takes precedence, and if it has another form.
+    """
+    found = _ID.fullmatch(str(model))
+    if found is None or model.exists() or found["repo"].endswith(".gguf"):
+        return None
+    return HubModel(found["repo"], found["revision"], found["file"] or "")
+
+
+def _check_space(files: Iterable[DryRunFileInfo]) -> int:
+    """Returns the bytes of the files that are not in the cache; ModelError if its disk has less space."""
+    from huggingface_hub import constants
+
+    missing = sum(each.file_size or 0 for each in files if each.will_download)
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(next(each for each in (cache, *cache.parents) if each.exists())).free
+    if missing > free:
+        raise ModelError(
+            f"{missing / _GIB:.2f} GiB are to be downloaded, and the disk of {cache} has {free / _GIB:.2f} GiB left; "
+            "free some space, or set HF_HOME to another disk."
+        )
+    return missing
+
+
+def _progress_bar(report: Callable[[float], None]) -> Any:
+    """Returns a class for the library's progress bars that calls `report` with the bytes so far, and prints nothing."""
+    from tqdm import tqdm
+
+    class ProgressBar(tqdm):  # type: ignore[misc]  # its package has no types
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **{**given, "file": io.StringIO(), "disable": False})
+
+        def display(self, *_args: Any, **_given: Any) -> None:
+            # One bar counts files; of two that count bytes, one may stay at 0.
+            if self.unit == "B" and self.n:
+                report(self.n)
+
+    return ProgressBar

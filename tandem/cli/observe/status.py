@@ -1,0 +1,121 @@
+"""`tandem status`: the processes of a cluster and their load."""
+
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from tandem.cli.connection.options import RouterOptions
+from tandem.cli.option_groups import option_groups
+from tandem.cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tandem.cli.connection.client import ServerView
+    from tandem.protocol.generated.tandem.v1.inference_pb2 import WorkerStatus
+
+WIDE = 200
+"""Columns of output that is not folded: pipes and files."""
+
+
+@plain_errors
+@option_groups
+def status(*, router: RouterOptions) -> None:
+    """Show the router, its workers, their roles, pages and transports."""
+    import asyncio
+    import sys
+
+    from rich.console import Console
+
+    client = router.client(reads=True)
+    view = asyncio.run(client.view())
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    console.print(summary(client.address, view), markup=False)
+    console.print(worker_table(view))
+    for line in [*remarks(view), *absences(router.address)]:
+        console.print(line, markup=False)
+
+
+def absences(address: str) -> list[str]:
+    """Returns a line for each worker that does not serve; none for a router given by address.
+
+    Only the controller knows these workers.
+    """
+    import asyncio
+
+    from tandem.cli.connection.controller_client import ControllerClient
+    from tandem.cli.connection.state import newest
+    from tandem.protocol.errors import TandemError
+
+    if address:
+        return []
+    running = newest()
+    if not running.controller:
+        return []
+    try:
+        absent = asyncio.run(ControllerClient(running.controller, running.token).absent())
+    except TandemError as error:
+        return [f"workers that do not serve are not known: {error.message}"]
+    return [f"{each.worker_id} does not serve: {each.reason}" for each in absent]
+
+
+def summary(address: str, view: "ServerView") -> str:
+    """Returns the router's summary line, and what the model is."""
+    line = (
+        f"router {address} serves {view.model.model} ({view.model.dtype}, context {view.model.max_context}), "
+        f"{view.info.mode}, {view.loads.running} running, {view.loads.waiting} waiting, Tandem {view.info.version}"
+    )
+    return "\n  ".join((line, *view.model.summary))
+
+
+def worker_table(view: "ServerView") -> "Table":
+    """Returns a table with one row for each worker the router knows."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "role", "steps", "started", "state", "requests", "KV pages", "transport", "device"):
+        table.add_column(column, no_wrap=column != "transport")
+    for worker in sorted(view.info.workers, key=_role_and_id):
+        table.add_row(
+            worker.worker_id,
+            worker.role,
+            worker.step_policy or "-",
+            _time_of(worker.started_unix_nanos),
+            _state(worker),
+            str(worker.requests),
+            f"{worker.pages_used} / {worker.pages_total}",
+            worker.transport,
+            worker.device,
+        )
+    return table
+
+
+def remarks(view: "ServerView") -> list[str]:
+    """Returns a line for each problem: requests that wait, workers that take no new ones, and slow transports."""
+    lines = [f"degraded: {view.info.degraded}"] if view.info.degraded else []
+    for worker in sorted(view.info.workers, key=_role_and_id):
+        lines += [f"{worker.worker_id} is not ready: {worker.not_ready}"] if worker.not_ready else []
+        lines += [f"{worker.worker_id}: {warning}" for warning in worker.warnings]
+    return lines
+
+
+def _state(worker: "WorkerStatus") -> str:
+    if not worker.connected:
+        return "unreachable"
+    if worker.draining:
+        return "draining"
+    if worker.closing:
+        return f"closing {worker.closing}"
+    return "not ready" if worker.not_ready else "connected"
+
+
+def _role_and_id(worker: "WorkerStatus") -> tuple[str, list[str | int]]:
+    """Returns a sort key: by role, then by id with 10 after 9."""
+    return worker.role, [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", worker.worker_id)]
+
+
+def _time_of(unix_nanos: int) -> str:
+    """Returns the local time."""
+    if unix_nanos == 0:
+        return "-"
+    return datetime.fromtimestamp(unix_nanos / 1e9).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,120 @@
+"""`tandem why`: each worker's bottleneck, from every process's metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tandem.cli.connection.options import Metrics, MetricsKey, MetricsKeyFile, metrics_server
+from tandem.cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tandem.metrics.scrape import Scrape, ScrapeInterval
+
+
+@plain_errors
+def why(
+    *,
+    metrics: Metrics = "",
+    metrics_key: MetricsKey = "",
+    metrics_key_file: MetricsKeyFile = "",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure.")] = 5.0,
+) -> None:
+    """Name each worker's bottleneck under the present load, and the change that would help most."""
+    import asyncio
+    import sys
+
+    from rich.console import Console
+
+    from tandem.cli.observe.status import WIDE
+    from tandem.cli.observe.top import scrape
+    from tandem.metrics.scrape import ScrapeInterval
+
+    address, key = metrics_server(metrics, metrics_key, metrics_key_file)
+
+    async def look() -> ScrapeInterval:
+        before = await scrape(address, key)
+        await asyncio.sleep(seconds)
+        return ScrapeInterval(before, await scrape(address, key))
+
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    interval = asyncio.run(look())
+    for line in models(interval.now):
+        console.print(line, markup=False)
+    console.print(findings(interval))
+    for line in speculation(interval):
+        console.print(line, markup=False)
+
+
+def models(now: Scrape) -> list[str]:
+    """Returns the lines about the model that the workers serve."""
+    from tandem.metrics import families as f
+
+    found = now.values(f.MODEL_INFO, "summary")
+    return list(dict.fromkeys(line for each in found for line in each.split("; ") if line))
+
+
+def findings(interval: ScrapeInterval) -> Table:
+    """Returns a table with one worker per row: its bottleneck, the supporting figures, the change."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from tandem.metrics import families as f
+    from tandem.metrics.bottlenecks import diagnose
+    from tandem.metrics.worker_figures import figures_of
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "bottleneck", "because", "what would help"):
+        table.add_column(column, no_wrap=column in ("worker", "bottleneck"))
+    now = interval.now
+    reporting = set(now.values(f.WORKER_READY, "worker"))
+    for name in _workers(now):
+        if name not in reporting:
+            state = "unresponsive" if now.total(f.PROCESS_UP, worker=name) else "down"
+            table.add_row(name, state, "it reports no metrics", "`tandem status` and its log say why")
+            continue
+        if not now.total(f.WORKER_READY, worker=name):
+            table.add_row(name, "not ready", "it takes no new requests", "`tandem status` and its log say why")
+            continue
+        found = diagnose(figures_of(interval, name))
+        table.add_row(name, Text(found.bottleneck, style="bold"), found.because, found.change)
+    return table
+
+
+def speculation(interval: ScrapeInterval) -> list[str]:
+    """Returns a line about speculative decoding for each worker that decoded."""
+    from tandem.metrics import families as f
+
+    found, now = [], interval.now
+    for name in _workers(now):
+        requests = interval.mean(f.STEP_DECODE_ROWS, worker=name)
+        if not requests:
+            continue
+        drafted = interval.grown(f.DRAFTED, worker=name)
+        if name not in now.values(f.SPECULATION_SPEEDUP, "worker"):
+            said = "off, as --speculate says (auto: it is off on GPUs)"
+        elif not drafted:
+            said = f"no drafts: nothing matched, or none would pay beside {requests:.1f} decoding requests"
+        else:
+            accepted = interval.grown(f.DRAFTS_ACCEPTED, worker=name) / drafted
+            said = f"{accepted:.0%} of {drafted:.0f} drafts accepted"
+            said += f", {now.total(f.SPECULATION_SPEEDUP, worker=name):.2f} times as fast as without"
+            if proposing_s := interval.grown(f.SPECULATION_DRAFTING, worker=name):
+                said += f"; proposing them took {proposing_s:.1f} s"
+        found.append(f"{name}: speculative decoding: {said}")
+    return found
+
+
+def _workers(now: Scrape) -> list[str]:
+    """Returns all workers that the controller supervises, and all that report metrics."""
+    from tandem.metrics import families as f
+
+    kept = [
+        name
+        for name in now.values(f.PROCESS_UP, "worker")
+        if "router" not in now.values(f.PROCESS_UP, "role", worker=name)
+    ]
+    return list(dict.fromkeys([*kept, *now.values(f.WORKER_READY, "worker")]))

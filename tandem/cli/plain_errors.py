@@ -1,0 +1,84 @@
+"""Errors for people: one sentence on stderr and an exit code, never a traceback."""
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FAILED = 1
+BAD_OPTION = 2
+BAD_MODEL = 3
+UNAVAILABLE = 4
+INTERRUPTED = 130
+
+SETTINGS = {
+    "model": "--model",
+    "tokenizer": "--tokenizer",
+    "max_model_len": "--max-model-len",
+    "adapters": "--lora",
+    "runtime_loras": "--allow-runtime-lora-updating",
+    "max_loras": "--max-loras",
+    "max_lora_rank": "--max-lora-rank",
+    "device": "--device",
+    "dtype": "--dtype",
+    "quantization": "--quantization",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "page_tokens": "--page-tokens",
+    "kv_cache_bytes": "--kv-cache-gib",
+    "memory_fraction": "--memory-fraction",
+    "max_step_tokens": "--max-step-tokens",
+    "max_batch_requests": "--max-batch-requests",
+    "random_weights": "--random-weights",
+    "draft": "--draft",
+    "threads": "--threads",
+    "output": "OUTPUT",
+    "out": "--out",
+    "scheme": "--scheme",
+    "group_size": "--group-size",
+    "method": "--method",
+    "samples": "--samples",
+    "kind": "--kind",
+    "text": "--text",
+    "tokens": "--tokens",
+}
+"""Maps the engine's setting names to the options that set them."""
+
+
+def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Makes `command` end with a sentence and an exit code when it raises a TandemError or is interrupted."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        from tandem.protocol.errors import TandemError
+
+        try:
+            return command(*args, **kwargs)
+        except TandemError as error:
+            print(f"error: {in_options(' '.join(error.message.split()))}", file=sys.stderr)
+            raise typer.Exit(exit_code(error)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+    return wrapped
+
+
+def in_options(message: str) -> str:
+    """Returns `message` with options instead of the engine's setting names.
+
+    A name is replaced where the message begins with it, and where it contains an underscore.
+    """
+    return re.sub(r"^(\w+)(?=:)|\b\w+_\w+\b", lambda found: SETTINGS.get(found.group(), found.group()), message)
+
+
+def exit_code(error: Exception) -> int:
+    """Returns 2 for a wrong option, 3 for a model that cannot be served, 4 for an unavailable cluster, else 1."""
+    from tandem.protocol.errors import InvalidArgument, ModelError, Unavailable
+
+    codes: dict[type[Exception], int] = {InvalidArgument: BAD_OPTION, ModelError: BAD_MODEL, Unavailable: UNAVAILABLE}
+    return codes.get(type(error), FAILED)

@@ -1,0 +1,128 @@
+"""`tandem plan --check`: compares simulated knees with those of a measured strategy table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from router.slo import DEFAULT_CLASSES, SloClass
+from tandem.capacity.simulation.arrivals import Mix
+from tandem.capacity.simulation.hardware import Hardware
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.search.knee import KEPT, Trial, find_knee
+from tandem.capacity.simulation.search.strategy import Strategy
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.mode import Mode
+from tandem.protocol.policy_name import PolicyName
+
+NEAR = 0.2
+"""Tolerated relative difference between a predicted and the measured knee."""
+MIXES = {"balanced": Mix(1.0, 2000, 500), "decode-heavy": Mix(1.0, 1000, 3000)}
+"""The synthetic workloads of `benchmarks.strategies`."""
+STEPS = 2.0
+ADAPTIVE = "adaptive"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A predicted and a measured knee, as rates in requests per second.
+
+    The measured knee is between `kept`, the highest rate that met the targets (0 = none), and `lost`, the lowest that
+    did not (None = none).
+    """
+
+    workload: str
+    row: str
+    cell: str
+    kept: float
+    lost: float | None
+    predicted: float
+
+    @property
+    def near(self) -> bool:
+        """True if the prediction is within the measured range, widened by the tolerance."""
+        return (
+            self.kept * (1 - NEAR) <= self.predicted <= (float("inf") if self.lost is None else self.lost * (1 + NEAR))
+        )
+
+    @property
+    def text(self) -> str:
+        """The comparison as one line."""
+        upper = "more" if self.lost is None else f"{self.lost:g}"
+        mark = "" if self.near else "  <-- beyond 20 %"
+        measured = f"measured {self.kept:g} to {upper}"
+        return (
+            f"{self.workload:>13} {self.row:>18} {self.cell:>9}  {measured:>22}  predicted {self.predicted:.3g}{mark}"
+        )
+
+
+def check(file: Path, machine: Hardware) -> Iterator[Compared]:
+    """Yields the comparison of each cell of the synthetic workloads. InvalidArgument if it is no strategy table."""
+    table = _read(file)
+    workers = len(table["workers"]) if isinstance(table["workers"], list) else int(table["workers"])
+    for workload, rows in _loads(table).items():
+        for row, loads in rows.items():
+            strategy = _strategy(row, workers)
+            for slo in _classes(table) if strategy and workload in MIXES else ():
+                assert strategy is not None
+                kept, lost = bracket(loads, slo.name)
+                asks = table.get("ask") == "all" or (table.get("ask") == ADAPTIVE and row == ADAPTIVE)
+                trial = Trial(machine, strategy, MIXES[workload], slo, Network(), asks=asks)
+                knee = find_knee(trial.load, kept or (lost or 1.0) / 2)
+                yield Compared(workload, row, slo.name, kept, lost, 0.0 if knee is None else knee.rate)
+
+
+def bracket(loads: Sequence[Mapping[str, Any]], cell: str) -> tuple[float, float | None]:
+    """Returns the highest rate at which the cell met its targets, and the lowest above it at which it did not."""
+    shares = {float(load["rate"]): load["goodput"][cell]["share"] for load in loads}
+    kept = max((rate for rate, share in shares.items() if share >= KEPT), default=0.0)
+    return kept, min((rate for rate, share in shares.items() if rate > kept and share < KEPT), default=None)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("--check", f"{file.name} cannot be read: {error}") from None
+    if not {"loads", "tables", "workers", "model"} <= table.keys():
+        raise InvalidArgument("--check", f"{file.name} is no result of benchmarks.strategies")
+    return table
+
+
+def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """Returns the rows by workload; a table of a single workload has no such level."""
+    names, loads = list(table["tables"]), table["loads"]
+    return {names[0]: loads} if len(names) == 1 and names[0] not in loads else {name: loads[name] for name in names}
+
+
+def _classes(table: Mapping[str, Any]) -> list[SloClass]:
+    """Returns the service classes of the cells; the strict one's limit is in steps of the measured cluster."""
+    step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
+    if not step_s:
+        raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
+    return [
+        SloClass(each.name, each.ttft_s, STEPS * step_s if each.itl_steps < float("inf") else each.itl_s)
+        for each in DEFAULT_CLASSES
+        if each.has_targets
+    ]
+
+
+def _strategy(row: str, workers: int) -> Strategy | None:
+    """Returns the strategy of a row's name; None for unknown names."""
+    if row.startswith("disaggregated-"):
+        prefill, decode = (int(part) for part in row.split("-")[1:])
+        return Strategy(row, Mode.DISAGGREGATED, prefill, decode)
+    name, _, budget = row.partition("-")
+    policies = {
+        "shared": (Mode.COLOCATED, PolicyName.UNCHUNKED),
+        "chunked": (Mode.COLOCATED, PolicyName.CHUNKED),
+        "priority": (Mode.COLOCATED, PolicyName.DECODE_PRIORITY),
+        ADAPTIVE: (Mode.ADAPTIVE, PolicyName.DECODE_PRIORITY),
+    }
+    if name not in policies:
+        return None
+    mode, policy = policies[name]
+    return Strategy(row, mode, shared=workers, step_policy=policy, step_budget=int(budget) if budget else None)

@@ -1,0 +1,185 @@
+"""Options of `tandem plan`, in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tandem.capacity.planner.demand import Demand, Promise
+    from tandem.cli.planning.plan_speculation import DraftMemory
+    from tandem.cost_model.devices import DeviceKind
+    from tandem.engine.config.model import ModelSpec
+    from tandem.protocol.cost_parameters import CostParameters
+
+_CUSTOM_GIB = 80.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeOptions:
+    """Options of the model."""
+
+    shape: Annotated[str, typer.Option(help="A model's shape: llama-3-8b, qwen3-32b, …")] = "llama-3-8b"
+    model: Annotated[Path | None, typer.Option(help="A model folder with config.json, used instead.")] = None
+
+    quantization: Annotated[
+        str | None, typer.Option(help="Weights rounded at load, as with `tandem up`: int8, fp8 or int4.")
+    ] = None
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of the KV cache, as with `tandem up`: auto, int8 or fp8.")] = (
+        "auto"
+    )
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model or heads of `tandem up --speculate draft`, whose memory counts."),
+    ] = None
+
+    @property
+    def name(self) -> str:
+        """The name of the shape or of the model folder."""
+        return self.shape if self.model is None else self.model.name
+
+    def config(self) -> ModelSpec:
+        """Returns the model's specification.
+
+        InvalidArgument for an unknown shape or quantization; ModelError, as from `tandem up`, for a folder that cannot
+        be served.
+        """
+        from tandem.engine.models.load_spec import load_spec, quantized_at_load
+        from tandem.engine.models.shapes import shape_config, shape_names
+        from tandem.protocol.errors import InvalidArgument
+
+        if self.model is None:
+            if self.shape not in shape_names():
+                raise InvalidArgument("--shape", f"{self.shape!r} is none of {', '.join(shape_names())}")
+            spec = shape_config(self.shape)
+        else:
+            spec = load_spec(self.model)
+        return quantized_at_load(spec, self.quantization)
+
+    def kv_element_bytes(self, model: ModelSpec) -> float:
+        """Returns the bytes of an element of KV, with its part of a scale.
+
+        InvalidArgument for an unknown dtype, or a model whose KV has none of 8 bits.
+        """
+        from tandem.capacity.simulation.hardware import kv_element_bytes
+
+        return kv_element_bytes(model, self.kv_cache_dtype)
+
+    def draft_memory(self, model: ModelSpec) -> DraftMemory:
+        """Returns the memory of --draft beside the model, nothing without; ModelError if it cannot be served."""
+        from tandem.cli.planning.plan_speculation import NO_DRAFT_MEMORY, DraftMemory
+        from tandem.engine.speculation.draft_folder import check_draft_folder
+
+        if self.draft is None:
+            return NO_DRAFT_MEMORY
+        check_draft_folder(self.draft, model, self.model or self.draft)
+        return DraftMemory.of(self.draft, model)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """Options of each worker's GPU."""
+
+    gpu: Annotated[str, typer.Option(help="Each worker's GPU: B200, H200, H100, A100-80, A100-40, L40S or L4.")] = (
+        "H200"
+    )
+    ceilings: Annotated[
+        str, typer.Option(help="TFLOPS:GBPS by the data sheet, for another GPU; with --memory-gib.")
+    ] = ""
+    memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
+
+    def kind(self) -> DeviceKind:
+        """InvalidArgument names the option."""
+        from dataclasses import replace
+
+        from tandem.cost_model.devices import DeviceKind, device_kind
+        from tandem.cost_model.roofline import parse_ceilings
+
+        if self.ceilings:
+            given = parse_ceilings("--ceilings", self.ceilings)
+            return DeviceKind(given.flops, given.bytes_per_s, self.memory_gib or _CUSTOM_GIB)
+        found = device_kind("--gpu", self.gpu)
+        return found if self.memory_gib is None else replace(found, memory_gib=self.memory_gib)
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseOptions:
+    """Options of the latency targets."""
+
+    slo_ttft: Annotated[float, typer.Option(help="Milliseconds to the first token.")] = 1000.0
+    slo_itl: Annotated[float, typer.Option(help="Milliseconds between tokens, of 99 in 100 gaps.")] = 25.0
+
+    def promise(self) -> Promise:
+        """InvalidArgument names the option."""
+        from tandem.capacity.planner.demand import Promise
+
+        check_above_0("--slo-ttft", self.slo_ttft)
+        check_above_0("--slo-itl", self.slo_itl)
+        return Promise(self.slo_ttft / 1e3, self.slo_itl / 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class DemandOptions:
+    """Options of the load."""
+
+    prompt_tokens: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 2000.0
+    answer_tokens: Annotated[float, typer.Option(help="Mean output tokens of a request.")] = 500.0
+    cached: Annotated[float, typer.Option(help="Fraction of prompt tokens in prefix caches, 0 to 1.")] = 0.0
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 10.0
+
+    def demand(self) -> Demand:
+        """InvalidArgument names the option."""
+        from tandem.capacity.planner.demand import Demand
+        from tandem.protocol.errors import InvalidArgument
+
+        check_above_0("--prompt-tokens", self.prompt_tokens)
+        check_above_0("--answer-tokens", self.answer_tokens)
+        check_above_0("--rate", self.rate)
+        if not 0 <= self.cached < 1:
+            raise InvalidArgument("--cached", f"{self.cached:g} is not 0 or more and below 1")
+        return Demand(self.rate, self.prompt_tokens, self.answer_tokens, self.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """Options of the source of step costs."""
+
+    costs: Annotated[
+        Path | None, typer.Option("--from", help="JSON with fitted step costs, used instead of the roofline's.")
+    ] = None
+    live: Annotated[bool, typer.Option("--live", help="Use the fitted costs of the running cluster.")] = False
+
+    def fitted(self) -> CostParameters | None:
+        """Returns the given fitted costs; None = none are given.
+
+        FailedPrecondition for a cluster that has not fitted any yet, Unavailable if none runs.
+        """
+        import asyncio
+
+        from tandem.capacity.planner.reading import fitted
+        from tandem.capacity.simulation.hardware import read_costs
+        from tandem.cli.connection.options import metrics_server
+        from tandem.cli.observe.top import scrape
+        from tandem.protocol.errors import FailedPrecondition
+
+        if self.costs is not None:
+            return read_costs(self.costs, "--from")
+        if not self.live:
+            return None
+        found = fitted(asyncio.run(scrape(*metrics_server("", ""))))
+        if found is None:
+            raise FailedPrecondition(
+                "the running cluster has not measured prompts and answers yet; send it some requests"
+            )
+        return found
+
+
+def check_above_0(option: str, value: float) -> None:
+    """Checks a number; raises InvalidArgument unless it is above 0 and finite."""
+    from tandem.protocol.errors import InvalidArgument
+
+    if not 0 < value < float("inf"):
+        raise InvalidArgument(option, f"{value:g} is not above 0")

@@ -1,0 +1,196 @@
+"""The question that `tandem plan` answers, and the parts of the answer that need no simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tandem.capacity.planner.decision import Limits, Range, Split
+from tandem.capacity.planner.demand import Demand, Promise
+from tandem.capacity.planner.load_ratio import WorkerFacts
+from tandem.capacity.planner.memory import GIB, OVERHEAD_BYTES, Memory
+from tandem.capacity.planner.policy import TARGET_RATIO
+from tandem.capacity.planner.sizing import Sizing
+from tandem.capacity.planner.what_if import Quantized
+from tandem.capacity.simulation.hardware import (
+    Hardware,
+    kv_bytes_per_held_token,
+    kv_element_bytes,
+    kv_page_bytes,
+    roofline,
+)
+from tandem.capacity.simulation.search.strategy import BATCH_REQUESTS
+from tandem.cli.planning.plan_speculation import NO_DRAFT_MEMORY, Drafting, DraftMemory
+from tandem.cost_model.devices import DEVICES, DeviceKind
+from tandem.cost_model.step_cost import StepCost
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.quantization import Codes
+from tandem.engine.model_sizes import matrix_bytes
+from tandem.engine.models.load_spec import quantized_at_load
+from tandem.protocol.cost_parameters import CostParameters
+from tandem.protocol.errors import InvalidArgument
+
+MEMORY_FRACTION = 0.9
+MAX_STEP_TOKENS = 2048
+WORKERS_MAX = 1024
+ITEM_BYTES = 2
+"""Bytes of an element of KV and of weights that are not quantized."""
+_HELPS = "more workers do not help: relax the target, or take a faster --gpu or a smaller model"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A model on workers of one kind, each with a GPU, and the load and targets to serve."""
+
+    name: str
+    model: ModelSpec
+    device: DeviceKind
+    demand: Demand
+    promise: Promise
+    workers: int | None = None
+    """Number of workers; None = the fewest with headroom."""
+    cost: CostParameters | None = None
+    """Fitted step costs; None = by the device's roofline."""
+    kv_element_bytes: float = ITEM_BYTES
+    """Bytes of an element of KV, with its part of a scale."""
+    draft: DraftMemory = NO_DRAFT_MEMORY
+    """The memory of the weights that propose drafts."""
+    drafting: Drafting | None = None
+    """The drafts that simulated workers have; None = none."""
+
+    @property
+    def costs(self) -> CostParameters:
+        """The step costs."""
+        return self.cost or self.predicted_costs
+
+    @property
+    def predicted_costs(self) -> CostParameters:
+        """The step costs by the device's roofline."""
+        return roofline(self.model, self.device.ceilings, self.kv_element_bytes)
+
+    @property
+    def draft_step_ratio(self) -> float:
+        """The time of a step of the draft model ÷ that of the model, for one request, by the roofline; 0 without."""
+        if self.draft.model is None:
+            return 0.0
+        context = round(self.demand.context_tokens)
+        costs = roofline(self.draft.model, self.device.ceilings), self.predicted_costs
+        drafted_s, step_s = (StepCost(each).decode_step_seconds(1, context) for each in costs)
+        return drafted_s / step_s
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of one worker."""
+        return self._memory(self.model, self.kv_element_bytes)
+
+    def _memory(self, model: ModelSpec, kv_element_bytes: float) -> Memory:
+        a_token = kv_bytes_per_held_token(model, self.demand.kv_tokens, kv_element_bytes)
+        device_bytes = self.device.memory_gib * GIB * MEMORY_FRACTION
+        weights, draft = matrix_bytes(model, ITEM_BYTES), self.draft
+        return Memory(device_bytes, weights, a_token, draft.weight_bytes, draft.kv_bytes_per_token(self.demand))
+
+    def quantized_forms(self) -> Iterator[Quantized]:
+        """Yields weights, KV and both in 8 bits, where they are not: steps as the cost model predicts them."""
+        now = roofline(self.model, self.device.ceilings, self.kv_element_bytes)
+        packed = None if self.model.quantization else quantized_at_load(self.model, Codes.INT8)
+        kv = self._narrower_kv()
+        for name, model, element_bytes in (
+            ("weights in 8 bits", packed, self.kv_element_bytes),
+            ("KV in 8 bits", self.model, kv),
+            ("both", packed, kv),
+        ):
+            if model is not None and element_bytes is not None:
+                after = roofline(model, self.device.ceilings, element_bytes)
+                yield Quantized(name, self._memory(model, element_bytes), now, after)
+
+    def _narrower_kv(self) -> float | None:
+        """Returns the bytes of an element of 8-bit KV; None if KV has as few, or there is none for this model."""
+        try:
+            found = kv_element_bytes(self.model, "int8")
+        except InvalidArgument:
+            return None
+        return found if found < self.kv_element_bytes else None
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """The costs and capacity of one worker."""
+        return WorkerFacts(self.costs, self.memory.kv_tokens, BATCH_REQUESTS, MAX_STEP_TOKENS, self.model.max_context)
+
+    @property
+    def sizing(self) -> Sizing:
+        """The sizing of this demand."""
+        return Sizing(self.demand, self.promise, self.facts, self.facts)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The worker for the simulation."""
+        pages = int(self.memory.kv_bytes / kv_page_bytes(self.model, self.kv_element_bytes))
+        fitted, drafts = replace(self.costs, observed=1000), None
+        if self.drafting is not None:
+            drafts = self.drafting.simulated(StepCost(fitted), round(self.demand.context_tokens))
+        return Hardware(
+            self.model, self.name, fitted, fitted, pages, kv_element_bytes=self.kv_element_bytes, drafts=drafts
+        )
+
+    def _fits(self, memory: Memory) -> bool:
+        return memory.kv_tokens >= self.demand.kv_tokens
+
+    def _what_fits(self) -> str:
+        """Returns the quantizations and GPUs with which a request fits, and the number of these GPUs it would take."""
+        kv = self._narrower_kv()
+        fitting = [
+            " ".join([f"--quantization {codes}"] * (model is not self.model) + ["--kv-cache-dtype int8"] * narrow)
+            for codes, model in self._weight_forms()
+            for narrow in ([False, True] if kv else [False])
+            if self._fits(self._memory(model, kv if kv and narrow else self.kv_element_bytes))
+        ]
+        larger = [name for name, each in DEVICES.items() if self._fits(replace(self, device=each).memory)]
+        larger.sort(key=lambda name: DEVICES[name].memory_gib)
+        found = [*fitting[:1], *(f"--gpu {name}" for name in larger[:1])]
+        words = f"it fits with {' or '.join(found)}" if found else "it fits in fewer bits neither, and on no known GPU"
+        memory = self.memory
+        if memory.device_bytes <= OVERHEAD_BYTES:
+            return words
+        fixed = memory.weight_bytes + memory.draft_weight_bytes
+        a_token = memory.kv_bytes_per_token + memory.draft_kv_bytes_per_token
+        gpus = math.ceil((fixed + self.demand.kv_tokens * a_token) / (memory.device_bytes - OVERHEAD_BYTES))
+        return f"{words}; as it is, it takes {gpus} of these GPUs, and a worker has one"
+
+    def _weight_forms(self) -> Iterator[tuple[str, ModelSpec]]:
+        """Yields the model as it is, and in fewer bits where it is not quantized."""
+        yield "", self.model
+        if self.model.quantization is None:
+            for codes in (Codes.INT8, Codes.INT4):
+                yield codes.value, quantized_at_load(self.model, codes)
+
+    def check(self) -> None:
+        """Checks the question; raises InvalidArgument for a load that no number of workers can serve."""
+        demand, memory = self.demand, self.memory
+        if not self._fits(memory):
+            weights = (memory.weight_bytes + memory.draft_weight_bytes) / GIB
+            missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {weights:.0f} GiB of weights"
+            raise InvalidArgument("--gpu", f"{missing}, and a request has {demand.kv_tokens:.0f}; {self._what_fits()}")
+        if demand.kv_tokens > self.model.max_context:
+            message = (
+                f"prompt and answer have {demand.kv_tokens:.0f} tokens, {self.name} takes {self.model.max_context}"
+            )
+            raise InvalidArgument("--prompt-tokens", message)
+        costs, promise = self.costs, self.promise
+        step_s = StepCost(costs).decode_step_seconds(1, round(demand.context_tokens))
+        if step_s > promise.gap_s:
+            message = f"a single request has {step_s * 1e3:.1f} ms between its tokens"
+            raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")
+        alone_s = demand.lone_prompt_seconds(costs, MAX_STEP_TOKENS)
+        if alone_s > promise.ttft_s:
+            message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
+            raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
+
+    def split(self) -> Split:
+        """Returns the best split of the given workers, or the smallest with headroom. One worker does both."""
+        if self.workers is not None:
+            found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
+        else:
+            found = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), TARGET_RATIO)
+        assert found is not None
+        return found

@@ -1,0 +1,50 @@
+"""Short simulated loads for `tandem plan`: the knee of each strategy, and its results at the requested load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from router.slo import SloClass
+from tandem.capacity.planner.decision import Split
+from tandem.capacity.simulation.arrivals import SIGMA, Mix
+from tandem.capacity.simulation.network import Network
+from tandem.capacity.simulation.search.knee import LoadFigures, Trial, find_knee
+from tandem.capacity.simulation.search.strategy import Strategy, strategies
+from tandem.cli.planning.plan_question import Question
+
+SIMULATED_MAX = 8
+"""Maximum number of simulated workers; larger clusters are scaled in proportion."""
+GUESSED = 0.8
+"""Fraction of the modelled maximum rate at which the search begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of one strategy. `knee` None = not even a small load meets the targets."""
+
+    strategy: Strategy
+    times: float
+    """Number of requested workers per simulated one."""
+    knee: LoadFigures | None
+    asked: LoadFigures
+
+    @property
+    def knee_rate(self) -> float:
+        """The knee of all workers, in requests per second; 0 = none."""
+        return 0.0 if self.knee is None else self.knee.rate * self.times
+
+
+def trials(question: Question, split: Split) -> Iterator[Found]:
+    """Yields the result of one strategy after the other."""
+    demand, promise = question.demand, question.promise
+    slo = SloClass("plan", ttft_s=promise.ttft_s, itl_s=promise.gap_s)
+    workers = min(split.workers, SIMULATED_MAX)
+    times = split.workers / workers
+    prefill = min(max(1, round(split.prefill / times)), max(workers - 1, 1))
+    rate = demand.per_s / times
+    mix = Mix(rate, demand.prompt_tokens, demand.answer_tokens, SIGMA, demand.cached)
+    guess = max(GUESSED * rate / max(question.sizing.worst(split).value, 1e-3), 1e-3)
+    for strategy in strategies(workers, prefill):
+        trial = Trial(question.hardware, strategy, mix, slo, Network())
+        yield Found(strategy, times, find_knee(trial.load, guess), trial.load(rate))

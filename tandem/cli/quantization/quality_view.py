@@ -1,0 +1,28 @@
+"""The table of a quality comparison."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tandem.engine.quality.teacher_forced import Quality
+
+
+def quality_table(quality: Quality) -> Table:
+    """Returns one row for the positions scored as prompts and one for those scored as decode steps."""
+    table = Table(title="predictions of the same text: this model, and the one before")
+    for heading in ("phase", "tokens", "KL in nats", "top-1", "perplexity", "before", "change"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
+    for phase, each in (("prefill", quality.prefill), ("decode", quality.decode)):
+        table.add_row(
+            phase,
+            f"{each.positions:,}",
+            f"{each.kl:.4f} ± {each.kl_error:.4f}",
+            f"{each.top1:.2%}",
+            f"{each.candidate_perplexity:.3f}",
+            f"{each.reference_perplexity:.3f}",
+            f"{each.perplexity_change:+.2%}",
+        )
+    return table

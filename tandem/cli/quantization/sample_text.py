@@ -1,0 +1,61 @@
+"""The built-in text: to calibrate quantization on one part of it, and to measure quality on the other.
+
+It is what every installation has: the topics of Python's `help` and, in a checkout, the pages of `docs/`. Another
+Python or another commit has another text, so figures name the text's hash.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Literal
+
+from tandem.protocol.errors import InvalidArgument
+
+Part = Literal["calibration", "evaluation"]
+
+_DOCS = Path(__file__).parents[3] / "docs"
+_BLOCK = 8192
+"""Characters of text that belong to one part."""
+_EVALUATION = 4
+"""Every fourth block belongs to evaluation."""
+
+
+def sample_text(part: Part, *, docs: bool = True) -> str:
+    """Returns one part of the text. No paragraph is in both parts, as each is kept once.
+
+    Without `docs` it is the same at every commit.
+    """
+    pages = [*(topics[name] for name in sorted(topics)), *(_docs() if docs else ())]
+    paragraphs = dict.fromkeys(paragraph.strip() for page in pages for paragraph in page.split("\n\n"))
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    position = 0
+    for paragraph in paragraphs:
+        parts[position // _BLOCK % _EVALUATION == 0].append(paragraph)
+        position += len(paragraph)
+    return "\n\n".join(parts[part == "evaluation"])
+
+
+def text_hash(text: str) -> str:
+    """Returns the first digits of the text's SHA-256, which name it in results."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def token_samples(encode: Callable[[str], Sequence[int]], text: str, count: int, tokens: int) -> list[Sequence[int]]:
+    """Returns `count` pieces of `tokens` tokens, evenly spread over the text, without overlap.
+
+    InvalidArgument if the text is shorter.
+    """
+    ids = encode(text)
+    if len(ids) < count * tokens:
+        raise InvalidArgument(
+            "samples",
+            f"the text has {len(ids)} tokens, {count} samples of {tokens} tokens need {count * tokens}; "
+            "ask for fewer or shorter ones, or give a longer text.",
+        )
+    stride = len(ids) // count
+    return [ids[number * stride : number * stride + tokens] for number in range(count)]
+
+
+def _docs() -> list[str]:
+    return [page.read_text(encoding="utf-8") for page in sorted(_DOCS.rglob("*.md"))]

@@ -1,0 +1,63 @@
+"""`tandem chat`: a conversation at the terminal."""
+
+from typing import TYPE_CHECKING
+
+from tandem.cli.connection.options import RouterOptions, SamplingOptions
+from tandem.cli.option_groups import option_groups
+from tandem.cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from tandem.cli.connection.client import RouterClient, Sampling
+
+HELP = "/clear forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+
+
+@plain_errors
+@option_groups
+def chat(*, drawn: SamplingOptions, router: RouterOptions) -> None:
+    """Talk to the model; the conversation is remembered until it ends."""
+    import contextlib
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+
+    sampling, client = drawn.sampling, router.client()
+    print(HELP)
+    messages: list[tuple[str, str]] = []
+    while (line := _read()) is not None:
+        if line == "/clear":
+            messages.clear()
+        elif not line:
+            print("the prompt is empty; type a question")
+        elif line.startswith("/"):
+            print(f"{line.split()[0]} is no command: {HELP}")
+        else:
+            _turn(client, sampling, messages, line)
+
+
+def _turn(client: "RouterClient", sampling: "Sampling", messages: list[tuple[str, str]], line: str) -> None:
+    """Sends one question and streams its answer; both are remembered only if the answer is complete."""
+    import asyncio
+    import sys
+
+    from tandem.cli.requests.answering import answer_chat
+    from tandem.protocol.errors import TandemError
+
+    try:
+        answer = asyncio.run(answer_chat(client, [*messages, ("user", line)], sampling))
+    except KeyboardInterrupt:
+        print("(stopped)")
+    except TandemError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+    else:
+        messages += [("user", line), ("assistant", answer.text)]
+
+
+def _read() -> str | None:
+    """Reads the next line; None at the end of the conversation."""
+    try:
+        line = input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+    return None if line in ("/exit", "/quit") else line

@@ -1,0 +1,92 @@
+"""The durations of one request's phases, as a table for people."""
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from tandem.cli.connection.client import Answer
+from tandem.protocol.lifecycle.spans import Phase, last_attempt, seconds_by_phase, spans_of
+from tandem.protocol.lifecycle.timeline import Edge, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: name, duration and remark."""
+
+    name: str
+    figure: str
+    note: str
+
+
+def timeline_rows(answer: Answer) -> list[Row]:
+    """Returns queue, prefill, transfer, first token, hand-over, inter-token, rate and total; "-" for absent phases.
+
+    Phases cover all attempts, the transfer row the last one's.
+    """
+    timeline, tokens = answer.timeline, answer.completion_tokens
+    took, last = seconds_by_phase(spans_of(timeline)), last_attempt(timeline)
+    after_first = timeline.seconds(Edge.FIRST_TOKEN, Edge.FINISHED)
+    gap = after_first / (tokens - 1) if after_first is not None and tokens > 1 else None
+    return [
+        Row("queue", _ms(took.get(Phase.QUEUE)), "router and prefill worker, until the first chunk begins"),
+        Row("prefill", _ms(took.get(Phase.PREFILL)), _prefill_note(answer)),
+        Row("transfer", _ms(_transfer_s(last)), _transfer_note(last)),
+        Row("first token", _ms(timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)), "from the request's arrival"),
+        Row("hand-over", _ms(took.get(Phase.TRANSFER)), _decode_note(timeline)),
+        *(
+            [Row("stall", _ms(took[Phase.STALL]), "workers were silent, until others took over")]
+            if Phase.STALL in took
+            else ()
+        ),
+        Row("inter-token", _ms(gap), "mean"),
+        Row("rate", "-" if not gap else f"{1 / gap:.1f} tokens/s", f"{tokens} tokens"),
+        Row("total", _ms(timeline.seconds(Edge.RECEIVED, Edge.FINISHED)), ""),
+    ]
+
+
+def timeline_table(answer: Answer) -> Table:
+    """Returns `timeline_rows` as a table."""
+    table = Table(title="Where the time went", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for row in timeline_rows(answer):
+        table.add_row(row.name, row.figure, row.note)
+    return table
+
+
+def _transfer_s(timeline: Timeline) -> float | None:
+    if timeline.transfer is not None:
+        return timeline.transfer.duration_nanos / 1e9
+    return timeline.seconds(Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED)
+
+
+def _prefill_note(answer: Answer) -> str:
+    seconds = last_attempt(answer.timeline).seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED)
+    rate = f", {answer.prompt_tokens / seconds:.0f} tokens/s" if seconds else ""
+    where = f" on {answer.timeline.prefill_worker}" if answer.timeline.prefill_worker else ""
+    return f"{answer.prompt_tokens} tokens{rate}{where}"
+
+
+def _transfer_note(timeline: Timeline) -> str:
+    moved = timeline.transfer
+    if moved is None:
+        return "no KV moved"
+    what = f"{moved.bytes / 1e6:.2f} MB in {moved.pages} pages by {moved.backend}"
+    overlap = timeline.seconds(Edge.TRANSFER_STARTED, Edge.PREFILL_FINISHED)
+    if overlap is not None and overlap > 0:
+        # Most of its time it waits for chunks: bytes over that time would be no rate of the transport.
+        after = timeline.seconds(Edge.PREFILL_FINISHED, Edge.TRANSFER_FINISHED)
+        return f"{what}, overlaps prefill" + (f", {_ms(after)} of it after" if after is not None and after > 0 else "")
+    return what + (f", {moved.bytes / moved.duration_nanos:.2f} GB/s" if moved.duration_nanos else "")
+
+
+def _decode_note(timeline: Timeline) -> str:
+    return f"to {timeline.decode_worker}" if timeline.decode_worker else ""
+
+
+def _ms(seconds: float | None) -> str:
+    """Returns milliseconds, or seconds from ten seconds on."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"

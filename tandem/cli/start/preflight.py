@@ -1,0 +1,213 @@
+"""Checks before `tandem up` starts anything: listeners, device, memory. Each error names its option."""
+
+import os
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+
+from tandem.cli.diagnosis.checks import host_problem, port_problem
+from tandem.cluster.config import GIB, ClusterConfig
+from tandem.engine.config import GPU_PAGE_TOKENS, AdapterSource, EngineConfig
+from tandem.net.address import address_of, is_loopback
+from tandem.net.security.credentials import check_guarded
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
+
+LOOPBACK = "127.0.0.1"
+
+
+def check_listeners(config: ClusterConfig) -> None:
+    """Checks the listeners; InvalidArgument names the option of an unusable address or port.
+
+    An address is unusable if it is not this machine's or open to everybody, a port if it is taken.
+    """
+    if (problem := host_problem(config.host)) is not None:
+        raise InvalidArgument(
+            "--host",
+            f"cannot listen on {config.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
+        )
+    check_guarded("--host", config.host, guarded=config.guarded, insecure=config.insecure)
+    for option, host, port in (
+        ("--grpc-port", config.host, config.grpc_port),
+        ("--http-port", config.host, config.http_port),
+        ("--operations-port", config.host, config.operations_port),
+        # On a joined Ray the controller's address is not known yet.
+        ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
+        ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),
+    ):
+        problem = port_problem(host, port)
+        if problem is not None:
+            raise InvalidArgument(
+                option,
+                f"cannot listen on {address_of(host, port)} ({problem}); choose another port, or 0 for any free one",
+            )
+
+
+def check_network(config: ClusterConfig) -> None:
+    """Checks that UCX does not listen to an untrusted network; raises InvalidArgument otherwise.
+
+    Workers on this host inherit its environment, which may configure that.
+    """
+    from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
+
+    if not config.ray_address:
+        check_transports(os.environ, trusted_network=config.trusted_network)
+
+
+def check_device(config: ClusterConfig) -> None:
+    """Checks the workers' GPU and its kernels; raises InvalidArgument if one is missing. Ray checks other hosts."""
+    if config.on_cpu or config.ray_address:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees no GPU; use --device cpu")
+    if int(config.device.partition(":")[2] or 0) >= count:
+        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees cuda:0 to cuda:{count - 1} alone")
+    from tandem.engine.device import why_no_gpu_kernels
+
+    if (missing := why_no_gpu_kernels()) is not None:
+        raise InvalidArgument("--device", f"{config.device} asked for, {missing}")
+
+
+def check_memory(config: ClusterConfig) -> None:
+    """Checks the workers' KV pages; raises InvalidArgument if they exceed the host's memory.
+
+    A GPU's memory, or another host's, is checked by its worker.
+    """
+    if not config.on_cpu or config.worker_kv_cache_bytes is None or config.ray_address:
+        return
+    workers = config.worker_count
+    each, free = config.worker_kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB
+    if workers * each > free:
+        raise InvalidArgument(
+            "--kv-cache-gib",
+            f"{workers} workers with {each:g} GiB each do not fit into the {free:.2f} GiB of memory that are free; "
+            f"choose less than {free / workers:.2f}",
+        )
+
+
+def check_page(config: ClusterConfig) -> None:
+    """Checks that a worker's KV cache holds at least one page of the model; raises InvalidArgument otherwise.
+
+    The model's folder is checked already.
+    """
+    import torch
+
+    from tandem.engine.cache.paged_cache import cache_bytes
+    from tandem.engine.device import parse_kv_dtype, parse_page_tokens
+    from tandem.engine.models.load_spec import bounded, load_spec
+    from tandem.engine.speculation.load_draft import split_kv
+
+    if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
+        return
+    engine = _engine(config)
+    device, shape = torch.device(config.device), bounded(load_spec(config.model), config.max_model_len)
+    page_tokens = parse_page_tokens(engine, device)
+    needed = cache_bytes(shape, 1, page_tokens, parse_kv_dtype(engine, device, shape))
+    pages = split_kv(engine, shape, page_tokens, device, config.worker_kv_cache_bytes).target or 0
+    if pages < needed:
+        beside = "" if pages == config.worker_kv_cache_bytes else ", without the draft model's part,"
+        raise InvalidArgument(
+            "--kv-cache-gib",
+            f"{pages / GIB:.4g} GiB{beside} hold no page of {page_tokens} tokens, which takes "
+            f"{needed / GIB:.3g} GiB; choose more, or smaller --page-tokens",
+        )
+
+
+def check_loras(config: ClusterConfig) -> None:
+    """Checks the adapters' folders against the model's; InvalidArgument or ModelError says which cannot be served."""
+    if not config.loras:
+        return
+    from tandem.engine.adapters.load import check_adapters
+    from tandem.engine.models.load_spec import load_spec
+
+    names = {*config.model_aliases, config.model_name}
+    if taken := [name for name, _ in config.loras if name in names]:
+        raise InvalidArgument("--lora", f"{taken[0]!r} is the model's own name; give the adapter another one")
+    check_adapters(_engine(config), load_spec(config.model))
+
+
+def check_draft(config: ClusterConfig) -> None:
+    """Checks the folder of --draft against the model's; ModelError says what cannot be served."""
+    if config.draft is None:
+        return
+    from tandem.engine.models.load_spec import load_spec
+    from tandem.engine.speculation.draft_folder import check_draft_folder
+
+    check_draft_folder(config.draft, load_spec(config.model), config.tokenizer or config.model)
+
+
+def check_weights(config: ClusterConfig) -> None:
+    """Checks the workers' weights, drafts' included, and KV pages; InvalidArgument if they exceed the host's memory.
+
+    The model's folder is checked already; a GPU's memory, or another host's, is checked by its worker.
+    """
+    import torch
+
+    from tandem.engine.adapters.load import slot_bytes
+    from tandem.engine.device import parse_dtype
+    from tandem.engine.models.allocation import weight_bytes
+    from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
+    from tandem.engine.speculation.draft_folder import draft_bytes
+
+    # Also where another host or a GPU has the weights: a checkpoint that is quantized already is refused here.
+    stored = bounded(load_spec(config.model), config.max_model_len)
+    shapes = {role: quantized_at_load(stored, config.quantization_of(role)) for role in Role}
+    if not config.on_cpu or config.ray_address:
+        return
+    engine, device = _engine(config), torch.device("cpu")
+    dtype = parse_dtype(engine, device, stored)
+    counts = {Role.BOTH: config.workers}
+    if config.mode == Mode.DISAGGREGATED:
+        counts = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+    others = slot_bytes(engine, stored, dtype) + draft_bytes(engine, stored, dtype, device)
+    sizes = {role: weight_bytes(shapes[role], dtype, on_cpu=True) + others for role in counts}
+    each, pages = max(sizes.values()) / GIB, config.worker_kv_cache_bytes or 0
+    free = psutil.virtual_memory().available
+    if sum(counts[role] * (size + pages) for role, size in sizes.items()) > free:
+        raise InvalidArgument(
+            "--device",
+            f"{config.worker_count} workers with {each:.2f} GiB of weights and {pages / GIB:.3g} GiB of KV cache each "
+            f"do not fit into the {free / GIB:.2f} GiB of memory that are free; use --device cuda, another --dtype, "
+            "less --kv-cache-gib or a smaller model",
+        )
+
+
+def _engine(config: ClusterConfig) -> EngineConfig:
+    """Returns the settings that determine the sizes of weights and pages."""
+    return EngineConfig(
+        config.model,
+        dtype=config.dtype,
+        kv_cache_dtype=config.kv_cache_dtype,
+        page_tokens=config.page_tokens,
+        random_weights=config.random_weights,
+        draft=config.draft,
+        adapters=tuple(AdapterSource(name, path) for name, path in config.loras),
+        runtime_loras=config.runtime_loras,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+    )
+
+
+def warn_if_open(config: ClusterConfig) -> None:
+    """Prints a warning where unauthorized clients could use the cluster."""
+    if not config.guarded and not is_loopback(config.host):
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
+            "set --api-key (or TANDEM_API_KEY) so that clients must present a key[/]"
+        )
+
+
+def warn_of_slow_pages(config: ClusterConfig) -> None:
+    """Prints a warning where the page size makes prefill slower on GPUs."""
+    if config.on_cpu or config.page_tokens is None or config.dtype == "float32":
+        return
+    if config.page_tokens != GPU_PAGE_TOKENS:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"[bold]warning: --page-tokens {config.page_tokens} slows prompts down on GPUs; "
+            f"{GPU_PAGE_TOKENS} is the fast size[/]"
+        )

@@ -1,0 +1,214 @@
+"""The life of one `tandem up`: check, prepare, start, answer, serve, stop."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+from router.text.chat_template_files import read_template
+from router.text.tokenizer import Tokenizer
+from tandem.cli.connection import state
+from tandem.cli.connection.client import RouterClient, Sampling
+from tandem.cli.connection.secret_files import first_key
+from tandem.cli.models.default_model import NAME, TEMPLATE, find_default_model
+from tandem.cli.models.hub_model import hub_model
+from tandem.cli.observe.log_folder import new_log_folder
+from tandem.cli.requests.answering import answer_one
+from tandem.cli.requests.timeline_table import timeline_table
+from tandem.cli.start.preflight import (
+    check_device,
+    check_draft,
+    check_listeners,
+    check_loras,
+    check_memory,
+    check_network,
+    check_page,
+    check_weights,
+    warn_if_open,
+    warn_of_slow_pages,
+)
+from tandem.cli.start.start_view import StartView
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.launcher import Cluster, Endpoints
+from tandem.net.security.client_tls import NO_TLS, ClientTls
+from tandem.protocol.errors import InvalidArgument, TandemError
+
+STOPPED = "[dim]stopped; nothing is left running[/]"
+NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers that served before live on[/]"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPrompt:
+    """A prompt to answer as soon as the cluster serves, with its sampling."""
+
+    text: str
+    sampling: Sampling
+
+
+def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, *, once: bool) -> None:
+    """Starts `config` with `model` (None: the small one) and serves until a signal, with `once` until `first` is done.
+
+    Raises a TandemError with the reason if it cannot serve, KeyboardInterrupt for a signal before it serves. In any
+    case, nothing of the cluster is left behind but workers that are to outlive it.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    if first is not None and config.tls is not None and config.tls.client_ca is not None:
+        raise InvalidArgument("--prompt", "cannot be combined with --tls-client-ca; use `tandem generate`")
+    with _one_interrupt():
+        check_listeners(config)
+        check_network(config)
+        check_memory(config)
+        warn_if_open(config)
+        try:
+            with StartView(console) as view:
+                config = replace(_with_model(config, model, view), log_folder=new_log_folder())
+                cluster = _start(console, config, view)
+        except KeyboardInterrupt:
+            console.print(NOT_STARTED if config.workers_outlive_s else STOPPED)
+            raise
+        leave_workers = False
+        try:
+            leave_workers = _serve(console, cluster, config, first, once)
+        except KeyboardInterrupt as interrupt:
+            leave_workers = _leaves_workers(interrupt)
+            raise
+        finally:
+            _ignore_signals()
+            console.print("[dim]stopping …[/]")
+            cluster.stop(leave_workers=leave_workers)
+            console.print(_left(config) if cluster.left_workers else STOPPED)
+
+
+def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
+    """Returns the running cluster; if it fails to start, prints the folder of the logs and raises the reason."""
+    try:
+        return Cluster.start(config, view.cluster_progress)
+    except TandemError:
+        console.print(f"the logs of this start are in {config.log_folder}", markup=False)
+        raise
+
+
+def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> bool:
+    """Serves, and returns True if workers that may outlive the cluster are to do so."""
+    ends = cluster.endpoints
+    announced = state.announce(
+        ends.grpc,
+        ends.http,
+        config.model_name,
+        ends.controller,
+        ends.token,
+        metrics=ends.metrics,
+        operations=ends.operations,
+        certificate="" if config.tls is None else str(config.tls.certificate),
+        stop_grace_s=config.stop_grace_s,
+    )
+    try:
+        if first is not None:
+            _answer(console, config, ends, first)
+        console.print(_endpoints(config, ends), markup=False)
+        return False if once else _serve_until_interrupted(console, cluster)
+    finally:
+        announced.unlink(missing_ok=True)
+
+
+def _serve_until_interrupted(console: Console, cluster: Cluster) -> bool:
+    try:
+        console.print("Ctrl-C stops it.")  # a Ctrl-C may come before this returns
+        cluster.wait()
+    except KeyboardInterrupt as interrupt:
+        return _leaves_workers(interrupt)
+    return False
+
+
+def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: FirstPrompt) -> None:
+    """Streams the first answer and shows its timeline."""
+    console.print(f"\n{first.text}\n", style="bold", markup=False)
+    key_file = "" if config.api_key_file is None else str(config.api_key_file)
+    key = first_key("--api-key-file", next(iter(config.api_keys), ""), key_file)
+    tls = NO_TLS if config.tls is None else ClientTls(pinned=str(config.tls.certificate))
+    client = RouterClient(ends.grpc, key, tls)
+    answer = answer_one(client, first.text, first.sampling)
+    console.print()
+    console.print(timeline_table(answer))
+
+
+def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
+    return (
+        f"\n{config.model_name} is served at\n"
+        f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
+        f"  OpenAI  {'http' if config.tls is None else 'https'}://{ends.http.removeprefix('http://')}/v1\n"
+        f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
+        f"  logs    {config.log_folder}"
+    )
+
+
+def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> ClusterConfig:
+    """Returns the config with a checked model folder and the model name for clients."""
+    hub = None if model is None else hub_model(model)
+    if hub is not None:
+        with view.step(f"fetching {hub.name}") as progress:
+            path = hub.download(progress)
+    else:
+        path = model or find_default_model()
+    name = hub.name if hub else NAME if model is None else path.stem if path.is_file() else path.resolve().name
+    with view.step(f"checking {name}") as progress:
+        from tandem.engine.weights.gguf import prepare_model
+
+        folder = path if config.random_weights else prepare_model(path, progress=progress, codes=True)
+        check_device(config)
+        config = replace(config, model=folder, model_name=config.model_name or name)
+        check_draft(config)
+        check_page(config)
+        check_loras(config)
+        check_weights(config)
+        warn_of_slow_pages(config)
+        tokenizer = config.tokenizer or folder
+        chosen = config.chat_template or (TEMPLATE if model is None and config.tokenizer is None else "")
+        template = read_template(chosen, tokenizer) if chosen else ""
+        if path.is_dir() or config.tokenizer or template:
+            Tokenizer(tokenizer, template)  # raises if it is missing; a converted GGUF file always has one
+    return replace(config, chat_template=template)
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a KeyboardInterrupt and ignores the rest, to protect the cleanup.
+
+    Set even where the parent ignored SIGINT, as shells do for jobs in the background.
+    """
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, _interrupt) for number in watched}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, _frame: object) -> NoReturn:
+    _ignore_signals()
+    raise KeyboardInterrupt(number)
+
+
+def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
+    """Returns True for SIGTERM and SIGHUP, which stop this process alone; Ctrl-C and `tandem down` stop the cluster."""
+    return interrupt.args in {(signal.SIGTERM,), (signal.SIGHUP,)}
+
+
+def _left(config: ClusterConfig) -> str:
+    return (
+        f"[dim]stopped; workers live on. Where no other `tandem up` serves with them, they wait "
+        f"{config.workers_outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"
+        f" end then; `tandem down --address {escape(config.ray_address)} --cluster-name {escape(config.cluster_name)}`"
+        " ends them now[/]"
+    )
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

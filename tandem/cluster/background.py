@@ -1,0 +1,73 @@
+"""Background tasks: an unexpected end is logged, tasks that must keep running are restarted, and changes go on."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from tandem.protocol.errors import TandemError, Unavailable
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+
+Result = TypeVar("Result")
+
+
+def begin(work: Coroutine[Any, Any, Result], what: str) -> asyncio.Task[Result]:
+    """Starts a task whose failure is logged even if no caller awaits it; `what` describes the work in the log."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: _log_failure(done, what))
+    return task
+
+
+async def going_on(run: Callable[[], Awaitable[None]], what: str) -> None:
+    """Runs `run`, and runs it again after each failure, until it returns or is cancelled."""
+    while True:
+        try:
+            return await run()
+        except Exception:
+            log.exception("%s failed; restarting it", what)
+        await asyncio.sleep(AGAIN_S)
+
+
+class Changes:
+    """Changes that go on if the callers who asked for them no longer wait. Belongs to the event loop."""
+
+    def __init__(self, what: str) -> None:
+        """`what` describes a change in the log."""
+        self._what = what
+        self._begun: set[asyncio.Task[Any]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Starts a change; its failure is logged even if no caller awaits it."""
+        task = begin(work, self._what)
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+        return task
+
+    async def to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Returns the result of a change; Unavailable if `cancel` ended it."""
+        task = self.begin(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if not task.cancelled() or (me is not None and me.cancelling()):
+                raise
+            raise Unavailable("another controller has taken over in the meantime; ask again") from None
+
+    def cancel(self) -> tuple[asyncio.Task[Any], ...]:
+        """Cancels the changes that go on, and returns them."""
+        begun = tuple(self._begun)
+        for task in begun:
+            task.cancel()
+        return begun
+
+
+def _log_failure(done: asyncio.Task[Any], what: str) -> None:
+    error = None if done.cancelled() else done.exception()
+    if isinstance(error, TandemError):
+        log.info("%s: %s", what, error.message)
+    elif error is not None:
+        log.error("%s failed", what, exc_info=error)

@@ -1,0 +1,115 @@
+"""The controller's process, which the process of `tandem up` starts, watches and restarts.
+
+A restarted controller has the same number and the same ports, so workers, routers and operators find it again. It
+adopts the router and the workers, which serve meanwhile.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import Any
+
+from tandem.cluster.controller import Controller
+from tandem.cluster.liveness import QUESTIONS
+from tandem.cluster.ray_processes.controllers import actor_name
+from tandem.cluster.ray_processes.ray_process import actor_class, on_this_node
+from tandem.cluster.supervision.health import Backoff, ClusterHealth
+from tandem.cluster.supervision.process_supervisor import first_line
+from tandem.cluster.worker_supervisor import ControllerConfig
+from tandem.net.address import host_and_port
+from tandem.protocol.errors import Unavailable
+
+ANSWER_TIMEOUT_S = 10.0
+"""Seconds that the controller, or the router's health service, may take to respond to one call."""
+START_TIMEOUT_S = 60.0
+"""Seconds that a controller's process may take to start, and then to listen."""
+
+
+class ControllerProcess:
+    """The current controller."""
+
+    def __init__(self, config: ControllerConfig) -> None:
+        self._config = config
+        self._hang_deadline_s = config.cluster.hang_deadline_s
+        self._backoff = Backoff()
+        self._actor: Any = None
+        self._life: Any = None
+        self._pid = 0
+        self._born = 0.0
+        self._last: ClusterHealth | None = None
+        self.address = ""
+        """Its listener, host:port."""
+
+    def start(self) -> None:
+        """Starts the process; returns when it listens. Unavailable if it dies or does not respond in time."""
+        number = self._config.number
+        options = {"name": actor_name(number), "num_cpus": 0, "scheduling_strategy": on_this_node()}
+        self._born = time.monotonic()
+        self._actor = actor_class(Controller).options(**options).remote(self._config)
+        self._life = self._actor.run.remote()
+        self._pid = ask(self._actor.pid.remote(), START_TIMEOUT_S)
+        self.address = ask(self._actor.start.remote(), START_TIMEOUT_S)
+
+    def serves(self) -> None:
+        """Tells it that the start of the whole cluster is complete."""
+        ask(self._actor.serves.remote())
+
+    def pid(self) -> int:
+        """Returns its process id."""
+        return int(ask(self._actor.pid.remote()))
+
+    def health(self) -> ClusterHealth:
+        """Returns the health of all processes, as the controller knows it.
+
+        Unavailable if the controller is dead or fails; one that does not respond within the hang deadline is killed.
+        Waits are counted rather than timed: while this process itself is stopped, only one of them passes.
+        """
+        import ray
+
+        if ray.wait([self._life], timeout=0)[0]:
+            raise Unavailable("the controller died")
+        reply, waits = self._actor.health.remote(), 0
+        while not ray.wait([reply], timeout=(self._hang_deadline_s or ANSWER_TIMEOUT_S) / QUESTIONS)[0]:
+            waits += 1
+            if self._hang_deadline_s and waits == QUESTIONS:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)  # Ray alone would ask it first, and wait
+                raise Unavailable(f"the controller gave no sign of life for {self._hang_deadline_s:g} s and was killed")
+        health: ClusterHealth = ask(reply)
+        self._last = health if health.filled or self._last is None else replace(self._last, router=health.router)
+        return health
+
+    def restart_wait_s(self) -> float:
+        """Returns the seconds to wait before the next `restart`, which grow with each short life."""
+        return self._backoff.after_death(time.monotonic() - self._born)
+
+    def restart(self) -> None:
+        """Starts a controller in the place of the one that died; see `start`."""
+        import ray
+
+        ray.kill(self._actor, no_restart=True)  # it may live and fail; Ray frees its name
+        last, config = self._last, self._config
+        if last is not None:
+            port, metrics_port = (host_and_port(address)[1] for address in (self.address, last.metrics_address))
+            cluster = replace(config.cluster, controller_port=port, metrics_port=metrics_port)
+            slots = config.slots if last.state is None else last.state.slots
+            config = replace(config, cluster=cluster, slots=slots, before=last)
+        self._config = config
+        self.start()
+        self.serves()
+
+    def stop(self, timeout_s: float, *, leave_workers: bool) -> bool:
+        """Stops it and all that it supervises; returns True if workers live on. Unavailable if it does not respond."""
+        return bool(ask(self._actor.stop.remote(leave_workers=leave_workers), timeout_s))
+
+
+def ask(reply: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """Returns the controller's reply. Unavailable if it is dead or silent."""
+    import ray
+
+    try:
+        return ray.get(reply, timeout=timeout_s)
+    except ray.exceptions.RayError as error:
+        raise Unavailable(f"the controller does not answer: {first_line(error)}") from None

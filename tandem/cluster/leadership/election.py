@@ -1,0 +1,191 @@
+"""Leader election: where several controllers live, the youngest supervises the workers and the others mirror it.
+
+1. a new controller can be found by its name, and then looks for others; of two, at least one sees the other
+2. it asks the previous leader to release the workers, which ends nothing that serves
+3. it takes over the live workers and starts missing ones: it is settled
+4. the previous leader follows it until it ends; so does a controller that finds a younger one when it begins
+5. if no younger controller lives then, the follower takes over
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+from tandem.cluster.background import begin, going_on
+from tandem.cluster.ray_processes.controllers import Controllers, OtherController
+from tandem.cluster.supervision.handover import Handover
+from tandem.protocol.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+
+
+class SupervisedWorkers(Protocol):
+    """The workers as the leader election acts on them."""
+
+    async def take_over(self, handover: Handover) -> None:
+        """Supervises all live workers, and starts missing ones."""
+
+    async def let_go(self) -> Handover:
+        """Releases all workers; ends nothing that serves."""
+
+    async def follow(self, address: str) -> None:
+        """Mirrors the membership of the controller at this address, until cancelled."""
+
+
+class LeaderElection:
+    """One controller's participation in the election. Belongs to the event loop."""
+
+    def __init__(self, number: int, controllers: Controllers, workers: SupervisedWorkers) -> None:
+        self._number = number
+        self._controllers = controllers
+        self._workers = workers
+        self._one_at_a_time = asyncio.Lock()
+        self._keeps = False
+        self._started = asyncio.Event()
+        self._stopped = False
+        self._leader_task: asyncio.Task[None] | None = None
+        self.successor = ""
+        """The leader's listener, host:port; empty = this controller leads, or the leader is unknown."""
+        self.kept_at = ""
+        """The last known `successor`; empty = this controller leads."""
+        self._changed = asyncio.Event()
+
+    @property
+    def keeps(self) -> bool:
+        """True if this controller supervises the workers."""
+        return self._keeps
+
+    async def begin(self) -> None:
+        """Takes over from the previous leader, or starts without one; follows a younger controller that was faster.
+
+        Returns when the leader is known.
+        """
+        if await self._younger_or_take_over(set()) is not None:
+            self._started.set()  # no other controller has to wait for this one
+            self._leader_task = asyncio.ensure_future(self._follow_leader())
+            await self.decided()
+
+    def started(self) -> None:
+        """Marks the first start as complete: another controller may take over from now on."""
+        self._started.set()
+
+    async def settled(self) -> None:
+        """Waits until this controller leads or mirrors a settled leader. Unavailable if it stops."""
+        await self.decided()
+        self._check_not_stopped()
+
+    async def let_go(self) -> Handover:
+        """Releases the workers to a younger controller. Unavailable if this one stops or does not lead."""
+        await self._started.wait()
+        async with self._one_at_a_time:
+            self._check_not_stopped()
+            if not self._keeps:
+                raise Unavailable("this controller does not supervise the workers")
+            log.info("releasing all workers to a younger controller")
+            self._keeps = False
+            self._changed.clear()
+            try:
+                return await self._workers.let_go()
+            finally:
+                self._leader_task = asyncio.ensure_future(self._follow_leader())
+
+    async def decided(self) -> str:
+        """Waits until the leader is known, and returns `successor`."""
+        while not self._keeps and not self.successor and not self._stopped:
+            await self._changed.wait()
+        return self.successor
+
+    async def alone(self) -> bool:
+        """Returns True if no other controller lives."""
+        return not await self._controllers.others(self._number)
+
+    async def stop(self) -> None:
+        """Leaves the election."""
+        self._stopped = True
+        self._changed.set()
+        self._started.set()
+        if self._leader_task is not None:
+            self._leader_task.cancel()
+            await asyncio.gather(self._leader_task, return_exceptions=True)
+
+    async def _handover(self) -> Handover:
+        """Returns the handover of the youngest older controller that leads."""
+        older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
+        for each in reversed(older):
+            try:
+                return await each.let_go()
+            except Unavailable as error:
+                log.info("%s", error.message)
+        return Handover()
+
+    async def _younger_or_take_over(self, over: set[int]) -> OtherController | None:
+        """Returns the youngest younger controller; if none lives except those in `over`, takes over and returns None.
+
+        A controller that begins after this look sees this one, asks it to release the workers, and waits here until it
+        can.
+        """
+        async with self._one_at_a_time:
+            younger = await self._youngest(over)
+            if younger is not None:
+                return younger
+            await self._workers.take_over(await self._handover())
+            self.successor = self.kept_at = ""
+            self._keeps = True
+        self._changed.set()
+        return None
+
+    async def _follow_leader(self) -> None:
+        """Follows the leader until this controller leads again."""
+        over: set[int] = set()
+        while not self._keeps:
+            try:
+                await self._follow_youngest(over)
+            except Exception:
+                log.exception("following the leader failed; trying again")
+                await asyncio.sleep(AGAIN_S)
+
+    async def _follow_youngest(self, over: set[int]) -> None:
+        """Follows the youngest controller until it ends; takes over if there is none except those in `over`."""
+        successor = await self._younger_or_take_over(over)
+        if successor is None:
+            log.warning("no younger controller lives; this one has taken over")
+            return
+        async with self._following(successor):
+            await successor.ended()
+        over.add(successor.number)
+        self.successor = ""
+        self._changed.clear()
+
+    @asynccontextmanager
+    async def _following(self, successor: OtherController) -> AsyncIterator[None]:
+        what = "following another controller"
+        following = begin(going_on(partial(self._follow, successor), what), what)
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self, successor: OtherController) -> None:
+        try:
+            self.successor = self.kept_at = await successor.settled()
+        except Unavailable as error:
+            log.info("%s", error.message)
+            return
+        self._changed.set()
+        log.info("the controller at %s supervises the workers", self.successor)
+        await self._workers.follow(self.successor)
+
+    async def _youngest(self, over: set[int]) -> OtherController | None:
+        others = await self._controllers.others(self._number)
+        younger = [each for each in others if each.number > self._number and each.number not in over]
+        return younger[-1] if younger else None
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped:
+            raise Unavailable("this controller stops")

@@ -1,0 +1,126 @@
+"""Ends orphaned workers, which no `tandem up` supervises, on request and before their timeout.
+
+No router sends them requests, so they have nothing to finish. The process that ends them counts as a controller
+meanwhile: a live controller is never overlooked, and one that begins waits until it is done.
+"""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tandem.cluster.joining import check_cluster_name, check_ray_address, namespace_of
+from tandem.cluster.ray_processes.controllers import (
+    Controllers,
+    OtherController,
+    RayControllers,
+    actor_name,
+    next_number,
+)
+from tandem.cluster.ray_processes.joined_ray import JoinedRay
+from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorkers, RayOrphanedWorkers
+from tandem.cluster.ray_processes.ray_process import actor_class, on_this_node, plainly
+from tandem.cluster.supervision.handover import Handover
+from tandem.protocol.errors import FailedPrecondition, NotFound, Unavailable
+
+ANSWER_S = 5.0
+"""Timeout for a controller to report its listener, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The names of the ended workers and released slots."""
+
+    workers: tuple[str, ...]
+    places: tuple[str, ...]
+    """The slots of these workers, some of which were dead or had not started."""
+
+
+class Clearing:
+    """A controller without workers of its own that ends orphaned ones; `clear_ray` makes a Ray actor of it."""
+
+    def __init__(
+        self, number: int, controllers: Controllers | None = None, left: OrphanedWorkers | None = None
+    ) -> None:
+        self._number = number
+        self._controllers = controllers or RayControllers()
+        self._left = left or RayOrphanedWorkers()
+        self._over = asyncio.Event()
+
+    async def clear(self) -> Cleared:
+        """Ends all orphaned workers and releases their resources.
+
+        FailedPrecondition if a live controller serves with them, NotFound if there are none.
+        """
+        try:
+            if others := await self._controllers.others(self._number):
+                raise FailedPrecondition(await _live_controllers(others))
+            workers = await self._left.living()
+            await asyncio.gather(*(each.end(keep_place=True) for each in workers))
+            places = await self._left.clear(())
+        finally:
+            self._over.set()
+        if not workers and not places:
+            raise NotFound("no workers were left there; --cluster-name says whose are meant")
+        return Cleared(_sorted([each.peer.worker_id for each in workers]), _sorted(places))
+
+    async def let_go(self) -> Handover:
+        """Returns an empty handover to a younger controller, which then finds no workers."""
+        await self._over.wait()
+        return Handover()
+
+    async def settled(self) -> str:
+        """Raises Unavailable to an older controller, which has to wait until this one is gone."""
+        raise Unavailable("the workers are being ended")
+
+    async def run(self) -> None:
+        """Waits as long as the process lives."""
+        await asyncio.Event().wait()
+
+
+def clear_ray(address: str, name: str) -> Cleared:
+    """Ends the orphaned workers of the cluster of this name on the Ray at this address; see `Clearing.clear`.
+
+    InvalidArgument for an invalid address or name, Unavailable if Ray cannot be joined.
+    """
+    check_ray_address(address)
+    check_cluster_name(name)
+    ray = JoinedRay(address, namespace=namespace_of(name))
+    ray.start({}, processes=1)
+    try:
+        return asyncio.run(_clear())
+    finally:
+        ray.stop()
+
+
+async def _clear() -> Cleared:
+    from ray.exceptions import RayActorError
+
+    number = next_number()
+    options = {"name": actor_name(number), "num_cpus": 0, "scheduling_strategy": on_this_node()}
+    actor = actor_class(Clearing).options(**options).remote(number)
+    try:
+        cleared: Cleared = await plainly(actor.clear.remote())
+    except RayActorError as error:
+        raise Unavailable(f"the process that ends the workers died: {error}; try again") from None
+    return cleared
+
+
+async def _live_controllers(others: Collection[OtherController]) -> str:
+    """Returns the listeners of live controllers, with the action that stops them."""
+    listeners = await asyncio.gather(*(_listener(each) for each in others))
+    where = ", ".join(f"its controller is {listener}" for listener in listeners)
+    return f"`tandem up` serves with these workers, {where}; stop it there, with Ctrl-C or `tandem down`"
+
+
+async def _listener(controller: OtherController) -> str:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return f"at {await controller.settled()}"
+    except TimeoutError:
+        return "one that starts or hangs"
+    except Unavailable:
+        return "one that ends"
+
+
+def _sorted(names: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(names))

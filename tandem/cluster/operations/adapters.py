@@ -1,0 +1,271 @@
+"""The adapters of a cluster while it serves: the controller has every worker load what operators ask for.
+
+This list is the truth of which adapters there are. It is published with the membership, which routers and workers
+follow; after a router's restart it is there at once. A worker that registers without an adapter of the list, because it
+has just started, gets it, and takes no requests until then; one with an adapter that is not of the list unloads it. A
+controller that takes over begins with the list that it followed, or else with the adapters that live workers have.
+
+One change at a time: an adapter is listed once every live worker has loaded it, with the same hash, and if one fails,
+none keeps it. An adapter leaves the list before the workers unload it, and its slot on any worker is not given to
+another one while a request on any worker uses it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import PurePath
+from typing import Protocol
+
+from tandem.cluster.background import Changes
+from tandem.cluster.supervision.registry import Registry
+from tandem.logging.recurring import RECURRING
+from tandem.protocol.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ModelError,
+    NotFound,
+    TandemError,
+    Unavailable,
+    shown,
+)
+from tandem.protocol.messages import AdapterFacts, PeerRef, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 2.0
+"""Seconds before a worker that could not load or unload an adapter is asked again."""
+REGISTER_S = 10.0
+"""Seconds within which workers that have loaded an adapter register with it."""
+NAME_MAX = 256
+
+
+class AdapterCalls(Protocol):
+    """Calls to workers. Every failure is a TandemError."""
+
+    async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
+        """Returns the hashes of the adapters that requests of a worker use, from their reservation on."""
+
+    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
+        """Has a worker load an adapter, of any hash if its identity is empty; returns what was loaded.
+
+        `in_use` are the hashes of the adapters whose slots it may not take.
+        """
+
+    async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
+        """Has a worker unload an adapter."""
+
+
+class Adapters:
+    """The list of adapters, and the loop that brings the workers to it. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        calls: AdapterCalls,
+        *,
+        allowed: bool,
+        first: Sequence[AdapterFacts] = (),
+        model_names: Sequence[str] = (),
+    ) -> None:
+        """Starts with `first`, whose hashes are not known yet, and refuses the base model's names.
+
+        If adapters are not `allowed` to change, the cluster keeps those that its workers start with.
+        """
+        self._registry = registry
+        self._calls = calls
+        self._allowed = allowed
+        self._model_names = model_names
+        self._first = first
+        self._wanted = {adapter.name: adapter for adapter in first}
+        self._failed: dict[PeerRef, str] = {}
+        """Why a worker could not load an adapter."""
+        self._one_at_a_time = asyncio.Lock()
+        self._changes = Changes("a change of the adapters")
+        self._retry: asyncio.TimerHandle | None = None
+
+    async def load(self, name: str, path: str) -> AdapterFacts:
+        """Has every worker load the adapter in `path`; returns it once requests may name it.
+
+        InvalidArgument names the worker and the reason if one cannot serve it, and if the name is taken;
+        ResourceExhausted if a worker has no free slot; FailedPrecondition if adapters may not change. A change that has
+        begun goes on if the caller no longer waits.
+        """
+        self._check_allowed()
+        self._check(name, path)
+        return await self._changes.to_its_end(self._load(AdapterFacts(name, "", path)))
+
+    async def unload(self, name: str) -> None:
+        """Takes an adapter off the list and has the workers unload it; NotFound if it is not listed."""
+        self._check_allowed()
+        await self._changes.to_its_end(self._unload(name))
+
+    def inherit(self) -> None:
+        """Begins with the list of the leader that was followed, else with those of the start and of live workers.
+
+        Of an adapter of the start, live workers must have the same folder.
+        """
+        followed = self._registry.membership().adapters
+        self._failed.clear()
+        self._wanted = {adapter.name: adapter for adapter in (self._first if followed is None else followed)}
+        for info in self._members() if followed is None else ():
+            for adapter in info.model.adapters:
+                listed = self._wanted.get(adapter.name)
+                if listed is None or (not listed.identity and listed.path == adapter.path):
+                    self._wanted[adapter.name] = adapter
+
+    async def run(self) -> None:
+        """Brings workers to the list as they register, until cancelled; changes that have begun then end as well."""
+        if not self._allowed:
+            return
+        self._registry.lack = self._lack
+        self._publish()
+        try:
+            async for _ in self._registry.watch():
+                async with self._one_at_a_time:
+                    await self._bring_all()
+        finally:
+            self._registry.lack = lambda _: ""
+            self._changes.cancel()
+
+    def _check_allowed(self) -> None:
+        if not self._allowed:
+            raise FailedPrecondition(
+                "adapters of this cluster do not change while it serves; start it with --allow-runtime-lora-updating"
+            )
+
+    def _check(self, name: str, path: str) -> None:
+        if not name or len(name) > NAME_MAX or not name.isprintable():
+            raise InvalidArgument("lora_name", f"{shown(name)} is not a name of 1 to {NAME_MAX} printable characters")
+        if name in self._model_names:
+            raise InvalidArgument("lora_name", f"{shown(name)} is the model's own name; give the adapter another one")
+        if not PurePath(path).is_absolute() or "\0" in path:
+            raise InvalidArgument("lora_path", f"{shown(path)} is no absolute path of a folder on the workers' hosts")
+
+    async def _load(self, adapter: AdapterFacts) -> AdapterFacts:
+        async with self._one_at_a_time:
+            if adapter.name in self._wanted:
+                raise InvalidArgument("lora_name", f"{shown(adapter.name)} is loaded already; unload it first")
+            try:
+                loaded = await self._load_everywhere(adapter)
+            except BaseException:
+                await self._unload_everywhere(adapter.name)
+                raise
+            self._wanted[loaded.name] = loaded
+            self._publish()
+        log.info("adapter %s is loaded from %s", loaded.name, loaded.path)
+        return loaded
+
+    async def _load_everywhere(self, adapter: AdapterFacts) -> AdapterFacts:
+        """Returns the adapter when all live workers are registered with it, those that came meanwhile included."""
+        while lacking := [info for info in self._members() if adapter not in info.model.adapters]:
+            in_use = await self._in_use()
+            loads = (self._load_at(info, adapter, in_use) for info in lacking)
+            results = await asyncio.gather(*loads, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+                if adapter.identity not in {"", result.identity}:
+                    raise InvalidArgument("lora_path", f"{adapter.path} has other files on another worker's host")
+                adapter = result
+            await self._registered({info.peer for info in lacking}, adapter)
+        if not adapter.identity:
+            raise Unavailable("no worker serves that could load an adapter; try again")
+        return adapter
+
+    async def _in_use(self) -> Collection[str]:
+        """Returns the hashes of the adapters that requests use on any worker.
+
+        A request with a reservation on one worker may still have its prompt computed by another.
+        """
+        found = await asyncio.gather(*(self._calls.adapters_in_use(info) for info in self._members()))
+        return set[str]().union(*found)
+
+    async def _load_at(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
+        try:
+            return await self._calls.load_adapter(info, adapter, in_use)
+        except (InvalidArgument, ModelError, FailedPrecondition) as error:
+            worker = f"worker {info.peer.worker_id}"
+            raise InvalidArgument("lora_path", f"{worker}: {error.message.removeprefix(f'{worker}: ')}") from error
+
+    async def _registered(self, peers: set[PeerRef], adapter: AdapterFacts) -> None:
+        """Waits until each of these workers is registered with the adapter, or gone."""
+        late: list[str] = []
+        try:
+            async with asyncio.timeout(REGISTER_S):
+                async for _ in self._registry.watch():
+                    members = [info for info in self._members() if info.peer in peers]
+                    late = [info.peer.worker_id for info in members if adapter not in info.model.adapters]
+                    if not late:
+                        return
+        except TimeoutError:
+            raise DeadlineExceeded(f"{', '.join(late)} did not register with the adapter; try again") from None
+
+    async def _unload(self, name: str) -> None:
+        async with self._one_at_a_time:
+            if name not in self._wanted:
+                loaded = ", ".join(map(repr, self._wanted)) or "none"
+                raise NotFound(f"lora_name: {shown(name)} is not loaded; loaded are: {loaded}")
+            del self._wanted[name]
+            self._publish()
+            await self._unload_everywhere(name)
+        log.info("adapter %s is unloaded", name)
+
+    async def _unload_everywhere(self, name: str) -> None:
+        """Has every worker unload an adapter; `run` asks those again that did not."""
+        unloads = (self._calls.unload_adapter(info, name) for info in self._members())
+        for result in await asyncio.gather(*unloads, return_exceptions=True):
+            if isinstance(result, BaseException):
+                log.warning("an adapter could not be unloaded, which is tried again: %s", result)
+
+    async def _bring_all(self) -> None:
+        """Has each worker load and unload what the list says; a failure is tried again later."""
+        members = self._members()
+        peers = {info.peer for info in members}
+        self._failed = {peer: why for peer, why in self._failed.items() if peer in peers}
+        # One after the other while a hash is not known: the first worker says what it is.
+        results = [await self._bring(info) for info in members if self._differs(info)]
+        if not all(results) and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._registry.look_again()
+
+    def _differs(self, info: WorkerInfo) -> bool:
+        return set(info.model.adapters) != set(self._wanted.values())
+
+    async def _bring(self, info: WorkerInfo) -> bool:
+        """Returns True if the worker has followed."""
+        try:
+            for known in info.model.adapters:
+                if known != self._wanted.get(known.name):
+                    await self._calls.unload_adapter(info, known.name)
+            for adapter in tuple(self._wanted.values()):
+                if adapter not in info.model.adapters:
+                    in_use = await self._in_use()
+                    self._wanted[adapter.name] = await self._calls.load_adapter(info, adapter, in_use)
+        except TandemError as error:
+            self._failed[info.peer] = error.message
+            log.error("worker %s: %s", info.peer.worker_id, error.message, extra=RECURRING)
+            return False
+        self._failed.pop(info.peer, None)
+        self._publish()
+        return True
+
+    def _lack(self, info: WorkerInfo) -> str:
+        """Returns which adapters of the list a worker has not loaded, with the reason."""
+        missing = [repr(adapter.name) for adapter in self._wanted.values() if adapter not in info.model.adapters]
+        if not missing:
+            return ""
+        why = self._failed.get(info.peer)
+        return (
+            f"adapter {', '.join(missing)} is not loaded{'' if why is None else f' ({why}); unload it, or repair it'}"
+        )
+
+    def _members(self) -> list[WorkerInfo]:
+        """Returns the workers that take requests."""
+        return [info for info in self._registry.membership().workers if info.open is not None]
+
+    def _publish(self) -> None:
+        self._registry.set_adapters(tuple(adapter for adapter in self._wanted.values() if adapter.identity))

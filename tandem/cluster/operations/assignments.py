@@ -1,0 +1,279 @@
+"""The wanted assignment of each worker, and the loop that brings the workers to it.
+
+A worker that registers with another assignment than the wanted one is sent the wanted one at any time: after a change,
+and after a restart that crossed one. A change of mode has three steps, so that at every moment some worker accepts
+every kind of work: all halves that will be needed open; routers change their mode; halves that are no longer needed
+close. The last step may take as long as requests do, and no other change waits for it: another change, or a worker that
+leaves, starts from the wanted state.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+
+from tandem.cluster.supervision.modes import ModeChange, Topology, assign
+from tandem.cluster.supervision.registry import Registry
+from tandem.protocol.errors import DeadlineExceeded, FailedPrecondition, TandemError
+from tandem.protocol.messages import Assignment, Membership, PeerRef, Role, WorkerInfo
+from tandem.protocol.mode import Mode
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""Seconds before an assignment that a worker did not take is sent again."""
+OPEN_S = 10.0
+"""Seconds within which all workers open the halves that a new mode needs; otherwise nothing changes."""
+SETTLE_S = 35.0
+"""Seconds after the grace in which halves give up remaining requests: a transfer may take 30 s to be over."""
+
+SendAssignment = Callable[[WorkerInfo, Assignment, float], Awaitable[None]]
+"""Sends a worker its assignment; closing halves have so many seconds for their requests. TandemError if it fails."""
+
+
+class Assignments:
+    """The wanted assignments of all workers. `run` brings the workers to them."""
+
+    def __init__(self, registry: Registry, topology: Topology, roles: Mapping[str, Role], send: SendAssignment) -> None:
+        """Starts with the initial role of each worker."""
+        self.topology = topology
+        """The current topology of the cluster."""
+        self._registry = registry
+        self._send = send
+        self._wanted = {worker_id: topology.assignment(role) for worker_id, role in roles.items()}
+        self._absent: dict[str, Role] = {}
+        """Workers that do not serve and are not counted by `topology`, with the role they return to."""
+        self._grace_s = 0.0
+        self._sent: dict[PeerRef, Assignment] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()
+        registry.set_mode(topology.mode)
+
+    def inherit(self, topology: Topology, roles: Mapping[str, Role], drained: Collection[str] = ()) -> None:
+        """Starts over with workers that have these roles now or start with them; a worker keeps a role that is needed.
+
+        Workers that are `drained` do not serve until `is_back`.
+        """
+        assignments = assign(topology, roles)
+        self._wanted, self._sent = assignments, {}
+        self._absent = {worker_id: assignments[worker_id].role for worker_id in drained}
+        for role in self._absent.values():
+            topology = _with_more(topology, role, -1)
+        self.topology = topology
+        here = self._here()
+        if not all(_played(half, here.values()) for half in (Role.PREFILL, Role.DECODE)):
+            self._wanted.update({each: replace(assignment, role=Role.BOTH) for each, assignment in here.items()})
+        self._registry.set_mode(topology.mode)
+        self._look()
+
+    def wanted(self, worker_id: str) -> Assignment:
+        """Returns the wanted assignment of this worker; a worker that does not run starts with it."""
+        return self._wanted[worker_id]
+
+    def topology_with(self, worker_ids: Collection[str]) -> Topology:
+        """Returns the topology once the absent ones among these workers serve again."""
+        topology = self.topology
+        for worker_id in self._absent.keys() & set(worker_ids):
+            topology = _with_more(topology, self._absent[worker_id], 1)
+        return topology
+
+    async def roles(self) -> dict[str, Role]:
+        """Returns the own role of every worker, also of absent ones and of stand-ins for others."""
+        async with self._one_at_a_time:
+            return {each: self._role(each) for each in self._wanted}
+
+    def expect(self, worker_id: str, role: Role) -> None:
+        """Adds a worker that has yet to start; `is_back` follows once it serves."""
+        self._wanted[worker_id] = self.topology.assignment(role)
+        self._absent[worker_id] = role
+
+    def forget(self, worker_id: str) -> None:
+        """Removes a worker that never serves again."""
+        self._wanted.pop(worker_id, None)
+        self._absent.pop(worker_id, None)
+
+    async def run(self) -> None:
+        """Sends workers their assignments, until cancelled."""
+        try:
+            async for _ in self._registry.watch():
+                self._look()
+        finally:
+            for task in self._sending:
+                task.cancel()
+            self._sent = {}
+
+    async def set_mode(self, change: ModeChange) -> None:
+        """Changes the mode; returns when every serving worker has followed.
+
+        InvalidArgument for an impossible change. DeadlineExceeded if workers do not follow: before the needed halves
+        are open nothing changes, afterwards they follow when they can.
+        """
+        async with self._one_at_a_time:
+            await self._share(change.over(self.topology, len(self._here())), change.grace_s)
+        await self._settle(change.grace_s)
+
+    async def flip(self, into_prefill: int, grace_s: float) -> None:
+        """Changes so many decode workers to prefill, below 0 the other way; no effect unless the mode is disaggregated.
+
+        FailedPrecondition if a role would be left without workers; otherwise as `set_mode`.
+        """
+        async with self._one_at_a_time:
+            if self.topology.mode is not Mode.DISAGGREGATED or not into_prefill:
+                return
+            prefill, here = self.topology.prefill + into_prefill, len(self._here())
+            if not 1 <= prefill < here:
+                raise FailedPrecondition(f"{here} workers serve, of which {prefill} cannot prefill; try again later")
+            await self._share(replace(self.topology, prefill=prefill), grace_s)
+        await self._settle(grace_s)
+
+    async def _share(self, topology: Topology, grace_s: float) -> None:
+        """Applies a topology to present workers, and to absent ones once they are back; halves may close later."""
+        before = self._here()
+        assignments = assign(topology, {worker_id: assignment.role for worker_id, assignment in before.items()})
+        self._grace_s = grace_s
+        await self._open(before, assignments)
+        self.topology = topology
+        self._registry.set_mode(topology.mode)
+        for worker_id, role in self._absent.items():
+            self._absent[worker_id] = _role_when_back(topology, role)
+            self._wanted[worker_id] = topology.assignment(self._absent[worker_id])
+        self._want(assignments)
+
+    async def stand_in_for(self, worker_id: str) -> None:
+        """Prepares for a worker to leave: the present workers open the halves that no other worker would have open."""
+        async with self._one_at_a_time:
+            if worker_id in self._absent:
+                return
+            topology, role = self.topology, self._role(worker_id)
+            self._absent[worker_id] = role
+            self.topology = _with_more(topology, role, -1)
+            before = self._here()
+            missing = [half for half in (Role.PREFILL, Role.DECODE) if not _played(half, before.values())]
+            if missing and before:
+                try:
+                    await self._open(
+                        before, {each: replace(assignment, role=Role.BOTH) for each, assignment in before.items()}
+                    )
+                except DeadlineExceeded:
+                    del self._absent[worker_id]
+                    self.topology = topology
+                    raise
+
+    async def is_back(self, worker_id: str) -> None:
+        """Counts a worker that serves, again or for the first time; stand-ins return to their previous roles."""
+        async with self._one_at_a_time:
+            role = self._absent.pop(worker_id, None)
+            if role is None:
+                return
+            self.topology = _with_more(self.topology, role, 1)
+            here = {each: assignment.role for each, assignment in self._here().items()}
+            if not (self.topology.mode is Mode.DISAGGREGATED and 1 <= self.topology.prefill < len(here)):
+                return
+            self._want(assign(self.topology, here))
+        await self._settle(self._grace_s)
+
+    def _here(self) -> dict[str, Assignment]:
+        """Returns the wanted assignments of the present workers."""
+        return {each: assignment for each, assignment in self._wanted.items() if each not in self._absent}
+
+    def _role(self, worker_id: str) -> Role:
+        """Returns a worker's own role; stand-ins have both only because no other worker has the other one."""
+        role = self._absent.get(worker_id, self._wanted[worker_id].role)
+        if role is not Role.BOTH or self.topology.mode is not Mode.DISAGGREGATED:
+            return role
+        return Role.PREFILL if self.topology.prefill else Role.DECODE
+
+    async def _open(self, before: Mapping[str, Assignment], assignments: Mapping[str, Assignment]) -> None:
+        """Opens the halves of the new assignments while those of the old ones stay open."""
+        self._want(
+            {
+                each: replace(assignment, role=assignment.role | before[each].role)
+                for each, assignment in assignments.items()
+            }
+        )
+        late = await self._late(lambda info: not _opened(info, self._wanted[info.peer.worker_id]), OPEN_S)
+        if late:
+            self._want(before)
+            raise DeadlineExceeded(f"{late} did not open what the new mode needs; nothing has changed, try again")
+
+    async def _settle(self, grace_s: float) -> None:
+        """Waits until every serving worker has its wanted assignment, whichever change wanted it last."""
+        late = await self._late(lambda info: not _settled(info, self._wanted), grace_s + SETTLE_S)
+        if late:
+            raise DeadlineExceeded(f"the mode has changed; {late} still finishes what it had, and follows then")
+
+    def _want(self, assignments: Mapping[str, Assignment]) -> None:
+        self._wanted.update(assignments)
+        self._look()
+
+    def _look(self) -> None:
+        """Sends assignments to the workers that are registered with another one."""
+        members = self._registry.membership().workers
+        self._sent = {info.peer: sent for info in members if (sent := self._sent.get(info.peer)) is not None}
+        for info in members:
+            assignment = self._wanted.get(info.peer.worker_id)
+            if assignment is None or info.open is None or assignment == self._sent.get(info.peer, info.assignment):
+                continue
+            self._sent[info.peer] = assignment
+            task = asyncio.ensure_future(self._send_until_delivered(info, assignment))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _send_until_delivered(self, info: WorkerInfo, assignment: Assignment) -> None:
+        """Sends an assignment until it is delivered, another one is wanted, or the worker is gone."""
+        while self._sent.get(info.peer) == assignment:
+            try:
+                await self._send(info, assignment, self._grace_s)
+                return
+            except TandemError as error:
+                log.warning("could not send %s its assignment, %s: %s", info.peer.worker_id, assignment, error.message)
+            except Exception:
+                log.exception("could not send %s its assignment, %s", info.peer.worker_id, assignment)
+            await asyncio.sleep(RETRY_S)
+
+    async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
+        """Waits until no serving worker is late; returns those that are late after `within_s` seconds, "" = none."""
+        late: list[str] = []
+        try:
+            async with asyncio.timeout(within_s):
+                async for membership in self._registry.watch():
+                    late = self._late_workers(membership, is_late)
+                    if not late:
+                        return ""
+        except TimeoutError:
+            log.warning("%s did not take the new assignment within %.1f s", ", ".join(late), within_s)
+        return ", ".join(late)
+
+    def _late_workers(self, membership: Membership, is_late: Callable[[WorkerInfo], bool]) -> list[str]:
+        asked = (info for info in membership.workers if info.open is not None and info.peer.worker_id in self._wanted)
+        return [info.peer.worker_id for info in asked if info.peer.worker_id not in self._absent and is_late(info)]
+
+
+def _with_more(topology: Topology, role: Role, more: int) -> Topology:
+    """Returns the topology with so many more workers of this role."""
+    if topology.mode is not Mode.DISAGGREGATED or role is not Role.PREFILL:
+        return topology
+    return replace(topology, prefill=topology.prefill + more)
+
+
+def _role_when_back(topology: Topology, role: Role) -> Role:
+    """Returns the role that an absent worker has when it serves again."""
+    if topology.prefill == 0:
+        return Role.BOTH
+    return Role.DECODE if role is Role.BOTH else role
+
+
+def _played(half: Role, assignments: Iterable[Assignment]) -> bool:
+    return any(assignment.role | half is assignment.role for assignment in assignments)
+
+
+def _opened(info: WorkerInfo, assignment: Assignment) -> bool:
+    """Returns True if the worker accepts at least this work, with these step settings."""
+    return info.open is not None and info.open | assignment.role is info.open and info.assignment == assignment
+
+
+def _settled(info: WorkerInfo, assignments: Mapping[str, Assignment]) -> bool:
+    assignment = assignments.get(info.peer.worker_id)
+    return assignment is None or (
+        info.assignment == assignment and info.closing is None and info.role is assignment.role
+    )

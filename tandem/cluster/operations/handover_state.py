@@ -1,0 +1,105 @@
+"""The initial workers of a controller that succeeds others: those that live, and those that are missing."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tandem.cluster.config import GPU_MEMORY_FRACTION, ClusterConfig
+from tandem.cluster.planner_config import PlannerMode
+from tandem.cluster.supervision.handover import ControllerState, Handover
+from tandem.cluster.supervision.modes import Topology
+from tandem.cluster.supervision.roles import Slot
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverState:
+    """The workers that a controller starts with."""
+
+    slots: tuple[Slot, ...]
+    topology: Topology
+    roles: Mapping[str, Role]
+    """The role of each worker, as it is now or starts; `Assignments` changes roles where `topology` needs it."""
+    drained: tuple[str, ...] = ()
+    """Workers that are not started for now."""
+    surplus: bool = False
+    """True if there are more workers than the config asks for."""
+
+
+def inherit(
+    config: ClusterConfig, planned: Sequence[Slot], living: Mapping[str, Role], handover: Handover | None = None
+) -> HandoverState:
+    """Returns the initial workers from `planned`, the config's slots, and `living`, the live workers with their roles.
+
+    The config gives their number, unless the planner does: then all live workers stay. Drained workers count, because
+    an operator wanted fewer to serve.
+    """
+    handover = handover or Handover()
+    drained = _absent(handover, living)
+    there = [*living, *drained]
+    asked = _asked(config, len(living))
+    new = _missing(planned, there, asked - len(there))
+    slots = (*(slot_of(config, planned, name) for name in there), *new)
+    roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in slots}
+    surplus = bool(living) and len(slots) > asked
+    return HandoverState(slots, _topology(config, roles, living), roles, drained, surplus)
+
+
+def restore(before: ControllerState, living: Mapping[str, Role]) -> HandoverState:
+    """Returns the initial workers of a controller that replaces one that died, from the state of that one."""
+    drained = _absent(before.handover, living)
+    roles = {slot.worker_id: living.get(slot.worker_id, slot.role) for slot in before.slots}
+    return HandoverState(before.slots, before.topology, roles, drained)
+
+
+def _absent(handover: Handover, living: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in (*handover.drained, *dict(handover.rescheduling)) if name not in living)
+
+
+def _asked(config: ClusterConfig, living: int) -> int:
+    """Returns the number of workers that there should be."""
+    limits = config.planner.limits.workers
+    if not living or config.planner.mode is not PlannerMode.ON or limits is None:
+        return config.worker_count
+    return limits.clip(living)
+
+
+def _missing(planned: Sequence[Slot], there: Iterable[str], count: int) -> tuple[Slot, ...]:
+    """Returns `count` free slots, first those of roles with too few workers."""
+    have = Counter(_role_of(name) for name in there)
+    free = [slot for slot in planned if slot.worker_id not in set(there)]
+    lacking: list[Slot] = []
+    for slot in planned:
+        if have[slot.role] > 0:
+            have[slot.role] -= 1
+        else:
+            lacking += [each for each in free if each.role is slot.role and each not in lacking][:1]
+    ranked = [*lacking, *(slot for slot in free if slot not in lacking)]
+    return tuple(ranked[: max(count, 0)])
+
+
+def _topology(config: ClusterConfig, roles: Mapping[str, Role], living: Mapping[str, Role]) -> Topology:
+    topology = Topology.of(config)
+    if topology.mode is not Mode.DISAGGREGATED:
+        return topology
+    prefill = topology.prefill
+    if living and config.planner.mode is PlannerMode.ON:
+        prefill = sum(role is Role.PREFILL for role in roles.values())
+    return replace(topology, prefill=min(max(prefill, 1), len(roles) - 1))
+
+
+def slot_of(config: ClusterConfig, planned: Sequence[Slot], worker_id: str) -> Slot:
+    """Returns the slot of a worker of this name.
+
+    The config may not contain it; only joined Rays have such workers, and these have a GPU each.
+    """
+    known = {slot.worker_id: slot for slot in planned}
+    return known.get(worker_id) or Slot(
+        worker_id, _role_of(worker_id), config.device, config.memory_fraction or GPU_MEMORY_FRACTION
+    )
+
+
+def _role_of(worker_id: str) -> Role:
+    """Returns the role of a worker's slot, whatever its current role."""
+    return Role(worker_id.rpartition("-")[0])

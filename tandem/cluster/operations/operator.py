@@ -1,0 +1,283 @@
+"""Operators' changes while requests run: another mode, more workers, fewer workers, drains."""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+from tandem.cluster.background import Changes
+from tandem.cluster.operations.assignments import Assignments
+from tandem.cluster.operations.draining import END_S, Draining, Drains
+from tandem.cluster.operations.worker_slots import Fleet
+from tandem.cluster.supervision.handover import Handover
+from tandem.cluster.supervision.health import Phase
+from tandem.cluster.supervision.modes import ModeChange
+from tandem.cluster.supervision.process_supervisor import WAITS_FOR_NODE, ProcessSupervisor
+from tandem.cluster.supervision.registry import Registry
+from tandem.cluster.supervision.roles import Slot
+from tandem.cluster.supervision.size import SizeChange, Steps
+from tandem.protocol.errors import FailedPrecondition, NotFound, TandemError
+from tandem.protocol.messages import Absence, Role, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+BACK_S = 180.0
+"""Seconds that a restarted worker may take until it serves."""
+LOOK_S = 0.05
+NODE_LOOK_S = 1.0
+"""Interval between checks of a node that is about to leave, in seconds."""
+
+
+class Operator:
+    """Executes operators' changes; a change that has begun continues even if its caller no longer waits."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        assignments: Assignments,
+        fleet: Fleet,
+        workers: Drains,
+        node_is_up: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        """Creates the operator; `node_is_up` returns True if a node of this address is in the cluster."""
+        self._registry = registry
+        self._assignments = assignments
+        self._fleet = fleet
+        self._keepers = fleet.keepers
+        self._draining = Draining(registry, assignments, workers)
+        self._node_is_up = node_is_up
+        self._awaited: set[ProcessSupervisor] = set()
+        """The supervisors of workers that do not serve yet, or not again, but will."""
+        self._rescheduling: dict[str, str] = {}
+        """Workers that start elsewhere once their node has left, with its address, from the start of their drain."""
+        self._leaving: set[str] = set()
+        """Workers that leave for good."""
+        self._one_size_at_a_time = asyncio.Lock()
+        self._changes = Changes("a change of the workers")
+        registry.wanted = self.wanted
+
+    @property
+    def coming(self) -> int:
+        """The number of workers that will serve, but do not yet or not again."""
+        return sum(self._is_coming(keeper) for keeper in self._keepers.values())
+
+    def wanted(self) -> dict[str, Role]:
+        """Returns the workers that serve or will serve without intervention, with their roles."""
+        return {
+            name: self._assignments.wanted(name).role
+            for name, keeper in self._keepers.items()
+            if name not in self._leaving and (keeper in self._awaited or keeper.will_serve)
+        }
+
+    def absent(self) -> tuple[Absence, ...]:
+        """Returns the workers that do not serve now, with reasons."""
+        lacks = ((keeper, keeper.health().lack) for keeper in self._keepers.values())
+        return tuple(Absence(keeper.name, lack, self._is_coming(keeper)) for keeper, lack in lacks if lack)
+
+    def _is_coming(self, keeper: ProcessSupervisor) -> bool:
+        return keeper in self._awaited or keeper.phase in {Phase.STARTING, Phase.WAITING}
+
+    async def let_go(self) -> Handover:
+        """Completes running drains, cancels pending waits, and returns the facts that the next controller needs."""
+        while self._draining:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        handover = self.handover()
+        await asyncio.gather(*self._changes.cancel(), return_exceptions=True)
+        self._awaited.clear()
+        self._rescheduling.clear()
+        return handover
+
+    def handover(self) -> Handover:
+        """Returns the facts that another controller would need now."""
+        drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
+        going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
+        return Handover(tuple(name for name in drained if name not in going), tuple(self._rescheduling.items()))
+
+    def staying(self, slots: Iterable[Slot]) -> tuple[Slot, ...]:
+        """Returns the slots of these whose workers are not about to leave for good."""
+        return tuple(slot for slot in slots if slot.worker_id not in self._leaving)
+
+    def resume(self, handover: Handover) -> None:
+        """Continues the rescheduling that another controller began."""
+        for name, node in handover.rescheduling:
+            if (keeper := self._keepers.get(name)) is not None and not keeper.wanted:
+                self._awaited.add(keeper)
+                self._changes.begin(self._come_back_elsewhere(keeper, node))
+
+    async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
+        """Changes the mode and returns the current workers; see `Assignments.set_mode`."""
+        await self._changes.to_its_end(self._assignments.set_mode(change))
+        return self._registry.membership().workers
+
+    async def drain_worker(
+        self, worker_id: str, grace_s: float, *, restart: bool, force: bool, node_leaves: bool = False
+    ) -> None:
+        """Drains a worker: it finishes its requests, hands over the rest after `grace_s` seconds, and ends.
+
+        It stays drained unless `restart`, where the call returns when it serves again, or `node_leaves`, where it
+        starts elsewhere once its node has left.
+
+        NotFound for an unknown name. FailedPrecondition if it does not serve, has been drained before, or is the last
+        one, unless `force`.
+        """
+        keeper = self._keepers.get(worker_id)
+        if keeper is None:
+            raise NotFound(f"no worker is called {worker_id!r}; there are {', '.join(self._keepers)}")
+        if restart:
+            work = self._drain_and_restart(keeper, grace_s, force=force)
+        elif node_leaves:
+            work = self._drain_and_move(keeper, grace_s, force=force)
+        else:
+            work = self._drain(keeper, grace_s, force=force)
+        await self._changes.to_its_end(work)
+
+    async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
+        """Starts or drains workers and changes roles until the cluster has the size that `change` asks for.
+
+        Workers that `drain_worker` drained do not count. Returns the workers as they are then. InvalidArgument for an
+        impossible size, FailedPrecondition if this host lacks the capacity. DeadlineExceeded if a worker does not serve
+        within `wait_s` seconds; it serves when it can, for instance once a node with capacity joins.
+        """
+        await self._changes.to_its_end(self._resize(change))
+        coming = sorted(self._awaited, key=lambda keeper: keeper.name)
+        await asyncio.gather(*(self._counted_in(keeper, change.wait_s) for keeper in coming))
+        return self._registry.membership().workers
+
+    async def _resize(self, change: SizeChange) -> None:
+        """Executes a resize; returns when all leaving workers have left and all role changes are done."""
+        async with self._one_size_at_a_time:
+            here, awaited = await self._counted_workers()
+            now = Counter([*here.values(), *awaited.values()])
+            steps = Steps.to(change.over(self._assignments.topology.mode, now), here, awaited)
+            for slot in self._fleet.new_slots(steps.add):
+                self._begin(slot)
+            results = await asyncio.gather(
+                *(self._leave(name, change.grace_s) for name in steps.leave), return_exceptions=True
+            )
+            for error in filter(None, results):
+                raise error
+            await self._assignments.flip(steps.into_prefill, change.grace_s)
+
+    async def _counted_workers(self) -> tuple[dict[str, Role], dict[str, Role]]:
+        """Returns present and awaited workers with their roles; those that should leave first come first."""
+        roles = await self._assignments.roles()
+        here, awaited = {}, {}
+        newest_first = list(self._keepers.items())[::-1]
+        for name, keeper in sorted(newest_first, key=lambda each: _worth(each[1])):
+            if keeper in self._awaited:
+                awaited[name] = roles[name]
+            elif keeper.phase not in {Phase.DRAINING, Phase.DRAINED, Phase.STOPPED}:
+                here[name] = roles[name]
+        return here, awaited
+
+    def _begin(self, slot: Slot) -> None:
+        self._assignments.expect(slot.worker_id, slot.role)
+        keeper = self._fleet.add(slot)
+        self._awaited.add(keeper)
+        self._registry.look_again()
+        self._changes.begin(self._arrive(keeper))
+
+    async def _counted_in(self, keeper: ProcessSupervisor, within_s: float) -> None:
+        """Waits until a worker serves and the others have returned to their roles."""
+        await keeper.until(Phase.SERVING, within_s)
+        while keeper in self._awaited:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+
+    async def _arrive(self, keeper: ProcessSupervisor) -> None:
+        """Waits until a worker serves or has been given up."""
+        try:
+            await keeper.until(Phase.SERVING)
+            await self._assignments.is_back(keeper.name)
+        except TandemError as error:
+            log.info("%s: %s", keeper.name, error.message)
+        finally:
+            self._awaited.discard(keeper)
+
+    async def _leave(self, worker_id: str, grace_s: float) -> None:
+        """Removes a worker for good."""
+        self._leaving.add(worker_id)
+        self._registry.look_again()
+        try:
+            await self._leave_for_good(worker_id, grace_s)
+        finally:
+            self._leaving.discard(worker_id)
+
+    async def _leave_for_good(self, worker_id: str, grace_s: float) -> None:
+        keeper = self._keepers[worker_id]
+        info = self._draining.registered(worker_id)
+        if keeper.phase is Phase.SERVING and info is not None:
+            await self._draining.run(keeper, info, grace_s)
+        else:
+            if keeper.phase is Phase.DRAINING:
+                await keeper.until(Phase.DRAINED, grace_s + END_S)
+            await self._assignments.stand_in_for(worker_id)
+        await self._fleet.remove(worker_id)
+        self._assignments.forget(worker_id)
+        self._awaited.discard(keeper)
+
+    async def _drain(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+        if keeper.phase is Phase.DRAINED:
+            raise FailedPrecondition(f"{keeper.name} was drained before; add --restart to start it again")
+        await self._draining.run(keeper, self._draining.may_drain(keeper, force=force), grace_s)
+
+    async def _drain_and_restart(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+        if keeper.phase is not Phase.DRAINED:
+            info = self._draining.may_drain(keeper, force=force)
+            with self._counting_on(keeper):
+                await self._draining.run(keeper, info, grace_s)
+        self._awaited.add(keeper)
+        keeper.restart()
+        self._registry.look_again()
+        arriving = self._changes.begin(self._arrive(keeper))
+        await keeper.until(Phase.SERVING, BACK_S)
+        await arriving
+
+    async def _drain_and_move(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+        """Drains a worker and returns; it starts elsewhere in the background."""
+        info = self._draining.may_drain(keeper, force=force)
+        node = self._rescheduling[keeper.name] = info.address.rpartition(":")[0]
+        try:
+            with self._counting_on(keeper):
+                await self._drain(keeper, grace_s, force=force)
+        except BaseException:
+            self._rescheduling.pop(keeper.name, None)
+            raise
+        self._changes.begin(self._come_back_elsewhere(keeper, node))
+
+    @contextlib.contextmanager
+    def _counting_on(self, keeper: ProcessSupervisor) -> Iterator[None]:
+        """Counts the worker as awaited while the body runs, and after it unless it fails."""
+        self._awaited.add(keeper)
+        try:
+            yield
+        except BaseException:
+            self._awaited.discard(keeper)
+            raise
+
+    async def _come_back_elsewhere(self, keeper: ProcessSupervisor, node: str) -> None:
+        self._rescheduling[keeper.name] = node
+        try:
+            while await self._may_be_up(node):  # noqa: ASYNC110
+                await asyncio.sleep(NODE_LOOK_S)
+        finally:
+            self._rescheduling.pop(keeper.name, None)
+        if keeper.wanted:
+            return  # it was restarted or removed in the meantime
+        log.info("%s, where %s was, has left; it starts elsewhere", node, keeper.name)
+        keeper.restart()
+        await self._arrive(keeper)
+
+    async def _may_be_up(self, node: str) -> bool:
+        try:
+            return await self._node_is_up(node)
+        except Exception:
+            log.exception("cannot determine if %s has left; asking again", node)
+            return True
+
+
+def _worth(keeper: ProcessSupervisor) -> int:
+    """Returns the rank of a worker by how much is lost if it leaves now."""
+    if keeper.phase is Phase.SERVING:
+        return 2
+    return int(keeper.health().stage != WAITS_FOR_NODE)

@@ -1,0 +1,98 @@
+"""The current workers of a cluster: a slot for each, and the supervisor of its process."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from tandem.cluster.supervision.health import Health
+from tandem.cluster.supervision.process_supervisor import Process, ProcessSupervisor
+from tandem.cluster.supervision.roles import Slot
+from tandem.protocol.messages import Role
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Owns slots and process supervisors, from `add` until `remove` or `stop`. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        keep: Callable[[Slot], ProcessSupervisor],
+        new_slot: Callable[[Role, Sequence[Slot]], Slot],
+        release: Callable[[Slot], Awaitable[None]],
+    ) -> None:
+        """Creates an empty fleet.
+
+        `keep` makes the supervisor of a slot, `new_slot` one more slot next to existing ones. `release` frees the
+        resources of a slot that is no longer filled; until it returns, the slot is not reused.
+        """
+        self._keep = keep
+        self._new_slot = new_slot
+        self._release = release
+        self._slots: dict[str, Slot] = {}
+        self._keepers: dict[str, ProcessSupervisor] = {}
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._removals: dict[str, asyncio.Task[None]] = {}
+        self.keepers: Mapping[str, ProcessSupervisor] = MappingProxyType(self._keepers)
+        """The supervisors by worker, in the order in which they were added."""
+
+    def new_slots(self, roles: Iterable[Role]) -> list[Slot]:
+        """Returns one new slot for each role, to be added. FailedPrecondition if there is no capacity for all."""
+        slots = list(self._slots.values())
+        for role in roles:
+            slots.append(self._new_slot(role, slots))
+        return slots[len(self._slots) :]
+
+    def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, drained: bool = False) -> ProcessSupervisor:
+        """Adds a slot and begins to fill it with a new process.
+
+        If `living` is a live process, with its incarnation, the slot is filled with that one; if `drained`, with none
+        until the worker is wanted.
+        """
+        keeper = self._keep(slot)
+        if living is not None:
+            keeper.adopt(*living)
+        if drained:
+            keeper.retire()
+        self._slots[slot.worker_id], self._keepers[slot.worker_id] = slot, keeper
+        self._runs[slot.worker_id] = asyncio.create_task(keeper.run())
+        return keeper
+
+    async def remove(self, worker_id: str) -> None:
+        """Ends the worker's process, if any, and forgets the slot. Idempotent."""
+        keeper = self._keepers.get(worker_id)
+        if keeper is None:
+            return
+        keeper.stop()
+        if worker_id not in self._removals:
+            self._removals[worker_id] = asyncio.create_task(self._remove(worker_id))
+        await asyncio.shield(self._removals[worker_id])  # the caller may be cancelled, a removal must not
+
+    async def _remove(self, worker_id: str) -> None:
+        try:
+            await self._runs[worker_id]
+            await self._release(self._slots[worker_id])
+        except Exception:
+            log.exception("%s is removed, but its resources may not have been released", worker_id)
+        finally:
+            for mine in (self._slots, self._keepers, self._runs, self._removals):
+                mine.pop(worker_id, None)
+
+    async def stop(self) -> None:
+        """Ends all processes at once; returns when they are gone."""
+        for keeper in self._keepers.values():
+            keeper.stop()
+        await asyncio.gather(*self._runs.values(), *self._removals.values())
+
+    async def let_go(self) -> None:
+        """Releases all processes: those that serve live on, all keep their resources, and the slots are forgotten."""
+        for keeper in self._keepers.values():
+            keeper.let_go()
+        await asyncio.gather(*self._runs.values(), *self._removals.values())
+        for mine in (self._slots, self._keepers, self._runs):
+            mine.clear()
+
+    def health(self) -> tuple[tuple[Slot, Health], ...]:
+        """Returns the current health of each worker."""
+        return tuple((self._slots[worker_id], keeper.health()) for worker_id, keeper in self._keepers.items())

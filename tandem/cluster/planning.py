@@ -1,0 +1,146 @@
+"""The planner's control loop: once a window it reads the cluster's metrics, decides, and acts through the operator.
+
+Changes are sequential: while workers change roles, start or drain, no window is observed, so that no decision is based
+on half a change. New workers without a node are the exception: they may take minutes, or never come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Protocol
+
+from router.slo import SloClass
+from tandem.capacity.planner.decision import Decision, Direction, State
+from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.policy import plan
+from tandem.capacity.planner.reading import observe
+from tandem.cluster.planner_config import PlannerConfig, PlannerMode
+from tandem.cluster.supervision.modes import ModeChange
+from tandem.cluster.supervision.size import SizeChange
+from tandem.cost_model.step_cost import StepCost
+from tandem.metrics import families as f
+from tandem.metrics.family import Family
+from tandem.metrics.registry import Facts, Reading, Registry
+from tandem.metrics.scrape import Scrape, ScrapeInterval
+from tandem.protocol.errors import TandemError
+from tandem.protocol.messages import Membership, Role, WorkerInfo
+from tandem.protocol.mode import Mode
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 60.0
+"""Seconds that closing halves and leaving workers have for the requests they still hold."""
+WAIT_S = 60.0
+"""Maximum wait for new workers, in seconds; workers that come later, for instance with a new node, do not block it."""
+
+
+class OperatorInterface(Protocol):
+    """The part of the operator's interface that the planner uses."""
+
+    @property
+    def coming(self) -> int:
+        """The number of workers that will serve but do not yet."""
+
+    async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
+        """Changes the mode; returns the current workers."""
+
+    async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
+        """Changes the number of workers; returns the current workers."""
+
+
+class Planning:
+    """Owns the planner's state. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        config: PlannerConfig,
+        classes: Iterable[SloClass],
+        operator: OperatorInterface,
+        *,
+        membership: Callable[[], Membership],
+        scrape: Callable[[], Awaitable[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Creates the loop; `scrape` returns the cluster-wide metrics as text, `clock` returns seconds."""
+        self._config = config
+        self._classes = tuple(classes)
+        self._operator = operator
+        self._membership = membership
+        self._scrape = scrape
+        self._clock = clock
+        self._state = State()
+        self._before: Scrape | None = None
+        self._decision: Decision | None = None
+        self._changes = dict.fromkeys((each for each in Direction if each is not Direction.NONE), 0)
+
+    def export_to(self, registry: Registry) -> None:
+        """Exports the planner's decisions as metrics."""
+        registry.read(self._facts)
+
+    async def run(self) -> None:
+        """Observes and acts until cancelled, starting from a fresh scrape."""
+        self._before = None
+        while True:
+            await asyncio.sleep(self._config.window_s)
+            try:
+                await self.look()
+            except TandemError as error:
+                log.warning("the planner's change failed: %s", error.message)
+            except Exception:
+                log.exception("the planner failed to process a window; continuing with the next one")
+
+    async def look(self) -> None:
+        """Processes one window. A TandemError reports a failed change; the next window starts from a fresh scrape."""
+        now = await asyncio.to_thread(Scrape, await self._scrape(), self._clock())
+        before, self._before = self._before, now
+        if before is None:
+            return
+        workers, coming = self._membership().workers, self._operator.coming
+        seen = observe(ScrapeInterval(before, now), workers, self._promises, coming=coming)
+        decision = plan(seen, self._config.limits, self._state)
+        self._decision, self._state = decision, decision.state
+        if decision.change is Direction.NONE:
+            log.debug("planner: %s", decision.reason)
+            return
+        self._changes[decision.change] += 1
+        if self._config.mode is PlannerMode.DRY_RUN:
+            log.info("planner, dry run: %s", decision.reason)
+            return
+        log.info("planner: %s", decision.reason)
+        try:
+            await self._apply(decision)
+        finally:
+            self._before = None  # this window spans a change and describes neither split
+
+    async def _apply(self, decision: Decision) -> None:
+        """Applies the split; where only roles change, workers that are briefly absent count as decode workers."""
+        split, began = decision.split, self._clock()
+        if decision.change in {Direction.TO_PREFILL, Direction.TO_DECODE}:
+            await self._operator.set_mode(ModeChange(Mode.DISAGGREGATED, prefill=split.prefill, grace_s=GRACE_S))
+        else:
+            size = SizeChange(split.prefill, split.decode, split.shared, grace_s=GRACE_S, wait_s=WAIT_S)
+            await self._operator.resize(size)
+        log.info("planner: %s after %.1f s", split.text, self._clock() - began)
+
+    def _promises(self, idle_step_s: float) -> Mapping[str, Promise]:
+        classes = (each for each in self._classes if each.has_targets)
+        return {each.name: Promise(each.ttft_s, each.gap_target(idle_step_s) / StepCost().margin) for each in classes}
+
+    def _facts(self) -> Facts:
+        facts: dict[Family, float | Reading] = {
+            f.PLANNER_CHANGES: {(each.value,): float(count) for each, count in self._changes.items()}
+        }
+        decision = self._decision
+        if decision is not None:
+            split = decision.split
+            facts[f.PLANNER_WANTED] = _by_role(split.prefill, split.decode, split.shared)
+            if decision.prefill is not None and decision.decode is not None:
+                facts[f.PLANNER_LOAD_RATIO] = _by_role(decision.prefill.value, decision.decode.value)
+        return facts
+
+
+def _by_role(*numbers: float) -> Reading:
+    return {(role.value,): number for role, number in zip(Role, numbers, strict=False)}

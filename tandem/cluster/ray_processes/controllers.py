@@ -1,0 +1,131 @@
+"""The other controllers of a cluster, one for each live `tandem up` of its name, by age.
+
+Ray's head decides which one is younger: it gives each number to one controller only.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from tandem.cluster.supervision.handover import Handover
+from tandem.protocol.errors import Unavailable
+from tandem.worker.actor import CONTROLLER
+
+Reply = TypeVar("Reply")
+
+
+class OtherController(ABC):
+    """Another controller. Every call raises Unavailable once that controller is gone or stops."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        """The controller's number; a higher number means a younger controller."""
+
+    @abstractmethod
+    async def let_go(self) -> Handover:
+        """Makes it release its workers; waits until its own start is complete."""
+
+    @abstractmethod
+    async def settled(self) -> str:
+        """Waits until it leads or follows a settled leader, and returns its listener, host:port."""
+
+    @abstractmethod
+    async def ended(self) -> None:
+        """Waits until it is gone, for any reason. Never raises."""
+
+
+class Controllers(ABC):
+    """A source of the other controllers."""
+
+    @abstractmethod
+    async def others(self, than: int) -> list[OtherController]:
+        """Returns all live controllers except the one of that number, the oldest first."""
+
+
+class NoControllers(Controllers):
+    """The controllers of a cluster whose workers end with it: none."""
+
+    async def others(self, than: int) -> list[OtherController]:
+        """Returns no controllers."""
+        return []
+
+
+class RayControllers(Controllers):
+    """The controllers that are named actors in this process's namespace."""
+
+    async def others(self, than: int) -> list[OtherController]:
+        """Returns the other live controllers, the oldest first."""
+        numbers = [number for number in await asyncio.to_thread(_numbers) if number != than]
+        found = (await asyncio.to_thread(_controller, number) for number in sorted(numbers))
+        return [each async for each in found if each is not None]
+
+
+class _RayController(OtherController):
+    def __init__(self, number: int, actor: Any) -> None:
+        super().__init__(number)
+        self._actor = actor
+
+    async def let_go(self) -> Handover:
+        handover: Handover = await _answer(self._actor.let_go.remote())
+        return handover
+
+    async def settled(self) -> str:
+        return str(await _answer(self._actor.settled.remote()))
+
+    async def ended(self) -> None:
+        from ray.exceptions import RayError
+
+        try:
+            await self._actor.run.remote()
+        except RayError:
+            return
+
+
+def actor_name(number: int) -> str:
+    """Returns the actor name of the controller of this number."""
+    return f"{CONTROLLER}{number}"
+
+
+def next_number(above: int = 0) -> int:
+    """Returns a number for a new controller or generation, greater than `above` and than all numbers given out before.
+
+    It is never given out again as long as Ray's head lives. It does not depend on any clock.
+    """
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
+
+    namespace = ray.get_runtime_context().namespace
+    names = (key.decode() for key in _internal_kv_list(CONTROLLER, namespace=namespace))
+    number = 1 + max(above, *(int(name[len(CONTROLLER) :]) for name in names), 0)
+    while _internal_kv_put(actor_name(number), "given", overwrite=False, namespace=namespace):
+        number += 1  # another controller has taken this one
+    return number
+
+
+def _numbers() -> list[int]:
+    import ray
+
+    return [int(name[len(CONTROLLER) :]) for name in ray.util.list_named_actors() if name.startswith(CONTROLLER)]
+
+
+def _controller(number: int) -> OtherController | None:
+    import ray
+
+    try:
+        return _RayController(number, ray.get_actor(actor_name(number)))
+    except ValueError:
+        return None  # it ended in the meantime
+
+
+async def _answer(reply: Awaitable[Reply]) -> Reply:
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return await reply
+    except RayTaskError as error:
+        if isinstance(error.cause, Unavailable):
+            raise error.cause from None
+        raise Unavailable(f"another controller of this cluster failed: {error.cause}") from None
+    except RayError as error:
+        raise Unavailable(f"another controller of this cluster is gone: {error}") from None

@@ -1,0 +1,159 @@
+"""A Ray cluster started by others: this process joins it for a while and leaves it unchanged."""
+
+import atexit
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tandem.cluster.supervision.roles import GPU
+from tandem.net.address import host_and_port
+from tandem.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+"""Timeout of the first connection, in seconds; Ray itself would try for minutes."""
+
+LOOK_S = 1.0
+"""Interval between attempts to reach a Ray cluster that is awaited, in seconds."""
+
+# Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
+_ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
+
+Result = TypeVar("Result")
+
+
+class JoinedRay:
+    """A connection to a Ray cluster from `start` until `stop` or `kill`. Its actors end with this process."""
+
+    gpus = 0
+    """Zero, because GPUs are not planned here: Ray assigns each worker one of its node's."""
+
+    def __init__(
+        self,
+        address: str,
+        wait_s: float = 0.0,
+        stopping: threading.Event | None = None,
+        namespace: str | None = None,
+        *,
+        trusted_network: bool = False,
+    ) -> None:
+        """Prepares to join the Ray at `address`: host:port of the head's GCS, or `auto`.
+
+        `auto` is RAY_ADDRESS, otherwise the cluster that `ray start` last joined. A missing cluster or node may appear
+        within `wait_s` seconds, unless `stopping` is set before. In a `namespace` other processes find these actors,
+        and some actors may be left by others; None = one of this process's own. Workers on several hosts need a
+        `trusted_network`.
+        """
+        self._trusted_network = trusted_network
+        self._shared = namespace is not None
+        self._namespace = namespace or f"tandem-{secrets.token_hex(8)}"
+        self._address = address
+        self._wait_s = wait_s
+        self._stopping = stopping or threading.Event()
+
+    def start(self, resources: dict[str, float], processes: int) -> None:
+        """Joins, and checks that all nodes together offer `resources`; Ray starts `processes` on demand.
+
+        Unavailable if there is no such cluster or it refuses this process, FailedPrecondition if it lacks resources,
+        InvalidArgument if workers would send KV pages over an untrusted network.
+        """
+        os.environ.update(_ENVIRONMENT)
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        give_up = time.monotonic() + self._wait_s
+        address = self._waiting(give_up, self._reachable_address)
+        try:
+            ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            raise Unavailable(
+                f"cannot join the Ray cluster at {self._address}: {error}; start a node of it on this host with "
+                "`ray start`, and give its RAY_AUTH_TOKEN if it has one"
+            ) from error
+        try:
+            self._waiting(give_up, lambda: self._check_places(resources))
+            self._check_network(resources)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Leaves the cluster; Ray ends the remaining actors of this process. Idempotent."""
+        ray = sys.modules.get("ray")
+        if ray is not None:
+            ray.shutdown()
+
+    def kill(self) -> None:
+        """Gives up on a hanging Ray: the rest of the job ends when this process does. Callable from any thread."""
+        ray = sys.modules.get("ray")
+        if ray is not None:
+            atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
+
+    def _waiting(self, give_up: float, attempt: Callable[[], Result]) -> Result:
+        """Retries `attempt` until it succeeds or time is over; returns its result and logs each new reason to wait."""
+        said = ""
+        while True:
+            try:
+                return attempt()
+            except (Unavailable, FailedPrecondition) as error:
+                if time.monotonic() >= give_up or self._stopping.is_set():
+                    raise
+                if error.message != said:
+                    said = error.message
+                    log.warning("waiting: %s", said)
+            self._stopping.wait(LOOK_S)
+
+    def _reachable_address(self) -> str:
+        """Returns the address as Ray knows it, after a connection to it succeeded."""
+        from ray._private.services import canonicalize_bootstrap_address
+
+        try:
+            address = str(canonicalize_bootstrap_address(self._address))
+            socket.create_connection(host_and_port(address), CONNECT_S).close()
+        except OSError as error:
+            raise Unavailable(
+                f"no Ray cluster answers at {self._address} ({error}); start one with `ray start --head`"
+            ) from error
+        return address
+
+    def _check_places(self, needed: dict[str, float]) -> None:
+        import ray
+
+        if self._shared and ray.util.list_named_actors():
+            return  # a missing node does not prevent taking over the workers of the others
+        there = ray.cluster_resources()
+        for role, count in needed.items():
+            if there.get(role, 0.0) < count:
+                raise FailedPrecondition(
+                    f"the Ray cluster at {self._address} has {there.get(role, 0.0):g} {_slots_for(role)}, "
+                    f"{count:g} are needed; start a node with `ray start {_offering(role, count)}`"
+                )
+
+    def _check_network(self, needed: dict[str, float]) -> None:
+        import ray
+
+        roles = needed.keys() - {GPU}
+        nodes = [each for each in ray.nodes() if each["Alive"] and any(each["Resources"].get(role) for role in roles)]
+        hosts = sorted({str(each["NodeManagerAddress"]) for each in nodes})
+        if len(hosts) > 1 and not self._trusted_network:
+            raise InvalidArgument(
+                "--address",
+                f"workers may run on {len(hosts)} hosts ({', '.join(hosts)}), where UCX listens, and every client that"
+                " reaches it can write into workers' memory; restrict the network between them and give"
+                " --trusted-network",
+            )
+
+
+def _slots_for(resource: str) -> str:
+    return "GPUs" if resource == GPU else f"slots for {resource} workers"
+
+
+def _offering(resource: str, count: float) -> str:
+    return f"--num-gpus={count:g}" if resource == GPU else f"--resources '{{\"{resource}\": {count:g}}}'"

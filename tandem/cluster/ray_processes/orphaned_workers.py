@@ -1,0 +1,216 @@
+"""Orphaned workers: live workers and placement groups that earlier controllers of a cluster left behind."""
+
+import asyncio
+import logging
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+from tandem.cluster.ray_processes.controllers import next_number
+from tandem.cluster.ray_processes.ray_process import RayProcess
+from tandem.cluster.supervision.process_supervisor import Process
+from tandem.protocol.errors import TandemError
+from tandem.protocol.messages import PeerRef, Role
+from tandem.worker.reporting.description import Settings, WorkerDescription, differences
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 15.0
+"""Timeout for a worker to describe itself, in seconds."""
+GONE_S = 10.0
+"""Timeout for Ray to forget a released placement group, in seconds."""
+LOOK_S = 0.05
+_NAME = re.compile(rf"(({'|'.join(Role)})-[0-9]+)-([0-9]+)")
+
+
+class OrphanedWorker(ABC):
+    """One incarnation of an orphaned worker. The controller that finds it supervises or ends it."""
+
+    def __init__(self, peer: PeerRef) -> None:
+        self.peer = peer
+
+    @abstractmethod
+    async def describe(self) -> WorkerDescription | None:
+        """Returns the worker's description; None if it does not respond in time."""
+
+    @abstractmethod
+    def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
+        """Returns it as a process, whose start makes it follow this controller and outlive it for `outlive_s` seconds.
+
+        `on_start` is called with its metrics address.
+        """
+
+    @abstractmethod
+    async def end(self, *, keep_place: bool = False) -> None:
+        """Kills it and releases its placement group, unless another incarnation uses that. Never raises."""
+
+
+class OrphanedWorkers(ABC):
+    """A source of orphaned workers."""
+
+    @abstractmethod
+    async def living(self) -> list[OrphanedWorker]:
+        """Returns all that have not ended, including those that start or drain."""
+
+    @abstractmethod
+    async def next_generation(self, above: int) -> int:
+        """Returns the next generation, greater than `above` and than all before it. It does not depend on any clock."""
+
+    @abstractmethod
+    async def clear(self, kept: Collection[str]) -> Collection[str]:
+        """Releases all placement groups but those of `kept`; returns the names of their workers."""
+
+
+class RayOrphanedWorkers(OrphanedWorkers):
+    """The orphaned workers that are detached actors and placement groups in this process's namespace."""
+
+    async def living(self) -> list[OrphanedWorker]:
+        """Returns all that have not ended."""
+        return await asyncio.to_thread(_living)
+
+    async def next_generation(self, above: int) -> int:
+        """Returns a generation that Ray's head has not given out before."""
+        return await asyncio.to_thread(next_number, above)
+
+    async def clear(self, kept: Collection[str]) -> Collection[str]:
+        """Releases all placement groups but those of `kept`; returns the names of their workers."""
+        return await asyncio.to_thread(_clear, kept)
+
+
+class _RayOrphanedWorker(OrphanedWorker):
+    def __init__(self, peer: PeerRef, actor: Any, *, placed: bool) -> None:
+        super().__init__(peer)
+        self._actor = actor
+        self._placed = placed
+
+    async def describe(self) -> WorkerDescription | None:
+        from ray.exceptions import RayError
+
+        if not self._placed:
+            return None
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                description: WorkerDescription = await self._actor.describe.remote()
+        except (TimeoutError, RayError, AttributeError) as error:
+            log.info("%s does not describe itself: %s", self.peer.worker_id, error)
+            return None
+        return description
+
+    def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
+        follow = partial(self._actor.follow.remote, controller_address, outlive_s)
+        return RayProcess(self._actor, on_start, start=follow)
+
+    async def end(self, *, keep_place: bool = False) -> None:
+        import ray
+
+        ray.kill(self._actor, no_restart=True)
+        if not keep_place:
+            await asyncio.to_thread(give_back, self.peer.worker_id)
+
+
+async def fitting(
+    found: Sequence[OrphanedWorker], served: Callable[[str], Settings]
+) -> dict[str, tuple[OrphanedWorker, WorkerDescription]]:
+    """Returns the workers that can be taken over, by id, and ends the others.
+
+    `served` returns the settings that a worker of this name has to serve with.
+    """
+    descriptions = await asyncio.gather(*(each.describe() for each in found))
+    kept: dict[str, tuple[OrphanedWorker, WorkerDescription]] = {}
+    unfit: list[OrphanedWorker] = []
+    for worker, description in sorted(zip(found, descriptions, strict=True), key=lambda pair: pair[0].peer.incarnation):
+        why = _unfit(description, served)
+        if description is None or why:
+            log.warning("%s cannot be taken over, %s; ending it", worker.peer.worker_id, why)
+            unfit.append(worker)
+            continue
+        before = kept.pop(worker.peer.worker_id, None)
+        unfit += [before[0]] if before else []
+        kept[worker.peer.worker_id] = worker, description
+    await asyncio.gather(*(each.end(keep_place=each.peer.worker_id in kept) for each in unfit))
+    return kept
+
+
+def _unfit(description: WorkerDescription | None, served: Callable[[str], Settings]) -> str:
+    """Returns the reason why it cannot be taken over; "" = it can."""
+    if description is None:
+        return "it does not respond"
+    if not description.serves:
+        return "it does not serve"
+    try:
+        other = differences(served(description.peer.worker_id), description.served)
+    except TandemError as error:
+        return error.message
+    return f"it serves with another {', '.join(other)}" if other else ""
+
+
+def _living() -> list[OrphanedWorker]:
+    import ray
+
+    found: list[OrphanedWorker] = []
+    for name in ray.util.list_named_actors():
+        if (match := _NAME.fullmatch(name)) is None:
+            continue
+        peer = PeerRef(match[1], int(match[3]))
+        try:
+            found.append(_RayOrphanedWorker(peer, ray.get_actor(name), placed=is_made(place_of(peer.worker_id))))
+        except ValueError:
+            log.info("%s ended in the meantime", name)
+    return found
+
+
+def _clear(kept: Collection[str]) -> list[str]:
+    from ray.util.placement_group import placement_group_table
+
+    groups = placement_group_table().values()
+    # Names are those of all namespaces.
+    names = {group["name"] for group in groups if group["state"] != "REMOVED"} - {"", *kept}
+    return [name for name in names if give_back(name)]
+
+
+def give_back(worker_id: str) -> bool:
+    """Releases a worker's placement group, which ends its actors; returns True if there was one.
+
+    Waits until the name is free again, or logs a warning if Ray takes too long to forget it.
+    """
+    from ray.util.placement_group import remove_placement_group
+
+    give_up, group = time.monotonic() + GONE_S, place_of(worker_id)
+    while group is not None and place_of(worker_id) == group:
+        if time.monotonic() > give_up:
+            log.warning("Ray still has the placement group of %s, which was released %.0f s ago", worker_id, GONE_S)
+            break
+        remove_placement_group(group)
+        time.sleep(LOOK_S)
+    return group is not None
+
+
+def is_removed(place: Any) -> bool:
+    """Returns True if this placement group has been released."""
+    return _state(place) in {"REMOVED", None}
+
+
+def is_made(place: Any) -> bool:
+    """Returns True if this placement group has a node."""
+    return place is not None and _state(place) == "CREATED"
+
+
+def _state(place: Any) -> str | None:
+    """Returns the state of a placement group; None = Ray knows no such group."""
+    from ray.util.placement_group import placement_group_table
+
+    state: str | None = placement_group_table(place).get("state")
+    return state
+
+
+def place_of(worker_id: str) -> Any:
+    """Returns the placement group of this worker in this namespace; None = it has none."""
+    from ray.util.placement_group import get_placement_group
+
+    try:
+        return get_placement_group(worker_id)
+    except ValueError:
+        return None

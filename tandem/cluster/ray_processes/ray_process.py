@@ -1,0 +1,167 @@
+"""A supervised process that is a Ray actor: a call that stays pending for its whole life reports its death."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kv_transfer.nixl_backend import processes
+from tandem.cluster.supervision.process_supervisor import Process
+
+PID_TIMEOUT_S = 120.0
+_SHARE_OF_NODE = 0.001
+"""Amount of the resource by which Ray names a node, of which a node has 1; a placement group may not be empty."""
+
+
+def actor_class(plain: type) -> Any:
+    """Returns `plain` as a Ray actor class, to be given `options` and created."""
+    import ray
+
+    return ray.remote(plain)
+
+
+def on_this_node() -> Any:
+    """Returns a scheduling strategy for actors that must run on this process's node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def place_here() -> Any:
+    """Returns a placement group on this process's node, for actors that end with this process.
+
+    Ray ends what is in a placement group when the job that made it ends. A detached actor in it therefore outlives the
+    actor that created it, but not the job.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+
+    me = ray.get_runtime_context().get_node_id()
+    address = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == me)
+    return placement_group([{f"node:{address}": _SHARE_OF_NODE}])
+
+
+def in_place(place: Any) -> Any:
+    """Returns a scheduling strategy for actors in this placement group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(place)
+
+
+def node_address() -> str:
+    """Returns the address at which all other nodes reach this one; loopback where there are none."""
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
+
+
+async def node_is_up(address: str) -> bool:
+    """Returns True if a node of this address is in the cluster."""
+    import ray
+
+    nodes = await asyncio.to_thread(ray.nodes)
+    return any(node["Alive"] and node["NodeManagerAddress"] == address for node in nodes)
+
+
+async def at_once() -> None:
+    """Returns at once, for an actor whose node is known."""
+
+
+class RayProcess(Process):
+    """A process that is a Ray actor. Owns the actor.
+
+    The actor has `pid()`, `identity()` (see `kv_transfer.nixl_backend.processes`), `start()`, `progress()`, `works()`
+    (responds as long as its event loops do), `run()` (pending until it stops) and `stop()`. `on_start` is called with
+    the result of `start()`; `placed` waits until the actor has a node. An actor that has started before has a `start`
+    that makes it follow this process.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        on_start: Callable[[Any], None] = lambda _: None,
+        placed: Callable[[], Awaitable[None]] = at_once,
+        start: Callable[[], Any] | None = None,
+    ) -> None:
+        self._actor = actor
+        self._begin = start or actor.start.remote
+        self._on_start = on_start
+        self._placed = placed
+        self._pid, self._identity = 0, ""
+        self._life = actor.run.remote()
+
+    async def placed(self) -> None:
+        """Waits until the actor has a node."""
+        await self._placed()
+
+    async def pid(self) -> int:
+        """Returns the actor's process id, and reads its identity."""
+        async with asyncio.timeout(PID_TIMEOUT_S):
+            self._identity = str(await self._actor.identity.remote())
+            self._pid = int(await self._actor.pid.remote())
+            return self._pid
+
+    async def start(self) -> None:
+        """Starts the actor; returns when it serves."""
+        self._on_start(await plainly(self._begin()))
+
+    async def progress(self) -> tuple[str, float]:
+        """Returns the start's current activity and the fraction that is done."""
+        stage, fraction = await self._actor.progress.remote()
+        return str(stage), float(fraction)
+
+    async def ended(self) -> str:
+        """Waits until the actor is gone, and returns the reason."""
+        from ray.exceptions import RayActorError
+
+        try:
+            await self._life
+        except RayActorError:
+            return "the process died"
+        except Exception as error:
+            return str(_cause(error))
+        return "the process stopped by itself"
+
+    async def works(self) -> None:
+        """Returns when the actor's event loops have responded."""
+        await self._actor.works.remote()
+
+    async def kill(self) -> None:
+        """Kills the actor's process at once."""
+        import ray
+
+        # Here, where it can be seen, it is gone at once, with its ports and its memory. Elsewhere the node's Ray does
+        # it, which gives every process some seconds to end by itself.
+        if self._identity and processes.lives(self._identity):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._pid, signal.SIGKILL)
+        ray.kill(self._actor, no_restart=True)
+
+    async def end(self, grace_s: float) -> None:
+        """Stops the actor, and kills it after `grace_s` seconds."""
+        import ray
+
+        # Dead, stuck or too slow: the kill settles all three.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(grace_s):
+                await self._actor.stop.remote()
+        ray.kill(self._actor, no_restart=True)
+
+
+async def plainly(reply: Any) -> Any:
+    """Returns a call's result, or raises the actor's error without Ray's traceback around it."""
+    try:
+        return await reply
+    except Exception as error:
+        cause = _cause(error)
+        if cause is error:
+            raise
+        raise cause from None
+
+
+def _cause(error: Exception) -> Exception:
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error

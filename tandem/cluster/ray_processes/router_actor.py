@@ -1,0 +1,212 @@
+"""The router's process: a thin Ray actor around `router.server.RouterServer`."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.nixl_backend.processes import this_process
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_place
+from tandem.cluster.supervision.process_supervisor import Process
+from tandem.logging.logs import LogConfig, begin_log
+from tandem.net.heap import keep_imports, settle_heap
+from tandem.net.turns import take_short_turns
+
+if TYPE_CHECKING:
+    from router.api.listeners import RouterEndpoints
+    from router.config import RouterConfig
+    from router.server import RouterServer
+
+_FRONT_CHUNKS_PER_S = 10_000.0
+"""Rate of chunks with front processes, which write to clients: it takes half of the router's time."""
+_CPU_CHUNKS_PER_S = 320.0
+"""Rate of chunks where engines compute on the CPU, so that sending does not take it from them."""
+
+
+log = logging.getLogger(__name__)
+
+
+class RouterActor:
+    """Runs one router; `RayProcess` defines its methods."""
+
+    def __init__(
+        self,
+        config: "RouterConfig",
+        incarnation: int,
+        log_config: LogConfig,
+        stop_grace_s: float = 0.0,
+    ) -> None:
+        """Configures logging; calls in flight have `stop_grace_s` seconds when the router stops."""
+        begin_log(log_config, config.name, incarnation)
+        self._config = config
+        self._stop_grace_s = stop_grace_s
+        self._stopped = asyncio.Event()
+        self._prepared: RouterServer | None = None
+        self._server: RouterServer | None = None
+        self._starting: asyncio.Future[RouterEndpoints] | None = None
+
+    async def pid(self) -> int:
+        """Returns the process id of this process."""
+        return os.getpid()
+
+    async def identity(self) -> str:
+        """Returns the identity of this process, for the caller that may kill it."""
+        return this_process()
+
+    async def works(self) -> None:
+        """Returns at once; the event loop that runs this call is the one that serves clients."""
+
+    async def prepare(self) -> None:
+        """Imports the router and loads the tokenizer, which is all of a start but opening the listeners."""
+        take_short_turns()
+        with keep_imports():
+            from router.server import RouterServer
+
+        server = RouterServer(self._config)
+        await server.prepare()
+        self._prepared = server
+        settle_heap()
+        log.info("router %s is ready to open its listeners", self._config.router_id)
+
+    async def start(self) -> "RouterEndpoints":
+        """Opens gRPC and HTTP and returns their addresses; once they are open, it only returns these."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> "RouterEndpoints":
+        if self._prepared is None:
+            await self.prepare()
+        assert self._prepared is not None
+        endpoints = await self._prepared.start()
+        self._server = self._prepared
+        settle_heap()
+        return endpoints
+
+    async def progress(self) -> tuple[str, float]:
+        """Returns a constant progress: a router starts in one step."""
+        return "opening the listeners", 0.0
+
+    async def run(self) -> None:
+        """Waits until `stop`."""
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        """Closes gRPC and HTTP; calls still in flight after the grace end with UNAVAILABLE."""
+        if self._server is not None:
+            await self._server.stop(self._stop_grace_s)
+        self._stopped.set()
+
+
+class RouterProcess:
+    """Spawns the router on this node, each time on the ports that its first incarnation found.
+
+    Its actors are detached, so that they outlive a controller that dies.
+    """
+
+    def __init__(self, config: ClusterConfig, token: str, number: int = 0, place: Any = None) -> None:
+        """`number` is that of the controller, `place` the placement group of routers."""
+        self._cluster = config
+        self._token = token
+        self._prefix = f"router-{number}-"
+        self._place = place
+        self.controller_address = ""
+        """The controller's listener; set before the first `spawn`."""
+        self.listeners = "", "", ""
+        """The addresses of gRPC, of HTTP, and of metrics and traces if HTTP has TLS; empty until they first opened."""
+        self.on_open: Callable[[str], None] = lambda _: None
+        """Called with the address of the router's metrics each time it opens."""
+
+    async def spawn(self, incarnation: int) -> Process:
+        """Spawns a new router process, which reuses the ports of the previous one."""
+        return self._process_of(self._create(incarnation))
+
+    async def spawn_standby(self, incarnation: int) -> tuple[Process, Process]:
+        """Spawns a router process; see `Standby`. Before it is needed, it does all but opening the listeners."""
+        actor = self._create(incarnation)
+        return RayProcess(actor, start=actor.prepare.remote), self._process_of(actor)
+
+    async def adopt(self, incarnation: int) -> Process | None:
+        """Returns the living router of this incarnation, None = it is dead; ends all others of this `tandem up`."""
+        import ray
+
+        name, living = f"{self._prefix}{incarnation}", await asyncio.to_thread(ray.util.list_named_actors)
+        for other in living:
+            if other.startswith(self._prefix) and other != name:
+                with contextlib.suppress(ValueError):  # it ended in the meantime
+                    ray.kill(ray.get_actor(other), no_restart=True)
+        try:
+            return self._process_of(ray.get_actor(name))
+        except ValueError:
+            return None
+
+    def _create(self, incarnation: int) -> Any:
+        options = {"name": f"{self._prefix}{incarnation}", "num_cpus": 0, "lifetime": "detached"}
+        cluster = self._cluster
+        settings = self._config(incarnation), incarnation, cluster.log_of("router"), cluster.stop_grace_s
+        return actor_class(RouterActor).options(**options, scheduling_strategy=in_place(self._place)).remote(*settings)
+
+    def _process_of(self, actor: Any) -> RayProcess:
+        return RayProcess(actor, on_start=self._opened)
+
+    def _opened(self, opened: "RouterEndpoints") -> None:
+        self.listeners = opened.grpc_address, opened.http_address, opened.operations_address
+        self.on_open(opened.operations_address or opened.http_address)
+
+    def _config(self, incarnation: int) -> "RouterConfig":
+        from router.config import RouterConfig
+        from tandem.protocol.mode import Mode
+
+        config = RouterConfig(
+            router_id=f"router-{incarnation}",
+            model=self._cluster.model,
+            model_name=self._cluster.model_name or self._cluster.model.name,
+            model_aliases=self._cluster.model_aliases,
+            tokenizer=self._cluster.tokenizer,
+            chat_template=self._cluster.chat_template,
+            generation_config=self._cluster.generation_config,
+            controller_address=self.controller_address,
+            token=self._token,
+            api_keys=self._cluster.api_keys,
+            api_key_file=self._cluster.api_key_file,
+            audit_log=self._cluster.audit_log,
+            tls=self._cluster.tls,
+            operations_port=self._cluster.operations_port,
+            allowed_origins=self._cluster.allowed_origins,
+            tool_call_parser=self._cluster.tool_call_parser,
+            reasoning_parser=self._cluster.reasoning_parser,
+            strict_requests=self._cluster.strict_requests,
+            listeners=self._cluster.listeners,
+            max_messages=self._cluster.max_messages,
+            metrics_key=self._cluster.metrics_key,
+            otlp_endpoint=self._cluster.otlp_endpoint,
+            mode=Mode(self._cluster.mode),
+            slo_classes=self._cluster.slo_classes,
+            default_slo_class=self._cluster.default_slo_class,
+            default_max_tokens=self._cluster.default_max_tokens,
+            host=self._cluster.host,
+            insecure=self._cluster.insecure,
+            grpc_port=self._cluster.grpc_port,
+            http_port=self._cluster.http_port,
+            front_processes=self._cluster.front_processes,
+            worker_silence_s=self._cluster.worker_silence_s,
+            recovery_timeout_s=self._cluster.recovery_timeout_s,
+            log=self._cluster.log_of("router"),
+        )
+        if config.front_processes:
+            config = replace(config, chunks_per_s=_FRONT_CHUNKS_PER_S)
+        if self._cluster.on_cpu:
+            config = replace(config, chunks_per_s=_CPU_CHUNKS_PER_S)
+        grpc_address, http_address, operations_address = self.listeners
+        if not grpc_address:
+            return config
+        config = replace(config, grpc_port=_port(grpc_address), http_port=_port(http_address))
+        return replace(config, operations_port=_port(operations_address)) if operations_address else config
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,38 @@
+"""A process that cleans up after a private Ray whose owner was killed.
+
+Ray's own processes get SIGKILL with the thread that started them, but its two agents outlive them by minutes.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tandem.cluster.ray_processes.temp_folder import clean_up
+
+
+class Watchdog:
+    """Cleans up a folder of Ray when this process ends, however it ends, or `stop` is called."""
+
+    def __init__(self, folder: Path) -> None:
+        """Starts the process, in a session of its own, so that signals of a terminal do not reach it."""
+        command = sys.executable, "-P", "-m", "tandem.cluster.ray_processes.watchdog"
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = {**os.environ, "PYTHONPATH": path}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+        assert self._process.stdin is not None
+        self._process.stdin.write(os.fsencode(folder))
+        self._process.stdin.flush()
+
+    def stop(self) -> None:
+        """Has it clean up now; returns when it has ended."""
+        self._process.communicate()
+
+
+def main() -> None:
+    """Cleans up the folder that standard input names, once its writer has ended."""
+    clean_up(Path(os.fsdecode(sys.stdin.buffer.read())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The workers' processes: Ray actors around `tandem.worker.actor.WorkerActor`, each in a placement group of its own."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, give_back, is_made, is_removed, place_of
+from tandem.cluster.ray_processes.ray_process import RayProcess, actor_class, in_place
+from tandem.cluster.supervision.process_supervisor import Process
+from tandem.cluster.supervision.roles import GPU, Slot, bundle
+from tandem.net.security.credentials import metrics_key_of
+from tandem.protocol.messages import Assignment
+
+if TYPE_CHECKING:
+    from tandem.worker.config import WorkerConfig
+
+
+_CPU_GATHER_S = 0.01
+"""Seconds to gather a burst of requests, on CPUs: it arrives within 10 ms, and a step takes longer (decision 0005)."""
+
+
+_PLACE_LOOK_S = 0.25
+"""Interval between checks of a placement group, in seconds; nodes take seconds to join."""
+
+
+class WorkerActors:
+    """Spawns workers. A slot's placement group is created once and holds its resources between two incarnations.
+
+    Ray's autoscaler counts a group that is not placed as demand. Actors are detached, so that they outlive a controller
+    that dies; their groups end with `tandem up`, and the actors with them, unless workers may outlive it. A group that
+    an earlier controller left is reused.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        token: str,
+        on_metrics: Callable[[Slot, str], None] = lambda _slot, _address: None,
+    ) -> None:
+        """Creates the spawner; `on_metrics` is called with the metrics address of each worker that has started."""
+        self._cluster = config
+        self._on_metrics = on_metrics
+        self.controller_address = ""
+        """The controller's listener; set before the first `spawn`."""
+        self._token = token
+        self._groups: dict[str, Any] = {}
+
+    async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
+        """Spawns a process for `slot`, which has `assignment` until it is sent another."""
+        from tandem.worker.actor import WorkerActor
+
+        options = {
+            "name": f"{slot.worker_id}-{incarnation}",
+            "num_cpus": 0,
+            "resources": {name: count for name, count in bundle(slot).items() if name != GPU},
+            "num_gpus": bundle(slot).get(GPU),
+            "scheduling_strategy": in_place(await asyncio.to_thread(self._group, slot)),
+            "lifetime": "detached",
+        }
+        settings = self.config(slot, assignment), incarnation, self._cluster.log_of(slot.worker_id)
+        actor = actor_class(WorkerActor).options(**options).remote(*settings)
+        return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
+
+    def adopt(self, slot: Slot, left: OrphanedWorker) -> Process:
+        """Returns a live worker of `slot` as a process of this controller."""
+        return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
+
+    def let_go(self) -> None:
+        """Releases all placement groups to another controller."""
+        self._groups.clear()
+
+    async def release(self, slot: Slot) -> None:
+        """Releases the slot's placement group, which ends its actor."""
+        self._groups.pop(slot.worker_id, None)
+        await asyncio.to_thread(give_back, slot.worker_id)  # also a group that an earlier controller made
+
+    async def _placed(self, slot: Slot) -> None:
+        while not await asyncio.to_thread(lambda: is_made(self._group(slot))):  # noqa: ASYNC110
+            await asyncio.sleep(_PLACE_LOOK_S)
+
+    def _group(self, slot: Slot) -> Any:
+        """Returns the slot's placement group; runs off the event loop, because Ray's head may be slow."""
+        from ray.util.placement_group import placement_group
+
+        known = self._groups.get(slot.worker_id)
+        if known is not None and not is_removed(known):
+            return known
+        group = place_of(slot.worker_id)
+        if group is not None and group.bundle_specs != [bundle(slot)]:
+            give_back(slot.worker_id)
+            group = None
+        if group is None:
+            lifetime = "detached" if self._cluster.workers_outlive_s else None
+            group = placement_group([bundle(slot)], name=slot.worker_id, lifetime=lifetime)
+        self._groups[slot.worker_id] = group
+        return group
+
+    def config(self, slot: Slot, assignment: Assignment) -> "WorkerConfig":
+        """Returns the config that a worker of `slot` starts with."""
+        from tandem.engine.config import AdapterSource, EngineConfig
+        from tandem.protocol.speculation_method import SpeculationMethod
+        from tandem.worker.config import WorkerConfig
+
+        cluster = self._cluster
+        engine = EngineConfig(
+            model=cluster.model,
+            tokenizer=cluster.tokenizer,
+            max_model_len=cluster.max_model_len,
+            device=slot.device,
+            dtype=cluster.dtype,
+            kv_cache_dtype=cluster.kv_cache_dtype,
+            quantization=cluster.quantization_of(assignment.role),
+            page_tokens=cluster.page_tokens,
+            kv_cache_bytes=cluster.worker_kv_cache_bytes,
+            memory_fraction=slot.memory_fraction,
+            max_step_tokens=cluster.max_step_tokens,
+            max_batch_requests=cluster.batch_requests,
+            random_weights=cluster.random_weights,
+            draft_graphs=SpeculationMethod(cluster.speculate) not in (SpeculationMethod.AUTO, SpeculationMethod.OFF),
+            draft=cluster.draft,
+            threads=cluster.threads,
+            # The controller has workers with slots load them (`tandem/cluster/operations/adapters.py`).
+            adapters=() if cluster.runtime_loras else tuple(AdapterSource(*lora) for lora in cluster.loras),
+            runtime_loras=cluster.runtime_loras,
+            max_loras=cluster.max_loras,
+            max_lora_rank=cluster.max_lora_rank,
+        )
+        return WorkerConfig(
+            worker_id=slot.worker_id,
+            role=assignment.role,
+            engine=engine,
+            model_name=cluster.model_name or cluster.model.name,
+            controller_address=self.controller_address,
+            token=self._token,
+            metrics_key=cluster.metrics_key or (metrics_key_of(self._token) if cluster.guarded else ""),
+            step_deadline_s=cluster.step_deadline_s,
+            prefix_cache=cluster.prefix_cache,
+            speculate=SpeculationMethod(cluster.speculate),
+            kv_checksum_rate=cluster.kv_checksum_rate,
+            trusted_network=cluster.trusted_network,
+            lease_s=cluster.kv_lease_s,
+            transfer_deadline_s=cluster.kv_transfer_deadline_s,
+            quarantine_share_max=cluster.kv_quarantine_share,
+            step_policy=assignment.step_policy,
+            step_budget=assignment.step_budget,
+            itl_target_s=assignment.itl_target_s,
+            ceilings=cluster.ceilings,
+            outlive_s=cluster.workers_outlive_s,
+            gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
+        )

@@ -1,0 +1,109 @@
+"""The health of each process of the cluster, and the backoff before the next restart."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tandem.cluster.supervision.handover import ControllerState
+
+
+class Phase(StrEnum):
+    """The phase in the life of a supervised process."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    WAITING = "waiting to restart"
+    DRAINING = "draining"
+    DRAINED = "drained"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """One supervised process as the controller sees it.
+
+    `pid` is 0 while none is known, `stage` is the current activity of a start and `fraction` the part of it that is
+    done, `error` is the last failure.
+    """
+
+    name: str
+    phase: Phase
+    incarnation: int
+    pid: int
+    restarts: int
+    error: str
+    stage: str = ""
+    fraction: float = 0.0
+
+    @property
+    def lack(self) -> str:
+        """The reason why the process does not serve; "" if it serves or still finishes requests."""
+        if self.phase in {Phase.SERVING, Phase.DRAINING}:
+            return ""
+        if self.phase is Phase.DRAINED:
+            return f"drained; `tandem drain {self.name} --restart` brings it back"
+        doing = (self.stage or str(self.phase)) if self.phase is Phase.STARTING else str(self.phase)
+        return f"{doing}; last error: {self.error}" if self.restarts and self.error else doing
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterHealth:
+    """The router, its listener addresses (empty until they first opened), and the workers in the order of the plan."""
+
+    router: Health
+    grpc_address: str
+    http_address: str
+    workers: tuple[Health, ...]
+    metrics_address: str = ""
+    """Address of the cluster-wide metrics, host:port."""
+    filled: bool = True
+    """True once the set of workers is known; before that the controller still looks for workers that live already."""
+    taken_over: frozenset[str] = frozenset()
+    """The processes that another controller started."""
+    operations_address: str = ""
+    """Address of the router's metrics and traces if `http_address` has TLS, else empty."""
+    kept_at: str = ""
+    """The controller that supervises the workers instead, host:port; empty = this one does."""
+    state: ControllerState | None = None
+    """The workers as this controller wants them; None = it does not supervise them, or not yet."""
+
+    @property
+    def all(self) -> tuple[Health, ...]:
+        """The router and all workers."""
+        return (self.router, *self.workers)
+
+    @property
+    def needed(self) -> tuple[Health, ...]:
+        """The processes that must serve before the start counts as complete.
+
+        These are all processes or, where workers were taken over, the router and those of them that still live.
+        """
+        if not self.taken_over:
+            return self.all
+        return (self.router, *(one for one in self.workers if self.lived_before(one)))
+
+    def lived_before(self, one: Health) -> bool:
+        """Returns True for a process that another controller started and that has not been restarted since."""
+        return one.name in self.taken_over and not one.restarts
+
+
+class Backoff:
+    """The waits between restarts: none after a long life, then doubling up to `longest_s`.
+
+    A life of `stable_s` seconds or more clears the count, so a process that dies once a day is always restarted at
+    once.
+    """
+
+    def __init__(self, first_s: float = 0.5, longest_s: float = 15.0, stable_s: float = 30.0) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._stable_s = stable_s
+        self._failures = 0
+
+    def after_death(self, lived_s: float) -> float:
+        """Returns the seconds to wait after a process that lived `lived_s` seconds."""
+        if lived_s >= self._stable_s:
+            self._failures = 0
+        self._failures += 1
+        if self._failures == 1:
+            return 0.0
+        return float(min(self._first_s * 2 ** (self._failures - 2), self._longest_s))

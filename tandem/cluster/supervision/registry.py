@@ -1,0 +1,131 @@
+"""The membership: workers join it, the controller prunes it, and routers watch it.
+
+One event loop owns a registry; no call blocks.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import replace
+
+from tandem.protocol.errors import StaleEpoch
+from tandem.protocol.messages import AdapterFacts, ExpectedWorker, Membership, PeerRef, Role, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+
+class Registry:
+    """The serving workers, at most one incarnation of each id."""
+
+    def __init__(self) -> None:
+        self._revision = 0
+        self._workers: dict[str, WorkerInfo] = {}
+        self._gone: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self.complete = asyncio.Event()
+        """Set once all workers that serve are known: the controller has taken them over, or mirrors the leader."""
+        self._mode = ""
+        self._adapters: tuple[AdapterFacts, ...] | None = None
+        self.lack: Callable[[WorkerInfo], str] = lambda _: ""
+        """Returns what a worker lacks, so that routers send it no new requests; empty = nothing."""
+        self.wanted: Callable[[], Mapping[str, Role]] = dict
+        """Returns the workers that serve or will serve without intervention, with their roles."""
+        self._mirrored: tuple[ExpectedWorker, ...] = ()
+        """The expected workers of another registry."""
+
+    def set_mode(self, mode: str) -> None:
+        """Sets the mode that routers follow from now on."""
+        if mode != self._mode:
+            self._mode = mode
+            self._publish()
+
+    def set_adapters(self, adapters: tuple[AdapterFacts, ...] | None) -> None:
+        """Sets the adapters that requests may name from now on; None = those that the workers started with."""
+        if adapters != self._adapters:
+            self._adapters = adapters
+            self._publish()
+
+    def look_again(self) -> None:
+        """Publishes the membership again, because what workers lack or which are wanted may have changed."""
+        self._publish()
+
+    def mirror(self, membership: Membership) -> None:
+        """Copies the membership, mode, adapters and expected workers of another registry."""
+        workers = {info.peer.worker_id: info for info in membership.workers}
+        copied = workers, membership.mode, membership.adapters, membership.expected
+        if copied != (self._workers, self._mode, self._adapters, self._mirrored):
+            self._workers, self._mode, self._adapters, self._mirrored = copied
+            self._publish()
+        self.complete.set()
+
+    def keep(self, peers: Collection[PeerRef]) -> None:
+        """Removes all workers except `peers` for good, and what was mirrored of expected ones.
+
+        From now on the membership is complete.
+        """
+        self._mirrored = ()
+        for info in self.membership().workers:
+            if info.peer not in peers:
+                self.unregister(info.peer)
+        self.complete.set()
+
+    def register(self, info: WorkerInfo) -> None:
+        """Adds a worker or replaces its earlier incarnation. StaleEpoch for an incarnation that is over."""
+        worker_id, incarnation = info.peer.worker_id, info.peer.incarnation
+        known = self._workers.get(worker_id)
+        if incarnation <= self._gone.get(worker_id, -1) or (known and incarnation < known.peer.incarnation):
+            raise StaleEpoch(f"incarnation {incarnation} of {worker_id} is over; start the worker again")
+        if known == info:
+            return
+        self._workers[worker_id] = info
+        _log_changes(known, info)
+        self._publish()
+
+    def unregister(self, peer: PeerRef) -> bool:
+        """Removes this incarnation for good; returns True if it was serving. Other incarnations stay."""
+        self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, -1))
+        known = self._workers.get(peer.worker_id)
+        if known is None or known.peer != peer:
+            return False
+        del self._workers[peer.worker_id]
+        self._publish()
+        return True
+
+    def membership(self) -> Membership:
+        """Returns all serving workers, and those that are expected, by id.
+
+        A worker that drains is expected if it is to be started again.
+        """
+        workers = tuple(self._whole(self._workers[key]) for key in sorted(self._workers))
+        taking = {name for name, info in self._workers.items() if info.open is not None}
+        own = (ExpectedWorker(*each) for each in sorted(self.wanted().items()) if each[0] not in taking)
+        return Membership(self._revision, workers, self._mode, self._adapters, tuple(own) or self._mirrored)
+
+    async def watch(self) -> AsyncIterator[Membership]:
+        """Yields the membership now and after each change; a slow watcher skips outdated versions."""
+        while True:
+            changed = self._changed
+            yield self.membership()
+            await changed.wait()
+
+    def _whole(self, info: WorkerInfo) -> WorkerInfo:
+        lack = self.lack(info)
+        return info if not lack else replace(info, not_ready="; ".join(filter(None, (info.not_ready, lack))))
+
+    def _publish(self) -> None:
+        self._revision += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _log_changes(known: WorkerInfo | None, info: WorkerInfo) -> None:
+    """Logs changes of a worker other than its coming and going."""
+    if known and known.open is not info.open:
+        log.info("%s takes %s work now", info.peer.worker_id, info.open or "no")
+    if info.not_ready and not (known and known.not_ready):
+        log.error("%s is not ready: %s", info.peer.worker_id, info.not_ready)
+    elif known and known.not_ready and not info.not_ready:
+        log.info("%s is ready again", info.peer.worker_id)
+    for warning in info.warnings:
+        if known is None or warning not in known.warnings:
+            log.warning("%s: %s", info.peer.worker_id, warning)

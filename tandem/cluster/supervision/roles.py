@@ -1,0 +1,107 @@
+"""The slots of a cluster: its workers by role, and the hardware resources that each requests.
+
+Every worker is one Ray actor in a placement group of its own. The custom resources `prefill` and `decode` mark the
+nodes that may hold a role, so each role can run on its own hardware; a node offers as many units as it can hold
+workers.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.cluster.config import GPU_MEMORY_FRACTION, WORKERS_MAX, ClusterConfig
+from tandem.protocol.errors import FailedPrecondition
+from tandem.protocol.messages import Role
+from tandem.protocol.mode import Mode
+
+GPU = "GPU"
+"""Ray's name of the GPU resource."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A slot of the cluster, filled by one worker at a time; its id outlives the processes that fill it."""
+
+    worker_id: str
+    role: Role
+    device: str
+    """`cpu`, `cuda:N`, or `cuda`: the GPU that Ray assigns."""
+    memory_fraction: float = GPU_MEMORY_FRACTION
+    """Fraction of its GPU's memory that the worker may use; unused on `cpu`."""
+
+
+def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
+    """Returns one slot for each worker the config asks for.
+
+    On `cuda` the workers take the `gpus` of the host in turn or, on a joined Ray, whichever GPU their node assigns.
+    """
+    roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
+    devices = [config.device if config.ray_address else _device(config.device, n, gpus) for n in range(len(roles))]
+    return tuple(
+        Slot(f"{role.value}-{i}", role, device, _memory_fraction(config, devices.count(device)))
+        for (role, i), device in zip(roles, devices, strict=True)
+    )
+
+
+def another(config: ClusterConfig, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
+    """Returns a slot for one more worker next to `slots`, with the lowest free number.
+
+    FailedPrecondition if it would need a GPU of this host whose memory the others already use.
+    """
+    taken = {slot.worker_id for slot in slots}
+    worker_id = next(name for i in range(len(taken) + 1) if (name := f"{role.value}-{i}") not in taken)
+    if config.on_cpu or config.ray_address:
+        return Slot(worker_id, role, config.device)
+    fraction = config.memory_fraction or GPU_MEMORY_FRACTION
+    devices = [config.device] if config.device != "cuda" else [f"cuda:{number}" for number in range(gpus)]
+    used = {device: sum(slot.memory_fraction for slot in slots if slot.device == device) for device in devices}
+    device = min(devices, key=lambda each: used[each])
+    if used[device] + fraction > 1:
+        raise FailedPrecondition(
+            f"no GPU of this host has {fraction:.0%} of its memory left for another worker; start the cluster with a "
+            "smaller --memory-fraction, or on a Ray cluster of more hosts (--address)"
+        )
+    return Slot(worker_id, role, device, fraction)
+
+
+def _counts(config: ClusterConfig) -> dict[Role, int]:
+    if config.mode == Mode.DISAGGREGATED:
+        return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+    return {Role.BOTH: config.workers}
+
+
+def _memory_fraction(config: ClusterConfig, sharers: int) -> float:
+    if config.memory_fraction is not None:
+        return config.memory_fraction
+    return GPU_MEMORY_FRACTION if config.on_cpu or config.ray_address else GPU_MEMORY_FRACTION / sharers
+
+
+def _device(asked: str, number: int, gpus: int) -> str:
+    if asked != "cuda":
+        return asked
+    return f"cuda:{number % max(gpus, 1)}"
+
+
+def bundle(slot: Slot) -> dict[str, float]:
+    """Returns the resources of a slot's placement group: one unit per role, and a GPU if Ray has to assign one."""
+    return _places(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
+
+
+def offer(config: ClusterConfig) -> dict[str, float]:
+    """Returns the resources that all nodes of a joined Ray must offer together to hold every worker of `config`."""
+    offered: Counter[str] = Counter()
+    for role, count in _counts(config).items():
+        offered.update(_places(role, count))
+    if config.ray_address and not config.on_cpu:
+        offered[GPU] = config.worker_count
+    return dict(offered)
+
+
+def capacity() -> dict[str, float]:
+    """Returns the resources that a private node offers: enough for every worker that the cluster may ever have."""
+    return {role.value: 2.0 * WORKERS_MAX for role in (Role.PREFILL, Role.DECODE)}
+
+
+def _places(role: Role, count: int) -> dict[str, float]:
+    played = ((Role.PREFILL, role.prefills), (Role.DECODE, role.decodes))
+    return {each.value: float(count) for each, plays in played if plays}

@@ -1,0 +1,81 @@
+"""A standby of a process that must be back within moments: prepared, and started when the process dies."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tandem.cluster.supervision.health import Phase
+from tandem.cluster.supervision.incarnations import Incarnations
+from tandem.cluster.supervision.process_supervisor import LOOK_S, Process, ProcessSupervisor
+
+
+class Standby:
+    """Keeps one standby of a supervised process. Belongs to the event loop.
+
+    A standby is supervised like any other process: one that dies or hangs is replaced.
+    """
+
+    def __init__(
+        self,
+        keeper: ProcessSupervisor,
+        prepare: Callable[[int], Awaitable[tuple[Process, Process]]],
+        incarnations: Incarnations,
+        *,
+        hang_deadline_s: float,
+    ) -> None:
+        """`keeper` supervises the process that the standby replaces, `incarnations` are those of `keeper`.
+
+        `prepare` spawns a standby. It returns it twice: as a process whose `start` does all that can be done before it
+        is needed, and as one whose `start` makes it serve.
+        """
+        self._keeper = keeper
+        self._prepare = prepare
+        self._incarnations = incarnations
+        self._hang_deadline_s = hang_deadline_s
+        self._in_use: Process | None = None
+        self._dead = 0
+        """The incarnation that died last."""
+        self._own: ProcessSupervisor | None = None
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Keeps a standby while the process serves, until `stop`."""
+        while await self._is_wanted():
+            self._own = ProcessSupervisor(
+                f"the standby of the {self._keeper.name}",
+                self._spawn,
+                lambda _: None,
+                hang_deadline_s=self._hang_deadline_s,
+                incarnations=self._incarnations,
+            )
+            await self._own.run()
+
+    def use(self, dead: int) -> tuple[int, Process] | None:
+        """Gives up the standby, with its incarnation, to replace the incarnation that died; None = none is ready."""
+        self._dead = dead
+        own, self._own = self._own, None
+        if own is None or self._stopping:
+            return None
+        if self._in_use is None or own.phase is not Phase.SERVING:
+            own.stop()
+            return None
+        own.let_go()
+        return own.health().incarnation, self._in_use
+
+    def stop(self) -> None:
+        """Ends the standby; `run` returns then."""
+        self._stopping = True
+        if self._own is not None:
+            self._own.stop()
+
+    async def _is_wanted(self) -> bool:
+        """Waits until the process serves, which comes first: preparing takes seconds of a core. False = `stop`."""
+        while not self._stopping:
+            now = self._keeper.health()
+            if now.phase is Phase.SERVING and now.incarnation != self._dead:
+                return True
+            await asyncio.sleep(LOOK_S)
+        return False
+
+    async def _spawn(self, incarnation: int) -> Process:
+        standby, self._in_use = await self._prepare(incarnation)
+        return standby

@@ -1,0 +1,78 @@
+"""The controller's calls to workers, through their own listeners."""
+
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from tandem.net import rpc
+from tandem.protocol import conversion
+from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import AdapterFacts, Assignment, WorkerInfo
+
+ANSWER_S = 5.0
+"""Timeout of calls that a worker can complete immediately, in seconds."""
+LOAD_S = 120.0
+"""Timeout of a call that reads an adapter's files, in seconds."""
+
+
+Reply = TypeVar("Reply")
+
+
+class WorkerCalls:
+    """Calls to workers; each failure is the typed error that names the worker."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def set_assignment(self, info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
+        """Sends a worker its assignment; halves that close have `grace_s` seconds for their requests."""
+        peer = info.peer
+        request = worker_pb2.SetAssignmentRequest(
+            worker_id=peer.worker_id,
+            incarnation=peer.incarnation,
+            assignment=conversion.assignment_to_proto(assignment),
+            grace_s=grace_s,
+        )
+        await self._call(info, lambda stub: stub.SetAssignment(request, timeout=ANSWER_S))
+
+    async def adapters_in_use(self, info: WorkerInfo) -> Collection[str]:
+        """Returns the hashes of the adapters that requests of a worker use, from their reservation on."""
+        reply = await self._call(info, lambda stub: stub.Inspect(worker_pb2.InspectRequest(), timeout=ANSWER_S))
+        return conversion.inspection_from_proto(reply).adapters_in_use
+
+    async def load_adapter(self, info: WorkerInfo, adapter: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
+        """Has a worker load an adapter, with any hash if its identity is empty; returns what was loaded.
+
+        `in_use` are the hashes of the adapters whose slots it may not take.
+        """
+        peer = info.peer
+        request = worker_pb2.LoadWorkerAdapterRequest(
+            worker_id=peer.worker_id,
+            incarnation=peer.incarnation,
+            adapter=conversion.adapter_to_proto(adapter),
+            in_use=in_use,
+        )
+        reply = await self._call(info, lambda stub: stub.LoadAdapter(request, timeout=LOAD_S))
+        return conversion.adapter_from_proto(reply.adapter)
+
+    async def unload_adapter(self, info: WorkerInfo, name: str) -> None:
+        """Has a worker unload an adapter; one that it does not have is ignored."""
+        peer = info.peer
+        request = worker_pb2.UnloadWorkerAdapterRequest(
+            worker_id=peer.worker_id, incarnation=peer.incarnation, name=name
+        )
+        await self._call(info, lambda stub: stub.UnloadAdapter(request, timeout=ANSWER_S))
+
+    async def drain(self, info: WorkerInfo, grace_s: float) -> None:
+        """Drains a worker; returns when it has no requests left or gave up the rest after `grace_s` seconds."""
+        request = worker_pb2.DrainRequest(grace_s=grace_s)
+        await self._call(info, lambda stub: stub.Drain(request, timeout=grace_s + ANSWER_S))
+
+    async def _call(self, info: WorkerInfo, ask: Callable[[Any], Awaitable[Reply]]) -> Reply:
+        """Returns the reply to what `ask` calls of the worker's stub."""
+        async with rpc.open_channel(info.address, self._token) as channel:
+            try:
+                return await ask(worker_pb2_grpc.WorkerStub(channel))
+            except grpc.aio.AioRpcError as error:
+                raise rpc.error_of(error, f"worker {info.peer.worker_id}") from error

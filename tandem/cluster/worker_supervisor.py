@@ -1,0 +1,267 @@
+"""The workers that one controller supervises: taken over or started, given their assignments, and released."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tandem.cluster.background import begin, going_on
+from tandem.cluster.config import ClusterConfig
+from tandem.cluster.leadership.forwarding import mirror
+from tandem.cluster.metrics import ClusterMetrics
+from tandem.cluster.operations.adapters import Adapters
+from tandem.cluster.operations.assignments import Assignments
+from tandem.cluster.operations.handover_state import HandoverState, inherit, restore, slot_of
+from tandem.cluster.operations.operator import Operator
+from tandem.cluster.operations.worker_slots import Fleet
+from tandem.cluster.planner_config import PlannerMode
+from tandem.cluster.planning import Planning
+from tandem.cluster.ray_processes.orphaned_workers import OrphanedWorker, OrphanedWorkers, fitting
+from tandem.cluster.ray_processes.ray_process import node_is_up
+from tandem.cluster.ray_processes.worker_actors import WorkerActors
+from tandem.cluster.supervision.handover import ControllerState, Handover
+from tandem.cluster.supervision.health import ClusterHealth, Phase
+from tandem.cluster.supervision.incarnations import Incarnations, generation_of
+from tandem.cluster.supervision.modes import Topology
+from tandem.cluster.supervision.process_supervisor import Process, ProcessSupervisor
+from tandem.cluster.supervision.registry import Registry
+from tandem.cluster.supervision.roles import Slot, another
+from tandem.cluster.supervision.size import SizeChange
+from tandem.cluster.supervision.worker_calls import WorkerCalls
+from tandem.protocol.errors import TandemError
+from tandem.protocol.messages import AdapterFacts, PeerRef, Role
+from tandem.protocol.mode import Mode
+from tandem.worker.reporting.description import Settings, WorkerDescription, differences, served_of, tuning_of
+
+if TYPE_CHECKING:
+    from tandem.worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.02
+GRACE_S = 60.0
+"""Seconds that workers that were taken over have for their requests before they are restarted or leave."""
+
+_ASSIGNMENTS = "sending workers their assignments"
+_ADAPTERS = "having workers load adapters"
+Found = Mapping[str, tuple[OrphanedWorker, WorkerDescription]]
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """Settings of one controller and of the cluster that it keeps alive."""
+
+    cluster: ClusterConfig
+    """Settings of the whole cluster."""
+    slots: tuple[Slot, ...]
+    """The slots of the initial workers."""
+    gpus: int
+    """The number of GPUs of this host, where all workers run on it."""
+    token: str
+    """The cluster's secret, presented by every client that registers or watches."""
+    number: int = 0
+    """The number of this controller in its cluster; a higher number means a younger controller."""
+    router_place: Any = None
+    """The placement group of routers, on this host; it ends with `tandem up`."""
+    before: ClusterHealth | None = None
+    """The last health that the controller reported which this one replaces; None = this is the first."""
+
+
+class WorkerSupervisor:
+    """Owns the workers from `take_over` until `let_go` or `stop`. Belongs to the event loop."""
+
+    def __init__(self, config: ControllerConfig, registry: Registry, left: OrphanedWorkers) -> None:
+        cluster = config.cluster
+        self._config = config
+        self._registry = registry
+        self._left = left
+        self._before = None if config.before is None else config.before.state
+        """The state to restore at the first `take_over`, unless another controller hands the workers over."""
+        self._incarnations = Incarnations()
+        self._workers = WorkerActors(cluster, config.token, self._serves_metrics)
+        self.fleet = Fleet(self._keeper, self._new_slot, self._workers.release)
+        calls = WorkerCalls(config.token)
+        self._assignments = Assignments(registry, Topology.of(cluster), {}, calls.set_assignment)
+        self.operator = Operator(registry, self._assignments, self.fleet, calls, node_is_up)
+        self.adapters = Adapters(
+            registry,
+            calls,
+            allowed=cluster.runtime_loras,
+            first=[AdapterFacts(name, "", str(path)) for name, path in cluster.loras],
+            model_names=(cluster.model_name or cluster.model.name, *cluster.model_aliases),
+        )
+        self.taken_over: frozenset[str] = frozenset()
+        """The workers that another controller started."""
+        self.started = asyncio.Event()
+        """Set once the cluster serves; from then on workers that were taken over may change."""
+        self._metrics: ClusterMetrics | None = None
+        self._planner: Planning | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def open(self, address: str, metrics: ClusterMetrics) -> None:
+        """Sets the controller's address for workers and the metrics registry; called before all other methods."""
+        self._workers.controller_address = address
+        self._metrics = metrics
+        cluster = self._config.cluster
+        if cluster.planner.mode is not PlannerMode.OFF:
+            self._planner = Planning(
+                cluster.planner,
+                cluster.slo_classes,
+                self.operator,
+                membership=self._registry.membership,
+                scrape=metrics.text,
+            )
+            self._planner.export_to(metrics.registry)
+
+    async def take_over(self, handover: Handover) -> None:
+        """Takes over the workers; returns when the living follow this controller and the missing are starting."""
+        left = await self._left.living()
+        above = max((generation_of(each.peer.incarnation) for each in left), default=0)
+        # Live workers may have seen higher generations that are gone; Ray's head knows of these as well.
+        self._incarnations.begin(await self._left.next_generation(above))
+        found = await fitting(left, self._served)
+        living = {name: description.assignment.role for name, (_, description) in found.items()}
+        before, self._before = self._before, None
+        if before is not None and before.slots and handover == Handover():
+            handover, state = before.handover, restore(before, living)
+        else:
+            state = inherit(self._config.cluster, self._config.slots, living, handover)
+        await self._left.clear({slot.worker_id for slot in state.slots})
+        self._assignments.inherit(state.topology, state.roles, state.drained)
+        self.taken_over = frozenset(found)
+        for slot in state.slots:
+            self._fill(slot, found.get(slot.worker_id), drained=slot.worker_id in state.drained)
+        await self._until_they_follow()
+        self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
+        self.operator.resume(handover)
+        self._registry.look_again()
+        self.adapters.inherit()
+        self._tasks = [
+            begin(going_on(self._assignments.run, _ASSIGNMENTS), _ASSIGNMENTS),
+            begin(going_on(self.adapters.run, _ADAPTERS), _ADAPTERS),
+            begin(self._adjust(found, state), "changing workers that were taken over"),
+        ]
+        if self._planner is not None:
+            self._tasks.append(begin(self._planner.run(), "the planner"))
+
+    @property
+    def state(self) -> ControllerState:
+        """The workers as they are wanted now."""
+        slots = self.operator.staying(slot for slot, _ in self.fleet.health())
+        topology = self._assignments.topology_with([slot.worker_id for slot in slots])
+        return ControllerState(slots, topology, self.operator.handover())
+
+    async def let_go(self) -> Handover:
+        """Releases the workers, which keep serving; returns when this controller no longer acts on them."""
+        planning_and_more, self._tasks = self._tasks[1:], self._tasks[:1]
+        await _cancel(planning_and_more)
+        try:
+            return await self.operator.let_go()
+        finally:
+            await self._leave()
+
+    async def follow(self, address: str) -> None:
+        """Mirrors the membership of the controller at `address`; see `mirror`."""
+        await mirror(address, self._config.token, self._registry)
+
+    async def stop(self, *, end_workers: bool) -> None:
+        """Ends all workers and releases their resources, or lets them live on as they are."""
+        if not end_workers:
+            await self._leave()
+            return
+        await _cancel(self._tasks)
+        await self.fleet.stop()
+        await self._left.clear(())
+
+    async def _leave(self) -> None:
+        await _cancel(self._tasks)
+        names = tuple(self.fleet.keepers)
+        await self.fleet.let_go()
+        self._workers.let_go()
+        self.taken_over = frozenset()
+        if self._metrics is not None:
+            for name in names:
+                self._metrics.gone(name)
+
+    def _fill(self, slot: Slot, found: tuple[OrphanedWorker, WorkerDescription] | None, *, drained: bool) -> None:
+        if found is None:
+            self.fleet.add(slot, drained=drained)
+            return
+        left, _ = found
+        log.info("taking over %s (incarnation %d)", left.peer.worker_id, left.peer.incarnation)
+        self.fleet.add(slot, (left.peer.incarnation, self._workers.adopt(slot, left)))
+
+    async def _until_they_follow(self) -> None:
+        """Waits until every worker that was taken over follows or turns out to be dead."""
+        while any(  # noqa: ASYNC110
+            one.phase is Phase.STARTING and one.name in self.taken_over and not one.restarts
+            for _, one in self.fleet.health()
+        ):
+            await asyncio.sleep(LOOK_S)
+
+    async def _adjust(self, found: Found, state: HandoverState) -> None:
+        """Adjusts the number of workers and their settings to the config, once the cluster serves."""
+        await self.started.wait()
+        cluster = self._config.cluster
+        if state.surplus:
+            sizes = SizeChange(workers=cluster.workers, grace_s=GRACE_S)
+            if self._assignments.topology.mode is Mode.DISAGGREGATED:
+                sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
+            await _else_it_stays(self.operator.resize(sizes), "there are more workers than asked for")
+        for name, (_, description) in found.items():
+            other = differences(tuning_of(self._asked_of(name)), description.tuning)
+            if other and name in self.fleet.keepers:
+                log.warning("%s was started with another %s; restarting it", name, ", ".join(other))
+                again = self.operator.drain_worker(name, GRACE_S, restart=True, force=False)
+                await _else_it_stays(again, f"{name} keeps its settings")
+
+    def _served(self, worker_id: str) -> Settings:
+        return served_of(self._asked_of(worker_id))
+
+    def _asked_of(self, worker_id: str) -> "WorkerConfig":
+        """Returns the config that a worker of this name would start with, apart from its assignment."""
+        slot = slot_of(self._config.cluster, self._config.slots, worker_id)
+        return self._workers.config(slot, self._assignments.topology.assignment(slot.role))
+
+    def _keeper(self, slot: Slot) -> ProcessSupervisor:
+        return ProcessSupervisor(
+            slot.worker_id,
+            partial(self._spawn, slot),
+            partial(self._forget, slot.worker_id),
+            hang_deadline_s=self._config.cluster.hang_deadline_s,
+            incarnations=self._incarnations,
+        )
+
+    def _new_slot(self, role: Role, slots: Sequence[Slot]) -> Slot:
+        return another(self._config.cluster, role, slots, self._config.gpus)
+
+    async def _spawn(self, slot: Slot, incarnation: int) -> Process:
+        """Starts a process with the assignment that is wanted now, not with that of the cluster's start."""
+        return await self._workers.spawn(slot, self._assignments.wanted(slot.worker_id), incarnation)
+
+    def _forget(self, worker_id: str, incarnation: int) -> None:
+        """Unregisters a dead worker, so that routers learn of its death as soon as its supervisor does."""
+        self._registry.unregister(PeerRef(worker_id, incarnation))
+        if self._metrics is not None:
+            self._metrics.gone(worker_id)
+
+    def _serves_metrics(self, slot: Slot, address: str) -> None:
+        if self._metrics is not None:
+            self._metrics.opened(slot.worker_id, slot.role, address)
+
+
+async def _else_it_stays(change: Awaitable[object], as_it_is: str) -> None:
+    try:
+        await change
+    except TandemError as error:
+        log.warning("%s: %s", as_it_is, error.message)
+    except Exception:
+        log.exception("%s", as_it_is)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,48 @@
+"""GPUs by name, with the rates in their data sheets."""
+
+from dataclasses import dataclass
+
+from tandem.cost_model.roofline import GPU, Ceilings
+from tandem.protocol.errors import InvalidArgument
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """Dense `flops` of 16 bits and `bytes_per_s` of memory as its maker says them; `memory_gib` as its driver does."""
+
+    flops: float
+    bytes_per_s: float
+    memory_gib: float
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """The rates that steps reach: the shares of the data sheet that were measured on an H200."""
+        return Ceilings(
+            GPU.flops / _MEASURED.flops * self.flops,
+            GPU.bytes_per_s / _MEASURED.bytes_per_s * self.bytes_per_s,
+            GPU.launch_s,
+            GPU.verify_s,
+        )
+
+
+_MEASURED = DeviceKind(990e12, 4.8e12, 139.8)
+DEVICES = {
+    "B200": DeviceKind(2250e12, 8.0e12, 178.0),
+    "H200": _MEASURED,
+    "H100": DeviceKind(990e12, 3.35e12, 79.6),
+    "A100-80": DeviceKind(312e12, 2.04e12, 79.3),
+    "A100-40": DeviceKind(312e12, 1.56e12, 39.4),
+    "L40S": DeviceKind(362e12, 0.864e12, 44.5),
+    "L4": DeviceKind(121e12, 0.3e12, 22.5),
+}
+"""NVIDIA's data sheets, SXM where there is one."""
+
+
+def device_kind(option: str, name: str) -> DeviceKind:
+    """Return the device by name; InvalidArgument names `option` and the known ones."""
+    found = DEVICES.get(name.upper())
+    if found is None:
+        raise InvalidArgument(option, f"{name!r} is none of {', '.join(DEVICES)}; or give --ceilings and --memory-gib")
+    return found

@@ -1,0 +1,197 @@
+"""The bytes and operations of a step by the model's shape, and their duration at the device's ceilings."""
+
+import math
+from dataclasses import dataclass
+
+from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid
+from tandem.cost_model.step_work import StepWork
+from tandem.protocol.cost_parameters import CostParameters
+from tandem.protocol.errors import InvalidArgument
+
+_FLOP_A_WEIGHT = 2
+"""A weight is multiplied and added once for each token."""
+_UNPACKED_BYTES = 2
+"""Bytes of a dequantized element."""
+_KNEE = 0.35
+"""The fixed cost of prompts in a step / the time in which weights are read: the two do not overlap entirely. The median
+that workers of an 8B model on H200s had learned (0.22 to 0.74).
+"""
+_UNPACKING = 1.5
+"""Time to unpack codes for a row of a decode step / that of its arithmetic with those weights in 16 bits.
+
+Steps of llama-3-8b on an H100, int8 and int4, are .92 and .93 times as fast as in 16 bits with 128 rows, .72 and .75
+with 256 (docs/decisions/0042). This says .87 and .94, .78 and .81; without it 1.18 and 1.31, 1.11 and 1.18.
+"""
+_DEQUANTIZING = 1.5
+"""Time to dequantize the weights for a step with a prompt / that of writing them in 16 bits at memory bandwidth.
+
+Prompts of 512, 2,048 and 8,192 tokens in int8 take 7.5, 8.0 and 7.5 ms longer than in 16 bits on an H100, and 7.5
+by this.
+"""
+_PACKED_LATENCY_S = 4e-6
+"""Seconds that a product of few tokens with a packed weight takes beyond its bytes: launch, first loads, joins.
+
+For llama-3-8b on an H100 these are .5 ms of a step. Without them a step of one row in int8, fp8 and int4 was predicted
+1.75, 1.77 and 2.74 times as fast as in 16 bits, where 1.40, 1.34 and 1.74 were measured; with them 1.52, 1.53 and 2.20.
+"""
+_FLOAT8_PRODUCTS = 0.58
+"""Time of large products of FP8 weights and inputs / that in 16 bits: prompts of 512, 2,048 and 8,192 tokens are
+computed 1.55, 1.62 and 1.52 times as fast on an H100. This says 1.53, 1.58 and 1.51.
+"""
+_BATCH = 32
+"""A batch of decode rows that reads most experts of common models."""
+_CONTEXT = 2048
+"""A typical context in tokens: rows of layers whose window is narrower mostly fill it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The highest rates of a device."""
+
+    flops: float
+    """Floating-point operations a second, in the model's dtype."""
+    bytes_per_s: float
+    """Bytes a second between its memory and its cores."""
+    launch_s: float
+    """Seconds of a step that are neither arithmetic nor memory reads."""
+    verify_s: float = 0.0
+    """Further seconds of a step that verifies drafts: the host plans it while the device waits."""
+
+
+def parse_ceilings(option: str, text: str) -> Ceilings:
+    """TFLOPS:GBPS, 10¹² operations and 10⁹ bytes a second; InvalidArgument names `option`."""
+    try:
+        tera, giga = (float(part) for part in text.split(":"))
+    except ValueError:
+        tera = giga = math.nan
+    if not (0 < tera < math.inf and 0 < giga < math.inf):
+        example = "990:4800 are an H200's in bfloat16"
+        raise InvalidArgument(option, f"{text!r} must be TFLOPS:GBPS, both above 0; {example}")
+    return Ceilings(tera * 1e12, giga * 1e9, launch_s=0.0)
+
+
+GPU = Ceilings(flops=6.7e14, bytes_per_s=4e12, launch_s=3e-4, verify_s=2.2e-3)
+"""The ceilings of an H200 in bfloat16, as measured: a guess for other GPUs.
+
+`verify_s` is the least squares of 16 sizes of steps with drafts and 5 without, of llama-3-8b on an H100
+(docs/decisions/0043). The host of a CPU worker computes the steps themselves, so that it hides nothing in either.
+"""
+CPU = Ceilings(flops=1e11, bytes_per_s=2e10, launch_s=1e-4)
+"""The ceilings of a few cores in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowedLayers:
+    """Layers in which a token sees at most `window` tokens. The model's amounts include theirs."""
+
+    window: int
+    kv_bytes_per_token: int
+    attention_flop_per_pair: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """The packed matrices that are no embedding and no experts."""
+
+    products: int = 0
+    """Their number: each is one product of a step."""
+    unpacked: int = 0
+    """Elements of those whose codes are unpacked for products with 16-bit inputs."""
+    float8: int = 0
+    """Elements of those that are multiplied in FP8, with inputs of 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The amounts that a step of a model reads and computes."""
+
+    weights: int
+    """Elements of all matrices that a token is multiplied with, its experts included; embeddings count where they are
+    the output's."""
+    weight_bytes: int
+    """Bytes of the matrices that every step reads, which are all but experts."""
+    kv_bytes_per_token: int
+    """Bytes of keys and values of one token, all layers."""
+    attention_flop_per_pair: int
+    """Operations of one token attending to one other, all layers and heads."""
+    output_weights: int = 0
+    """The weights of the output projection, which only the last token of a prompt needs."""
+    expert_bytes: int = 0
+    """Bytes of all experts of all layers."""
+    expert_share: float = 0.0
+    """The part of a layer's experts that a token chooses."""
+    packed: PackedWeights = PackedWeights()
+    """The matrices that are packed, as GPUs compute with them."""
+    windowed: tuple[WindowedLayers, ...] = ()
+    """The layers with windows, by their window."""
+
+    def expert_bytes_read(self, tokens: float) -> float:
+        """Return the bytes of the experts that `tokens` tokens choose, if they choose independently."""
+        return float(self.expert_bytes * (1 - (1 - self.expert_share) ** tokens))
+
+    def context_bytes(self, rows: int, tokens: int) -> float:
+        """Return the bytes of KV that `rows` decode rows read, which have `tokens` tokens of context in total."""
+        unseen = (each.kv_bytes_per_token * max(0, tokens - rows * each.window) for each in self.windowed)
+        return self.kv_bytes_per_token * tokens - sum(unseen)
+
+    def step_bytes(self, work: StepWork) -> float:
+        """Return the bytes that a step must read: weights, and the KV that its decode rows attend to.
+
+        The cached context of its prompts is not known, and little.
+        """
+        return (
+            self.weight_bytes
+            + self.expert_bytes_read(work.decode_rows + work.prefill_tokens)
+            + self.context_bytes(work.decode_rows, work.decode_context_tokens)
+            + self.kv_bytes_per_token * work.prefill_tokens
+        )
+
+    def step_flops(self, work: StepWork) -> float:
+        """Return the operations that it must do."""
+        products = self.weights * work.decode_rows + (self.weights - self.output_weights) * work.prefill_tokens
+        attention = self._attention_flops(work.decode_rows, work.decode_context_tokens)
+        return _FLOP_A_WEIGHT * products + attention + self._attention_flops(work.prefill_tokens, work.prefill_pairs)
+
+    def _attention_flops(self, tokens: int, pairs: float) -> float:
+        """Return the operations of `tokens` tokens that attend to `pairs` in total, if all have as many."""
+        unseen = (each.attention_flop_per_pair * max(0, pairs - tokens * each.window) for each in self.windowed)
+        return self.attention_flop_per_pair * pairs - sum(unseen)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A model on a device."""
+
+    sizes: ModelSizes
+    ceilings: Ceilings
+
+
+def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:
+    """Return the parameters with which a worker starts; packed weights take what llama-3-8b's took on an H100."""
+    packed = sizes.packed
+    plain_token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
+    token_s = plain_token_s - (1 - _FLOAT8_PRODUCTS) * _FLOP_A_WEIGHT * packed.float8 / device.flops
+    weights_s = (sizes.weight_bytes + sizes.expert_bytes_read(1)) / device.bytes_per_s
+    dequantizing_s = _DEQUANTIZING * _UNPACKED_BYTES * packed.unpacked / device.bytes_per_s
+    unpacking_s = _UNPACKING * _FLOP_A_WEIGHT * packed.unpacked / device.flops
+    # Each further row reads further experts, until most of them are read; a straight line to a batch of 32.
+    experts_s = (sizes.expert_bytes_read(_BATCH) - sizes.expert_bytes_read(1)) / (_BATCH - 1) / device.bytes_per_s
+    # Layers with a narrow window cost each row and token the same, whatever its context is.
+    narrow = [each for each in sizes.windowed if each.window < _CONTEXT]
+    row_bytes = sum(each.kv_bytes_per_token * each.window for each in narrow)
+    token_flop = sum(each.attention_flop_per_pair * each.window for each in narrow)
+    context_bytes = sizes.kv_bytes_per_token - sum(each.kv_bytes_per_token for each in narrow)
+    pair_flop = sizes.attention_flop_per_pair - sum(each.attention_flop_per_pair for each in narrow)
+    return CostParameters(
+        base_s=weights_s + device.launch_s + _PACKED_LATENCY_S * packed.products,
+        prompt_base_s=device.launch_s + _KNEE * weights_s + dequantizing_s,
+        token_s=token_s + token_flop / device.flops,
+        pair_s=pair_flop / device.flops,
+        # Below the knee a row's arithmetic is hidden but not quite: large batches cost half as much again.
+        row_s=plain_token_s / 2 + unpacking_s + experts_s + row_bytes / device.bytes_per_s,
+        context_s=context_bytes / device.bytes_per_s,
+        free_tokens=int(weights_s / token_s),
+        verify_base_s=device.verify_s,
+        tile_tokens=grid.tile_tokens,
+        wave_tokens=grid.wave_tokens,
+    )

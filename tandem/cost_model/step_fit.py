@@ -1,0 +1,170 @@
+"""Learns the coefficients of `StepCost` from steps as they happen.
+
+Recursive least squares of relative errors (a step of 4 ms counts as much as one of 200), with what a live system needs:
+  - a guess to start from, which holds for every part of a step that was never seen, and decides between parts that were
+    seen together only
+  - forgetting by part: a thousand decode steps do not wash out what is known of prompts
+  - coefficients are >= 0: the same least squares within these bounds, while the recursion goes on without
+  - a step far beyond the usual error, a stall for instance, counts as one at the edge of it; if such steps go on, they
+    become usual, and the fit follows faster
+  - while predictions are good, only some of the steps that do nothing but decode are learned from: they are alike, but
+    for those that were not predicted well
+  - after the first steps some are learned from together, as the scheduler has other things to do: to note a step takes
+    microseconds, to solve for the coefficients a hundred
+
+Recursive least squares with exponential forgetting: Ljung and Söderström, Theory and Practice of Recursive
+Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.cost_model.margin import LearnedMargin
+from tandem.cost_model.step_cost import CostParameters, StepCost
+from tandem.cost_model.step_work import StepWork
+from tandem.protocol.cost_parameters import SECONDS, UNMEASURED
+
+_Vector = NDArray[np.float64]
+
+FORGET = 0.005
+"""Part of what is known of a step's parts that is forgotten with it, while predictions are good."""
+FORGET_MAX = 0.05
+"""The same while they are bad."""
+GOOD_ERROR = 0.05
+"""Relative error of good predictions."""
+OUTLIER = 4.0
+"""Times the usual relative error, beyond which an error counts no more than that."""
+LEARN_EVERY = 8
+"""One in so many steps without prompts is learned from while predictions are good; so many steps are learned from at
+once.
+"""
+AT_ONCE = 64
+"""The first steps, each of which is learned from when it ends."""
+_USUAL_MIN = 0.02
+_USUAL_PART = 0.05
+"""Weight of the newest error in the usual one."""
+_ERROR_PART = 0.01
+"""Least weight of the newest error in the published one."""
+_GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3, 0.1])
+"""The weight of the first guess of each part, in steps. Decode steps have many sizes. Steps with prompts may be alike
+for long, which leaves open how their time divides among their parts; and they err by some percent with their size,
+which a hundred of them would take for knowledge of sizes that were never seen (0013). The order is that of `SECONDS`.
+"""
+_SECONDS_MIN = 1e-6
+"""Less than any step takes."""
+_SWEEPS = 3
+"""The sweeps of one minimisation, which goes on from the last one."""
+
+
+class StepFit:
+    """Owned by the step loop; `parameters` may be read by any thread."""
+
+    def __init__(self, guess: CostParameters = UNMEASURED) -> None:
+        self.parameters = replace(guess, error=0.0, observed=0)
+        """The newest published parameters, never changed in place."""
+        values, scale = _values(guess), _values(UNMEASURED)
+        scale[[each.endswith("base_s") for each in SECONDS]] = max(guess.base_s, _SECONDS_MIN)
+        self._scale: _Vector = np.where(values > 0, values, scale)
+        self._guess: _Vector = values / self._scale
+        self._free = self._guess
+        """The least squares without bounds, in parts of the scale; below, within them."""
+        self._coefficients = self._free
+        self._information = np.diag(_GUESS_INFORMATION)
+        self._usual = 1.0
+        self._margin = LearnedMargin(guess.mixed_noise)
+        self._alike = 0
+        """The number of steps since the last one that was learned from."""
+        self._cost = StepCost(self.parameters)
+        self._error = 0.0
+        self._observed = 0
+        self._rows: list[list[float]] = []
+        """The equations row · coefficients = target that are not solved yet, in parts of the reference."""
+        self._targets: list[float] = []
+
+    def observe(self, work: StepWork, seconds: float) -> float:
+        """Learn from a step with this work and duration, unless one is empty; return what was predicted."""
+        predicted = self._cost.seconds(work)
+        if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
+            return predicted
+        # Of the larger of both: so it is within 1 either way, and what is far too small does not count for more.
+        reference = max(predicted, seconds)
+        surprise = (seconds - predicted) / reference
+        edge = OUTLIER * max(self._usual, _USUAL_MIN)
+        good = self._usual <= GOOD_ERROR and abs(surprise) <= GOOD_ERROR
+        self._alike = (self._alike + 1) % LEARN_EVERY if good and not work.prefill_tokens else 0
+        if not self._alike:
+            self._rows.append([amount / reference for amount in self._amounts(work)])
+            self._targets.append(predicted / reference + min(max(surprise, -edge), edge))
+        self._observed += 1
+        if work.prefill_tokens and work.decode_rows and self._observed > AT_ONCE:
+            self._margin.observe(seconds / max(predicted, _SECONDS_MIN))
+        error = min(abs(predicted - seconds) / seconds, 1.0)
+        self._error += max(_ERROR_PART, 1 / self._observed) * (error - self._error)
+        if self._observed <= AT_ONCE or not self._observed % LEARN_EVERY:
+            self._learn()
+        self._usual += _USUAL_PART * (abs(surprise) - self._usual)
+        return predicted
+
+    def _learn(self) -> None:
+        """Solve the noted equations and publish the parameters."""
+        known = self.parameters
+        seconds: Sequence[float] = _seconds(known)
+        if self._rows:
+            self._solve(np.array(self._rows) * self._scale, np.array(self._targets))
+            self._rows, self._targets = [], []
+            seconds = (self._coefficients * self._scale).tolist()
+        learned: dict[str, Any] = dict(zip(SECONDS, seconds, strict=True))
+        self.parameters = replace(
+            known, **learned, error=self._error, observed=self._observed, mixed_noise=self._margin.value
+        )
+        self._cost = StepCost(self.parameters)
+
+    def _solve(self, rows: _Vector, targets: _Vector) -> None:
+        """Add the equations `rows` · coefficients = `targets` and solve."""
+        forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
+        keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
+        information = self._information
+        seen_as = information @ self._guess
+        # A device that is slower than was guessed is so in all parts, for all that is known.
+        times = max(0.0, float(seen_as @ self._free) / max(float(seen_as @ self._guess), _SECONDS_MIN))
+        information *= keep[:, None] * keep
+        back = (1 - keep * keep) * _GUESS_INFORMATION
+        wanted = information @ self._free + back * times * self._guess + targets @ rows
+        information += np.diag(back) + rows.T @ rows
+        found = np.linalg.solve(information, wanted).astype(np.float64, copy=False)
+        self._free = found
+        self._coefficients = found if found.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
+
+    def _amounts(self, work: StepWork) -> tuple[float, ...]:
+        """Return the amount of each part, in the order of the coefficients."""
+        return (
+            1.0,
+            1.0 if work.prefill_tokens else 0.0,
+            self._cost.charged(work.prefill_tokens, work.decode_rows),
+            self._cost.charged_pairs(work.prefill_tokens, work.prefill_pairs),
+            work.decode_rows,
+            work.decode_context_tokens,
+            1.0 if work.draft_rows else 0.0,
+        )
+
+
+def _values(parameters: CostParameters) -> _Vector:
+    return np.array(_seconds(parameters))
+
+
+def _seconds(parameters: CostParameters) -> list[float]:
+    return [getattr(parameters, name) for name in SECONDS]
+
+
+def _within_bounds(information: _Vector, wanted: _Vector, start: _Vector) -> _Vector:
+    """Return coefficients c >= 0 near the minimum of ½ c·information·c - wanted·c, by coordinate descent."""
+    rows, targets, found = information.tolist(), wanted.tolist(), start.tolist()
+    for _ in range(_SWEEPS):
+        for i, row in enumerate(rows):
+            rest = sum(a * b for a, b in zip(row, found, strict=True)) - row[i] * found[i]
+            found[i] = max(0.0, (targets[i] - rest) / row[i])
+    return np.array(found)

@@ -1,0 +1,129 @@
+"""The modules of a model that adapters may change, and their rows in the stacked products that kernels compute."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.engine.adapters.folder import AdapterFolder, LowRank
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.models.families import places_of
+from tandem.engine.models.parameters import DenseParameters, Parameters, Place
+from tandem.protocol.errors import ModelError
+
+_SUFFIX = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A stacked weight [N, K] of the parameters by its `id`, and the row at which each of its parts ends."""
+
+    weight: int
+    shape: tuple[int, int]
+    part_ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlace:
+    """A module's rows of a product: those from `first` on."""
+
+    product: int
+    """The number of the product."""
+    first: int
+    stored_shape: tuple[int, ...]
+    """The shape of the module's weight in the checkpoint."""
+    transform: Callable[[Tensor], Tensor] | None
+    """Reorders the rows of the checkpoint's weight; None = they are in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedUpdate:
+    """An update of a module at its place."""
+
+    module: str
+    place: ModulePlace
+    update: LowRank
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModules:
+    """All modules of a model by their names in the checkpoint. Refers to no weight, which kernels may replace."""
+
+    products: tuple[Product, ...]
+    modules: Mapping[str, ModulePlace | None]
+    """The place of each module; None = adapters of it are not served."""
+
+    def place(self, folder: AdapterFolder) -> list[PlacedUpdate]:
+        """Returns the places of an adapter's updates; ModelError for one that does not fit the model."""
+        return [self._placed(folder, module, update) for module, update in folder.updates.items()]
+
+    def _placed(self, folder: AdapterFolder, module: str, update: LowRank) -> PlacedUpdate:
+        if module not in self.modules:
+            raise ModelError(
+                f"{folder.path} changes {module}, which the model lacks; is it an adapter of another model?"
+            )
+        place, shape = self.modules[module], (update.b.shape[0], update.a.shape[1])
+        if place is None:
+            raise ModelError(
+                f"{folder.path} changes {module}; adapters are served of the linear layers of attention and of dense"
+                " feed-forward networks, not of embeddings, experts or latents."
+            )
+        if shape != place.stored_shape:
+            raise ModelError(
+                f"{folder.path} changes {module} of shape {list(shape)}; the model's has {list(place.stored_shape)}."
+            )
+        return PlacedUpdate(module, place, update)
+
+
+def adapted_modules(spec: ModelSpec, parameters: Parameters) -> AdaptedModules:
+    """Returns the modules of a model, before kernels prepare its weights; parameters without memory will do."""
+    products: list[Product] = []
+    by_storage: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+    for weight, part_ends in _stacked(spec, parameters):
+        codes = _codes(weight)
+        by_storage[_storage(codes)].append((len(products), codes))
+        n, k = weight.shape
+        products.append(Product(id(weight), (n, k), part_ends))
+    found = {
+        name.removesuffix(_SUFFIX): _module_place(place, by_storage.get(_storage(_codes(place.tensor)), ()))
+        for name, place in places_of(spec, parameters).items()
+        if name.endswith(_SUFFIX)
+    }
+    return AdaptedModules(tuple(products), found)
+
+
+def _module_place(place: Place, stacked: list[tuple[int, Tensor]] | tuple[()]) -> ModulePlace | None:
+    rows = _codes(place.tensor)
+    for product, codes in stacked:
+        first = (rows.storage_offset() - codes.storage_offset()) // codes.stride(0)
+        if 0 <= first < len(codes) and place.shape is None:
+            return ModulePlace(product, first, place.stored_shape, place.transform)
+    return None
+
+
+def _stacked(spec: ModelSpec, parameters: Parameters) -> Iterator[tuple[Weight, tuple[int, ...]]]:
+    """Yields the weights that adapters may change, of attention and of dense feed-forward networks, and their parts."""
+    for layer, weights in zip(spec.layers, parameters.layers, strict=True):
+        attention, inner = weights.attention, weights.feed_forward
+        yield attention.output, (len(attention.output),)
+        if isinstance(layer.attention, GroupedQueryAttention):
+            yield attention.qkv, _ends(layer.attention.shape)  # type: ignore[union-attr]
+        if isinstance(inner, DenseParameters):
+            yield inner.gate_up, (len(inner.gate_up) // 2, len(inner.gate_up))
+            yield inner.down, (len(inner.down),)
+
+
+def _ends(shape: AttentionShape) -> tuple[int, int, int]:
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return q, q + kv, q + 2 * kv
+
+
+def _codes(weight: Weight) -> Tensor:
+    return weight.codes if isinstance(weight, PackedWeight) else weight
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,111 @@
+"""Reads adapters' folders in a process of its own, which ends at a limit of time.
+
+A regular expression of an adapter's config may take exponential time, and parsing holds the interpreter: neither may
+stop the engine of a worker that serves. The process gets the folder as its argument and prints one JSON object, with
+the `updates` or an `error`.
+"""
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.engine.adapters.folder import CONFIG, WEIGHTS, AdapterFolder, LowRank, read_updates
+from tandem.engine.weights.safetensors_file import TensorEntry
+from tandem.protocol.errors import ModelError
+
+_CPU_S = 5
+"""Seconds of computing that a folder may take, whatever else the host does; the largest headers take less than one."""
+_WAIT_S = 120.0
+"""Seconds until the process is killed, which waits for a file system that does not answer."""
+_READ_BYTES = 1 << 20
+
+
+def read_adapter(path: Path) -> AdapterFolder:
+    """Reads the config and the header of the tensors, and hashes both files. Call it in a thread, as it waits.
+
+    ModelError as `read_updates`, and for a folder that takes too long.
+    """
+    updates = _read_apart(path)
+    return AdapterFolder(path, _hash(path), updates)
+
+
+def check_unchanged(folder: AdapterFolder) -> None:
+    """Raises ModelError if the files are not those that `read_adapter` hashed: tensors read meanwhile may be mixed."""
+    if _hash(folder.path) != folder.identity:
+        raise ModelError(f"{folder.path} changed while it was read; load it once it is written.")
+
+
+def _read_apart(path: Path) -> Mapping[str, LowRank]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "tandem.engine.adapters.reader", str(path), str(_CPU_S)]
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=env, timeout=_WAIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"{path} was not read within {_WAIT_S:g} s; look at its file system.") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read now, as no process starts ({error}); try again.") from error
+    if ended.returncode == -signal.SIGXCPU:
+        raise ModelError(
+            f"{path} takes more than {_CPU_S} s to read; simplify the regular expressions of rank_pattern and"
+            f" alpha_pattern in {CONFIG}."
+        )
+    if ended.returncode:
+        raise ModelError(f"{path} cannot be read: the process that reads it ended with {ended.returncode}.")
+    reply = json.loads(ended.stdout)
+    if "error" in reply:
+        raise ModelError(reply["error"])
+    return {module: _update(path / WEIGHTS, *described) for module, described in reply["updates"].items()}
+
+
+def _update(file: Path, a: Mapping[str, Any], b: Mapping[str, Any], scale: float) -> LowRank:
+    first, second = (TensorEntry(file, each["dtype"], tuple(each["shape"]), each["start"]) for each in (a, b))
+    return LowRank(first, second, scale)
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        for name in (CONFIG, WEIGHTS):
+            with (path / name).open("rb") as stream:
+                while piece := stream.read(_READ_BYTES):
+                    digest.update(piece)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}); is this process allowed to read it?") from error
+    return digest.hexdigest()
+
+
+def _reply(path: Path) -> Mapping[str, object]:
+    try:
+        updates = read_updates(path)
+    except ModelError as error:
+        return {"error": error.message}
+    except Exception as error:  # whatever a malformed file leads to
+        return {"error": f"{path} cannot be read as an adapter ({type(error).__name__}: {error}); save it again."}
+    described = {module: [_described(each.a), _described(each.b), each.scale] for module, each in updates.items()}
+    return {"updates": described}
+
+
+def _described(entry: TensorEntry) -> Mapping[str, object]:
+    return {"dtype": entry.dtype, "shape": entry.shape, "start": entry.start}
+
+
+def main() -> None:
+    """Run the process: its arguments are the folder, and the seconds that it may compute."""
+    seconds = int(time.process_time()) + 1 + int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps(_reply(Path(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

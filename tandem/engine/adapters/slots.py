@@ -1,0 +1,120 @@
+"""Assigns adapters to the slots of an engine's tables.
+
+A slot is free, or holds an adapter that is listed, or one that was unloaded. The latter keeps its slot, and requests
+that came before its end keep their adapter, until another adapter needs the slot and no request uses it any more.
+"""
+
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tandem.engine.adapters.folder import AdapterFolder
+from tandem.protocol.errors import FailedPrecondition, NotFound, ResourceExhausted
+from tandem.protocol.messages import AdapterFacts
+
+
+class AdapterFiles(Protocol):
+    """The adapters on disk, and the tables into which they are written."""
+
+    def read(self, path: Path) -> AdapterFolder:
+        """Reads what a folder says of its adapter; ModelError or InvalidArgument if the engine cannot serve it."""
+
+    def write(self, slot: int, folder: AdapterFolder) -> None:
+        """Writes the matrices into a slot that no step uses; ModelError if they cannot be read."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    adapter: AdapterFacts | None = None
+    """None = it is free, or written."""
+    listed: bool = False
+    taken: bool = False
+    """True while it is written."""
+
+
+class AdapterSlots:
+    """The adapters of an engine. A number in steps is that of a slot, from 1.
+
+    Any thread may ask; adapters are loaded one after the other: `read`, `claim`, then `fill` unless `claim` found it.
+    """
+
+    def __init__(self, count: int = 0, files: AdapterFiles | None = None) -> None:
+        self._lock = threading.Lock()
+        self._slots = [_Slot() for _ in range(count)]
+        self._files = files
+
+    @property
+    def facts(self) -> tuple[AdapterFacts, ...]:
+        """The listed adapters, in the order of their slots."""
+        with self._lock:
+            return tuple(slot.adapter for slot in self._slots if slot.adapter is not None and slot.listed)
+
+    def number(self, identity: str) -> int:
+        """Returns the number of the adapter with this hash, listed or not, 0 for "", the base model.
+
+        NotFound if no slot holds it.
+        """
+        if not identity:
+            return 0
+        with self._lock:
+            return self._find(identity) + 1
+
+    def read(self, path: Path) -> AdapterFolder:
+        """See `AdapterFiles.read`; FailedPrecondition if the engine was started without slots."""
+        return self._loader.read(path)
+
+    def claim(self, identity: str, used: Collection[str]) -> int:
+        """Returns the slot for an adapter: its old one, or one that is free, or one that no request uses any more.
+
+        `used` are the hashes of the adapters that requests use. From now on no request gets the adapter that a slot
+        held. ResourceExhausted if there is no such slot.
+        """
+        with self._lock:
+            unlisted = [number for number, slot in enumerate(self._slots) if not slot.listed and not slot.taken]
+            adapters = {number: self._slots[number].adapter for number in unlisted}
+            for number, adapter in adapters.items():
+                if adapter is not None and adapter.identity == identity:
+                    return number
+            for number, adapter in sorted(adapters.items(), key=lambda each: each[1] is not None):
+                if adapter is None or adapter.identity not in used:
+                    self._slots[number] = _Slot(taken=True)
+                    return number
+        loaded = sum(slot.listed for slot in self._slots)
+        finishing = ", ".join(repr(adapter.name) for adapter in adapters.values() if adapter is not None)
+        why = f"; {finishing} still finishes requests" if finishing else "; unload one, or start with more --max-loras"
+        raise ResourceExhausted(f"all {len(self._slots)} slots for adapters are in use, {loaded} of them loaded{why}")
+
+    def fill(self, number: int, adapter: AdapterFacts, folder: AdapterFolder) -> None:
+        """Writes an adapter into the slot that `claim` returned, if need be, and lists it."""
+        written = False
+        try:
+            if self._slots[number].taken:
+                self._loader.write(number, folder)
+            written = True
+        finally:
+            with self._lock:
+                self._slots[number] = _Slot(adapter, listed=True) if written else _Slot()
+
+    def unload(self, name: str) -> bool:
+        """Lists an adapter no more; returns True if it was listed."""
+        with self._lock:
+            found = [slot for slot in self._slots if slot.listed and slot.adapter and slot.adapter.name == name]
+            for slot in found:
+                slot.listed = False
+            return bool(found)
+
+    @property
+    def _loader(self) -> AdapterFiles:
+        if self._files is None:
+            raise FailedPrecondition(
+                "this worker has no slots for adapters; start the cluster with --allow-runtime-lora-updating"
+            )
+        return self._files
+
+    def _find(self, identity: str) -> int:
+        for number, slot in sorted(enumerate(self._slots), key=lambda each: not each[1].listed):
+            if slot.adapter is not None and slot.adapter.identity == identity:
+                return number
+        raise NotFound(f"no adapter with the hash {identity[:64]} is loaded here; it was unloaded")

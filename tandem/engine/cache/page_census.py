@@ -1,0 +1,85 @@
+"""A census of the page pool: the number of pages in each state, and a check that each page is in exactly one."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from tandem.engine.cache.free_pages import FreePages
+from tandem.protocol.messages import Lease, RequestRef
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Pages by state; `promised` counts those of `free` and `cached` that are reserved."""
+
+    total: int
+    free: int
+    owned: int
+    shared: int
+    cached: int
+    advertised: int
+    quarantined: int
+    promised: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageCensus:
+    """A view of the pool's bookkeeping under its lock, without copies."""
+
+    total: int
+    free: FreePages
+    owned: Mapping[RequestRef, Collection[int]]
+    shared: Mapping[int, int]
+    """The number of readers of each shared page."""
+    cached: Collection[int]
+    advertised: Mapping[Lease, Collection[int]]
+    quarantined: Mapping[Lease, Collection[int]]
+    promised: int
+
+    def counts(self) -> PageCounts:
+        """Returns the number of pages in each state."""
+        return PageCounts(
+            total=self.total,
+            free=len(self.free),
+            owned=_sum(self.owned.values()),
+            shared=len(self.shared),
+            cached=len(self.cached),
+            advertised=_sum(self.advertised.values()),
+            quarantined=_sum(self.quarantined.values()),
+            promised=self.promised,
+        )
+
+    def faults(self) -> Iterator[str]:
+        """Yields each inconsistency as a sentence: a page in no state or several, or promises that cannot be kept."""
+        places: dict[int, list[str]] = {page: [] for page in range(self.total)}
+        for place, page in self._places():
+            places.setdefault(page, []).append(place)
+        for page, found in places.items():
+            if not 0 <= page < self.total:
+                yield f"page {page} ({found[0]}) is not one of {self.total}"
+            elif not found:
+                yield f"page {page} is lost: in no state"
+            elif len(found) > 1:
+                yield f"page {page} is in {len(found)} states: {', '.join(found)}"
+        there = len(self.free) + len(self.cached)
+        if not 0 <= self.promised <= there:
+            yield f"{self.promised} pages are promised and {there} are free"
+        yield from (f"shared page {page} has {count} readers" for page, count in self.shared.items() if count < 1)
+
+    def _places(self) -> Iterator[tuple[str, int]]:
+        yield from (("free", page) for page in self.free)
+        yield from (("shared", page) for page in self.shared)
+        yield from (("cached", page) for page in self.cached)
+        for owner, held in self.owned.items():
+            yield from ((f"owned by {owner.request_id}#{owner.attempt}", page) for page in held)
+        for state, leases in (("advertised", self.advertised), ("quarantined", self.quarantined)):
+            for lease, pages in leases.items():
+                yield from ((f"{state} under {lease_name(lease)}", page) for page in pages)
+
+
+def lease_name(lease: Lease) -> str:
+    """Returns a readable name of a lease, for messages."""
+    return f"{lease.request_id}#{lease.attempt} (epoch {lease.epoch})"
+
+
+def _sum(held: Iterable[Collection[int]]) -> int:
+    return sum(len(pages) for pages in held)

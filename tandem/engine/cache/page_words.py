@@ -1,0 +1,47 @@
+"""The memory of KV pages as 32-bit words, which checksums are sums of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
+
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PageWords:
+    """The memory of a pool of pages as 32-bit words.
+
+    A row is one head's keys or values of a layer: `token_words` words of each of its `page_tokens` tokens, then a scale
+    of each if there are any. Rows are in the order of the memory, whatever that of the cache's dimensions is.
+    """
+
+    words: Tensor
+    """[pages, rows, words of a row] int32."""
+    page_tokens: int
+    token_words: int
+
+    def tokens(self) -> Tensor:
+        """Returns the token position of each word of a row: [words of a row] int64, on the words' device."""
+        place = torch.arange(self.words.shape[2], device=self.words.device)
+        codes = self.page_tokens * self.token_words
+        return torch.where(place < codes, place // self.token_words, place - codes)
+
+
+def as_words(cache: KvCache) -> PageWords:
+    """Returns the same memory as words. ValueError as for `page_checksums`."""
+    codes = codes_of(cache)
+    pages, layers, parts, kv_heads, page_tokens, head_dim = codes.shape
+    # The stride of a dimension of size 1 says nothing.
+    outer = sorted((1, 2, 3), key=lambda each: (codes.shape[each] == 1, codes.stride(each)), reverse=True)
+    bytes_of_token = head_dim * codes.element_size()
+    if bytes_of_token % WORD_BYTES:
+        raise ValueError(f"heads of {head_dim} elements of {codes.dtype} are not whole words of {WORD_BYTES} bytes")
+    scaled, token_words, rows = isinstance(cache, QuantizedKv), bytes_of_token // WORD_BYTES, layers * parts * kv_heads
+    row_words = page_tokens * (token_words + scaled)
+    ordered = codes.permute(0, *outer, 4, 5).view(torch.int32)
+    assert rows == 1 or ordered.stride(3) == row_words
+    words = ordered.as_strided((pages, rows, row_words), (ordered.stride(0), row_words, 1))
+    return PageWords(words, page_tokens, token_words)

@@ -1,0 +1,142 @@
+"""Peak rates of a device, measured in a fraction of a second: the reference of utilization.
+
+They are the rate of a large product in the model's dtype, and the memory bandwidth: on a GPU that of a copy, with read
+and written bytes both counted, on CPUs that of all threads reading together. The operands are random numbers: a product
+of zeros takes less power and is faster. Other users of the device disturb some rounds, so the fast ones count.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import torch
+
+from tandem.cost_model.roofline import CPU, GPU, Ceilings
+from tandem.engine.memory import ran_out_of_memory
+
+log = logging.getLogger(__name__)
+
+_COPY_BYTES = 256 << 20
+_COPY_ROUNDS = 24
+_MATRIX = 8192
+_PRODUCTS_S = 0.15
+"""Seconds of products: a chip that has been idle is faster than it can stay, so only the second half counts."""
+_PRODUCTS_LEAST, _PRODUCTS_MOST = 4, 400
+_FAST_PART = 4
+"""One round in `_FAST_PART` may be faster than the one that counts."""
+_CPU_READ_BYTES = 128 << 20
+_CPU_MATRIX = 512
+_CPU_ROUNDS_S = 0.1
+"""Seconds of each kind of rounds on CPUs."""
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, threads: int | None = None) -> Ceilings:
+    """Measures the ceilings of `device` for products in `dtype`, on CPUs with `threads` threads (None = all cores).
+
+    Nothing else in this process may compute meanwhile. A step's fixed cost is not measured but assumed. If there is no
+    memory for it (about half a GiB on a GPU, an eighth on CPUs), a typical device's ceilings are returned.
+    """
+    typical = GPU if device.type == "cuda" else CPU
+    began = time.perf_counter()
+    try:
+        flops, bandwidth = _of_gpu(device, dtype) if device.type == "cuda" else _of_cpu(dtype, threads)
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        log.warning("%s has no memory to measure its ceilings: a typical device's are used", device)
+        return typical
+    seconds = time.perf_counter() - began
+    log.info("%s: %.3g TFLOP/s, %.0f GB/s, measured in %.2f s", device, flops / 1e12, bandwidth / 1e9, seconds)
+    return Ceilings(flops, bandwidth, typical.launch_s)
+
+
+def _of_gpu(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Measures on the current stream; the memory is returned to the device."""
+    with torch.cuda.device(device), torch.inference_mode():
+        try:
+            bandwidth, flops = _copy_bandwidth(device), _product_rate(device, dtype)
+        finally:
+            torch.cuda.empty_cache()
+    return flops, bandwidth
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _fast(event_seconds(lambda: target.copy_(source), _COPY_ROUNDS))
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(_MATRIX, _MATRIX, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def product() -> None:
+        torch.mm(a, b, out=out)
+
+    one_s = min(event_seconds(product, 2))
+    count = min(_PRODUCTS_MOST, max(_PRODUCTS_LEAST, int(_PRODUCTS_S / one_s)))
+    return 2 * _MATRIX**3 / _fast(event_seconds(product, count)[count // 2 :])
+
+
+def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
+    """Returns the device time of each round, launched back to back, after one warm-up round."""
+    run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+
+
+def _of_cpu(dtype: torch.dtype, threads: int | None) -> tuple[float, float]:
+    """Measures with one thread per core, since PyTorch's own threads would go on spinning between the engine's kernels.
+
+    A dtype without hardware support is slower than float32, which kernels can compute with as well.
+    """
+    count = threads or len(os.sched_getaffinity(0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count, "ceilings") as pool:
+            read_s = _rounds(pool, _readers(pool, count))
+            product_s = min(_rounds(pool, [_product(each)] * count) for each in {dtype, torch.float32})
+    finally:
+        torch.set_num_threads(before)
+    return count * 2 * _CPU_MATRIX**3 / product_s, _CPU_READ_BYTES // count * count / read_s
+
+
+def _readers(pool: ThreadPoolExecutor, count: int) -> list[Callable[[], object]]:
+    """Returns one reader per thread, each of its own part, which some thread of the pool has written first."""
+    part = _CPU_READ_BYTES // count // torch.float32.itemsize
+    return [values.sum for values in pool.map(torch.ones, [part] * count)]
+
+
+def _product(dtype: torch.dtype) -> Callable[[], object]:
+    a, b = (torch.randn(_CPU_MATRIX, _CPU_MATRIX, dtype=dtype) for _ in range(2))
+    return lambda: torch.mm(a, b)
+
+
+def _rounds(
+    pool: ThreadPoolExecutor,
+    jobs: list[Callable[[], object]],
+    seconds: float = _CPU_ROUNDS_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Returns the seconds of the fastest round in which all jobs ran concurrently; at least two rounds."""
+    times: list[float] = []
+    ends = clock() + seconds
+    while len(times) < 2 or clock() < ends:
+        began = clock()
+        list(pool.map(lambda job: job(), jobs))
+        times.append(clock() - began)
+    return min(times)
+
+
+def _fast(times: list[float]) -> float:
+    """Returns a time among the fast ones of partly disturbed rounds, but no outlier."""
+    return sorted(times)[len(times) // _FAST_PART]

@@ -1,0 +1,102 @@
+"""The shape of the KV cache, from a model's specification.
+
+Layers whose KV lives equally long, because they have the same window or none, share pages: they form groups. All groups
+have as many layers, so that all pages have as many bytes and one pool serves them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.protocol.errors import ModelError
+
+_WASTE = 16
+"""At most one part in so many of a long request's KV is padding: fewer groups are worth that, and no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose KV of the same tokens lies in the same pages."""
+
+    layers: tuple[int, ...]
+    """Numbers of the model's layers, in order: at most `depth` of them."""
+    depth: int
+    """Layers of a page, the same for all groups; those beyond `layers` are padding."""
+    heads: int
+    parts: int
+    """2 for keys and values, 1 for latents."""
+    dim: int
+    """Elements of each part and head."""
+    window: int | None = None
+    """Positions that a token sees, itself included; None = all before it."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of one token in a page."""
+        return self.depth * self.parts * self.heads * self.dim
+
+
+def kv_groups(spec: ModelSpec) -> tuple[KvGroup, ...]:
+    """Returns the groups of layers: those without a window first, then by window, and by the layers' numbers.
+
+    ModelError if the layers' keys and values differ in shape.
+    """
+    shapes = {_shape_of(layer) for layer in spec.layers}
+    if len(shapes) > 1:
+        raise ModelError("layers whose keys and values differ in shape are not supported.")
+    heads, parts, dim = shapes.pop()
+    classes = _classes(spec.layers)
+    depth = _depth({window: len(layers) for window, layers in classes.items()}, spec.max_context)
+    return tuple(
+        KvGroup(tuple(layers[first : first + depth]), depth, heads, parts, dim, window)
+        for window, layers in classes.items()
+        for first in range(0, len(layers), depth)
+    )
+
+
+def kv_windows(spec: ModelSpec) -> tuple[int | None, ...]:
+    """Returns the window of each group."""
+    return tuple(group.window for group in kv_groups(spec))
+
+
+def kv_elements(layers: Iterable[LayerSpec]) -> int:
+    """Returns the elements of one token's keys and values in these layers, padding not counted."""
+    return sum(parts * heads * dim for heads, parts, dim in map(_shape_of, layers))
+
+
+def window_of(layer: LayerSpec) -> int | None:
+    """Returns the number of latest positions that a layer's tokens see; None = all."""
+    attention = layer.attention
+    return attention.shape.window if isinstance(attention, GroupedQueryAttention) else None
+
+
+def _classes(layers: Sequence[LayerSpec]) -> Mapping[int | None, list[int]]:
+    """Returns the numbers of the layers of each window, None first."""
+    found: dict[int | None, list[int]] = defaultdict(list)
+    for number, layer in enumerate(layers):
+        found[window_of(layer)].append(number)
+    return {window: found[window] for window in sorted(found, key=lambda window: window or 0)}
+
+
+def _depth(sizes: Mapping[int | None, int], max_context: int) -> int:
+    """Returns the layers of a page: the most, hence the fewest groups, whose padding wastes little.
+
+    Padding counts by what it occupies for a request of `max_context` tokens: that of layers with a window costs little.
+    """
+
+    def layer_tokens(depth: int) -> int:
+        padded = {window: -(-size // depth) * depth for window, size in sizes.items()}
+        return sum(size * min(window or max_context, max_context) for window, size in padded.items())
+
+    least = layer_tokens(1)
+    fitting = [depth for depth in range(1, max(sizes.values()) + 1) if layer_tokens(depth) <= least + least // _WASTE]
+    return min(fitting, key=lambda depth: (sum(-(-size // depth) for size in sizes.values()), layer_tokens(depth)))
+
+
+def _shape_of(layer: LayerSpec) -> tuple[int, int, int]:
+    """Returns heads, parts and dimensions of a layer's KV."""
+    attention = layer.attention
+    if isinstance(attention, GroupedQueryAttention):
+        return attention.shape.kv_heads, 2, attention.shape.head_dim
+    return 1, 1, attention.shape.cached

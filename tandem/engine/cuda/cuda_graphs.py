@@ -1,0 +1,92 @@
+"""CUDA graphs of the decode step: one per batch size, replayed without launching any kernel from the host."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tandem.engine.cuda.sampler_cuda import PARAMS, DeviceSampler
+from tandem.engine.cuda.step_graph import Pool, StepGraph, capture_step, empty_step
+from tandem.engine.host_stepper import Forward
+from tandem.engine.kernels.base import Feed
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.steps.step_buffer import StepSizes
+from tandem.engine.steps.step_packer import StepPacker
+from tandem.engine.weights.checkpoint import Progress
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_BEYOND = 64
+"""The step between sizes after the last of `_SIZES`."""
+
+
+class DecodeGraphs:
+    """The decode graphs of all batch sizes.
+
+    All share one memory pool, their logits included, because one graph runs at a time and the reader of a step's
+    logits, the sampler, is launched on the same stream after its replay and before the next one: no graph keeps what
+    another may overwrite. At 256 rows of a vocabulary of 128 k, separate logits per size would take gigabytes.
+    """
+
+    def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
+        """Takes `drawn` [rows] int64, each step's greedy tokens for the next, and the memory `pool` of all graphs."""
+        self._packer = packer
+        self._forward = forward
+        self._sampler = sampler
+        self._drawn = drawn
+        self._graphs: list[StepGraph] = []
+        self._pool = pool
+
+    def trials(self, sizes: Sequence[int]) -> dict[str, Callable[[], Tensor]]:
+        """Returns runs of the steps of these numbers of rows, for `run_side_by_side`."""
+
+        def run(rows: int) -> Tensor:
+            return self._step(rows)[1]()
+
+        return {f"the step of {rows} rows": partial(run, rows) for rows in sizes}
+
+    def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
+        """Captures the steps of these numbers of rows, the largest first, so that the others fit into its memory."""
+        for done, rows in enumerate(sorted(sizes, reverse=True)):
+            self._graphs.append(self._capture(rows))
+            if progress is not None:
+                progress("capturing CUDA graphs", (done + 1) / len(sizes))
+        self._graphs.reverse()
+
+    def fitting(self, batch: StepBatch) -> StepGraph | None:
+        """Returns the smallest graph that computes `batch`.
+
+        None if it has too many rows, or rows that do not just decode.
+        """
+        if batch.chunks:
+            return None
+        return next((graph for graph in self._graphs if graph.sizes.rows >= len(batch)), None)
+
+    def _step(self, rows: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
+        """Returns a step of padded rows: its input words, the launch of all its kernels (→ logits), and its sizes."""
+        limits = self._packer.limits
+        sizes = StepSizes(
+            tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows, groups=limits.groups
+        )
+        words, step = empty_step(
+            self._packer, sizes, self._drawn.device, singles=rows, max_row_tokens=1, context=limits.max_context
+        )
+        unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
+
+        def compute() -> Tensor:
+            logits = self._forward(step, Feed(step.sources, self._drawn))
+            assert logits is not None
+            self._sampler.sample(logits, unread, self._drawn[:rows], greedy_only=True)
+            return logits
+
+        return words, compute, sizes
+
+    def _capture(self, rows: int) -> StepGraph:
+        words, compute, sizes = self._step(rows)
+        return capture_step(compute, words, sizes, pool=self._pool)
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Returns the numbers of rows that get a graph, up to `max_rows`, which is the last."""
+    beyond = range(_SIZES[-1] + _BEYOND, max_rows, _BEYOND)
+    return [*(size for size in (*_SIZES, *beyond) if size < max_rows), max_rows]

@@ -1,0 +1,213 @@
+"""Start of an engine on a GPU after its weights are loaded: measure, size the cache, capture the graphs."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from tandem.cost_model.step_grid import answer_slots
+from tandem.engine.cache.paged_cache import PagedCache, cache_bytes
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.cuda.compile_ahead import Trial, run_side_by_side
+from tandem.engine.cuda.cuda_graphs import DecodeGraphs, graph_sizes
+from tandem.engine.cuda.cuda_stepper import CudaStepper
+from tandem.engine.cuda.penalty_counts import PenaltyCounts
+from tandem.engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
+from tandem.engine.cuda.sampler_cuda import DeviceSampler
+from tandem.engine.cuda.token_draws import TokenDraws
+from tandem.engine.cuda.verify_graphs import VerifyGraphs, VerifySize, most_groups, verify_sizes
+from tandem.engine.grammar_masks import GrammarMasks
+from tandem.engine.host_stepper import forward_over
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.steps.step_packer import StepPacker, step_limits
+from tandem.engine.weights.checkpoint import Progress
+from tandem.protocol.ending import pages_for
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_MARGIN_BYTES = GIB // 4
+"""Reserve for memory fragmentation and for allocations that only some steps need."""
+_COMPILED_PROMPT = 2048
+"""Tokens of a prompt that uses the kernels of long prompts."""
+_SHORT_PROMPT = 2
+"""Tokens of a row that is not a decode row."""
+_ANY = SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Rows of the decode steps, and sizes of the prefill and mixed steps and of those with drafts, that get graphs."""
+
+    rows: list[int]
+    prompts: list[PromptSize]
+    verify: list[VerifySize]
+
+    @property
+    def largest(self) -> "_Sizes":
+        """The sizes whose memory holds the others."""
+        return _Sizes(self.rows[-1:], largest(self.prompts), self.verify[-1:])
+
+
+def start_on_gpu(
+    config: EngineConfig,
+    model: DecoderModel,
+    page_tokens: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    masks: GrammarMasks,
+    progress: Progress | None,
+) -> tuple[PagedCache, CudaStepper]:
+    """Returns the cache, as large as the settings allow, and the stepper over it with its graphs captured.
+
+    InvalidArgument, naming the setting to change, if there is not enough memory, or if the GPU is too small for the
+    model's kernels.
+    """
+    with naming_the_setting(device), _refusing_small_gpus(device):
+        for rows, groups in most_groups(_verify_sizes(config, model)).items():
+            model.kernels.reserve_draft_groups(groups, rows)
+        probe = _one_row(config, model, page_tokens, kv_dtype, device)
+        _compile(config, model, probe)
+        steps = _measure_steps(config, model, probe) if config.kv_cache_bytes is None else 0
+        del probe
+        capacity = config.kv_cache_bytes
+        if capacity is None:
+            capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
+        # Outside of inference mode: the transfer and tests write into the cache as well.
+        cache = PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
+        stepper = _make_stepper(config, model, cache, _every_size(config, model), progress, masks=masks)
+    log.info("KV cache: %d pages, %.1f GiB", cache.pages, cache.pages * cache.page_bytes / GIB)
+    return cache, stepper
+
+
+@contextlib.contextmanager
+def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
+    """Raises InvalidArgument for a GPU with less shared memory than tiles need, which were tuned on larger ones."""
+    try:
+        yield
+    except OutOfResources as error:
+        raise InvalidArgument(
+            "device",
+            f"{device} is too small for this model's kernels: they need {error.required} of {error.name}, it has"
+            f" {error.limit}; use a data center's GPU (A100, H100, H200 or newer), or cpu.",
+        ) from error
+
+
+def _one_row(
+    config: EngineConfig, model: DecoderModel, page_tokens: int, kv_dtype: torch.dtype, device: torch.device
+) -> PagedCache:
+    """Returns a cache for the longest row of a step, for trial steps."""
+    row_tokens = min(config.max_step_tokens, model.spec.max_context)
+    pages = len(kv_groups(model.spec)) * pages_for(row_tokens, page_tokens)
+    capacity = cache_bytes(model.spec, pages, page_tokens, kv_dtype)
+    return PagedCache(model.spec, page_tokens, capacity, kv_dtype, device, step_tokens=config.max_step_tokens)
+
+
+def _measure_steps(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> int:
+    """Returns the bytes of the largest prefill step and of the largest graphs, measured over a cache of one row.
+
+    The memory of the largest graphs holds the smaller ones.
+    """
+    row_tokens, device = min(config.max_step_tokens, model.spec.max_context), probe.device
+
+    def run() -> CudaStepper:
+        stepper = _make_stepper(config, model, probe, _every_size(config, model).largest, None)
+        with torch.inference_mode():
+            stepper.launch(StepBatch(_prompt_rows(config.max_step_tokens, row_tokens, probe)))()
+        return stepper
+
+    return measure_peak(device, run)
+
+
+def _compile(config: EngineConfig, model: DecoderModel, probe: PagedCache) -> None:
+    """Compiles most kernels of all steps, while there is memory to run many at a time."""
+    device = probe.device
+    stepper = _make_stepper(config, model, probe, _Sizes([], [], []), None)
+    # Draws first: steps of many rows wait for a library that compiles, and occupy the compiler threads.
+    trials: dict[str, Trial] = {**stepper.draws.trials(model.dtype)}
+    if config.cuda_graphs:
+        trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
+        trials |= stepper.verify.trials(_verify_sizes(config, model))
+    tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.spec, probe).max_context)
+    trials["a prefill step"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
+    for number in model.kernels.trial_tokens:
+        if number <= tokens:
+            rows = _prompt_rows(number, number, probe)
+            trials[f"a prefill step of {number} tokens"] = partial(stepper.logits, StepBatch(rows))
+    for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
+        trials[f"a mixed step of {slots} decode rows"] = partial(stepper.logits, _mixed_step(slots, probe))
+    later = _prompt_rows(tokens, tokens, probe, cached=tokens // 2)
+    trials["a prefill step behind cached tokens"] = lambda: stepper.logits(StepBatch(later))
+    run_side_by_side(trials, device)
+    model.kernels.end_trials()
+
+
+def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache, cached: int = 0) -> list[StepRow]:
+    """Returns rows of `tokens` tokens in total, of which the first `cached` of each row are not computed.
+
+    They share their pages, as the result is not used.
+    """
+    pages = range(probe.pages)
+    lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
+    return [StepRow([0] * (length - cached), cached, pages, Draw(_ANY, 0)) for length in lengths]
+
+
+def _mixed_step(answers: int, probe: PagedCache) -> StepBatch:
+    """Returns a mixed step: a short prompt and `answers` decode rows."""
+    return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
+
+
+def _every_size(config: EngineConfig, model: DecoderModel) -> _Sizes:
+    if not config.cuda_graphs:
+        return _Sizes([], [], [])
+    rows, verify = graph_sizes(config.max_batch_requests), _verify_sizes(config, model)
+    if not model.kernels.prompts_capturable:
+        return _Sizes(rows, [], verify)
+    prompts = prompt_graph_sizes(model.spec, config.max_step_tokens, config.max_batch_requests)
+    most = model.kernels.capturable_tokens
+    return _Sizes(rows, [size for size in prompts if most is None or size.tokens <= most], verify)
+
+
+def _verify_sizes(config: EngineConfig, model: DecoderModel) -> list[VerifySize]:
+    if not (config.cuda_graphs and config.draft_graphs):
+        return []
+    return verify_sizes(model.kernels, config.max_batch_requests, config.max_step_tokens)
+
+
+def _make_stepper(
+    config: EngineConfig,
+    model: DecoderModel,
+    cache: PagedCache,
+    sizes: _Sizes,
+    progress: Progress | None,
+    *,
+    masks: GrammarMasks | None = None,
+) -> CudaStepper:
+    device = cache.device
+    packer = StepPacker(step_limits(model.spec, cache))
+    forward = forward_over(model, cache)
+    # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
+    drawn = torch.zeros(max(config.max_batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
+    sampler = DeviceSampler(model.spec.vocab_size, config.max_batch_requests, device, overlaps_launches())
+    with torch.inference_mode():
+        pool = torch.cuda.graph_pool_handle()
+        prompts = PromptGraphs(packer, forward, drawn, pool, model.kernels.capturable_pages)
+        prompts.capture(sizes.prompts, progress)
+        graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
+        graphs.capture(sizes.rows, progress)
+        verify = VerifyGraphs(packer, forward, sampler, drawn, pool)
+        verify.capture(sizes.verify, progress)
+        counts = PenaltyCounts(model.spec.vocab_size, config.max_batch_requests, device)
+        draws = TokenDraws(sampler, counts, drawn, model.spec.eos_token_ids, masks, pdl=overlaps_launches())
+    return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts, verify=verify)

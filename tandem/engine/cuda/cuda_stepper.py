@@ -1,0 +1,158 @@
+"""Steps on a GPU: launched without waiting, their tokens read while the next step runs."""
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tandem.engine.cuda.cuda_graphs import DecodeGraphs
+from tandem.engine.cuda.prompt_graphs import PromptGraphs
+from tandem.engine.cuda.token_draws import DrawMemory, TokenDraws
+from tandem.engine.cuda.verify_graphs import VerifyGraphs
+from tandem.engine.graph_use import GraphUse
+from tandem.engine.host_stepper import Forward
+from tandem.engine.kernels.base import Feed
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from tandem.engine.steps.draft_groups import fill_draft_groups
+from tandem.engine.steps.prompt_scoring import StepScoring
+from tandem.engine.steps.scored_step import with_scoring
+from tandem.engine.steps.step_buffer import StepSizes
+from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack
+
+_WORDS_AT_FIRST = 1 << 16
+
+
+@dataclass(slots=True)
+class _HostMemory:
+    """Pinned memory of one step in flight."""
+
+    words: Tensor
+    draws: DrawMemory
+    done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def reserve(self, words: int) -> Tensor:
+        if words > len(self.words):
+            self.words = _pinned(2 * words)
+        return self.words[:words]
+
+
+class CudaStepper:
+    """Runs steps on a GPU. At most two may be in flight: results are requested in the order of the launches."""
+
+    asynchronous = True
+
+    def __init__(
+        self,
+        packer: StepPacker,
+        forward: Forward,
+        draws: TokenDraws,
+        drawn: Tensor,
+        *,
+        graphs: DecodeGraphs,
+        prompts: PromptGraphs,
+        verify: VerifyGraphs,
+    ) -> None:
+        """Takes `drawn` [rows] int64, in which `draws` leaves every step's tokens for the next one."""
+        self._packer = packer
+        self._forward = forward
+        self.draws = draws
+        self._drawn = drawn
+        self.graphs = graphs
+        self.prompts = prompts
+        self.verify = verify
+        self.graph_use = GraphUse()
+        self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
+        self._draw_of_row: list[int] = []
+        """The draw of each row of the newest step; empty if every row's draw has the row's number."""
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Launches a step (see `ModelRunner.launch`)."""
+        # Triton and graphs use the thread's current device, and steps have a dedicated thread.
+        torch.cuda.set_device(self._drawn.device)
+        sizes = self._packer.sizes(batch)  # before anything changes: some malformed batches are refused here
+        draws = batch.draws
+        memory = self._memory[0]
+        self._memory.reverse()
+        memory.done.synchronize()
+        late = self.draws.late_tokens(draws, self._sources(batch)) if draws.looks_back else ()
+        logits, greedy_is_drawn, scoring = self._compute(batch, sizes, memory)
+        read = None
+        if logits is not None:
+            read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
+        memory.done.record()
+        self._draw_of_row = _draws_of_rows(batch)
+
+        def result() -> StepResult:
+            memory.done.synchronize()
+            tokens, scores = ([], []) if read is None else read()
+            if scoring is not None:
+                scoring.deliver()
+            return rows_of(tokens, batch, scores)
+
+        return result
+
+    def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
+        """Returns logits [draws, vocab] on the device, or [tokens, vocab] of every token, which no graph computes.
+
+        Waits for every earlier step, and no row may have a `source`.
+        """
+        torch.cuda.set_device(self._drawn.device)
+        torch.cuda.synchronize()
+        self._draw_of_row = []
+        sizes, memory = self._packer.sizes(batch), self._memory[0]
+        if every_token:
+            step = self._pack(batch, sizes, memory)
+            logits = self._forward(replace(step, drawn=None), Feed(step.sources, self._drawn))
+        else:
+            logits, *_ = self._compute(batch, sizes, memory)
+        torch.cuda.synchronize()
+        return logits
+
+    def _sources(self, batch: StepBatch) -> list[int | None]:
+        """Returns for each draw the draw of the step before that its row's token comes from."""
+        rows = [row.source for row in batch.rows if row.draw is not None]
+        return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
+
+    def _compute(
+        self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory
+    ) -> tuple[Tensor | None, bool, StepScoring | None]:
+        """Returns logits [at least draws, vocab], True if the greedy tokens are drawn already, and what is scored.
+
+        Graphs compute the logits of draws only, so none runs a step that scores a prompt.
+        """
+        decode = self.verify.fitting(batch) or self.graphs.fitting(batch)
+        graph = None if batch.scored else decode or self.prompts.fitting(batch, sizes)
+        # Counted after `pack`, which may refuse the step.
+        if graph is not None:
+            words = memory.reserve(graph.input_words)
+            self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row, graph.chunks_at)
+            if graph.groups is not None:
+                fill_draft_groups(batch.tokens, graph.groups, words.numpy()[graph.sizes.words :])
+            self.graph_use.hits += 1
+            self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
+            logits = graph.replay(words)
+            return logits if sizes.drawn else None, decode is not None, None
+        step = self._pack(batch, sizes, memory)
+        if batch.scored:
+            step = with_scoring(step, batch, self.draws.score_tokens)
+        self.graph_use.misses += 1
+        return self._forward(step, Feed(step.sources, self._drawn)), False, step.scoring
+
+    def _pack(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> PackedStep:
+        """Returns the step's tensors on the device."""
+        words = memory.reserve(sizes.words)
+        self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
+        return unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
+
+
+def _draws_of_rows(batch: StepBatch) -> list[int]:
+    """Returns the draw of each row, -1 for rows without; empty if every row draws."""
+    if all(row.draw is not None for row in batch.chunks):
+        return []
+    numbers = itertools.count(len(batch.tokens))
+    return [*range(len(batch.tokens)), *(-1 if row.draw is None else next(numbers) for row in batch.chunks)]
+
+
+def _pinned(words: int) -> Tensor:
+    return torch.empty(words, dtype=torch.int64, pin_memory=True)

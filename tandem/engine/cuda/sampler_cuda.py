@@ -1,0 +1,221 @@
+"""Sampling on the device: the same choice as `tandem.engine.sampler`, without synchronizing with the host.
+
+The host packs each row's parameters and its seeded uniform number into one array, before the logits exist; the device
+does the rest. The order of the filters, ties and the inverse of the cumulative distribution are those of
+`tandem.engine.sampler`; sums are exact in fixed point here, so a token may differ from it only where float32
+probabilities round to another side of a filter's threshold or of the drawn number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.engine.kernels.sampling import triton_choice, triton_sampling
+from tandem.engine.steps.draws import NUMBER, SETTINGS, Draw, Draws
+
+PARAMS: int = triton_sampling.PARAMS.value
+ALIGNED: int = triton_sampling.ALIGNED.value
+CANDIDATES: int = triton_sampling.CANDIDATES.value
+SPLITS: int = triton_sampling.SPLITS.value
+BINS: int = triton_sampling.BINS.value
+IN_PROMPT: int = triton_sampling.IN_PROMPT.value
+"""The bit that marks a token of the prompt (see `DeviceSampler.sample`)."""
+
+MASS_BITS = 62
+"""A row's whole mass, at most one unit per token, is at most 2**62 and fits into an int64."""
+TILE, TILE_WARPS = 2048, 4
+CHOICE_TILE, CHOICE_WARPS = 4096, 16
+MANY_ROWS = 16
+"""The number of rows that saturate the device with large blocks; fewer need small ones."""
+LARGE_BLOCK, LARGE_WARPS = 8192, 8
+SMALL_BLOCK, SMALL_WARPS = 2048, 4
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """A step's draws in the device's layout: params [rows, PARAMS] float64; True if every row is greedy."""
+
+    params: NDArray[np.float64]
+    greedy_only: bool
+
+
+class DeviceSampler:
+    """Samples up to `max_rows` rows of `vocab_size` logits; owns about 4 · max_rows · vocab_size bytes of scratch.
+
+    One step at a time uses it: launches of one stream, or of CUDA graphs that follow each other.
+    """
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device, pdl: bool) -> None:
+        self._vocab = vocab_size
+        self.max_rows = max_rows
+        self._pdl = pdl
+        self._shift = MASS_BITS - (vocab_size - 1).bit_length()
+        part = triton.cdiv(vocab_size, SPLITS)
+        self._split_tokens = triton.cdiv(part, TILE) * TILE
+        self._splits = triton.cdiv(vocab_size, self._split_tokens)
+        # The number of small blocks, for large ones too: kernels after the first then do not depend on the row count.
+        self._padded_blocks = triton.next_power_of_2(triton.cdiv(vocab_size, SMALL_BLOCK))
+        self._room = CANDIDATES + triton.cdiv(vocab_size, ALIGNED) * ALIGNED
+
+        def scratch(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max_rows, *sizes, dtype=dtype, device=device)
+
+        # Token 0 everywhere: where kernels are compiled side by side, a launch that fills this may not happen, and the
+        # token that the next one reads from it becomes an address.
+        self._best = scratch(triton.cdiv(vocab_size, SMALL_BLOCK), dtype=torch.int64)
+        self._best.fill_(triton_sampling.LOW_HALF.value)
+        self._weights = scratch(self._room, dtype=torch.float32)
+        self._ids = scratch(CANDIDATES, dtype=torch.int32)
+        self._found = scratch(2, dtype=torch.int32)
+        self._masses = scratch(SPLITS, dtype=torch.int64)
+        self._histograms = scratch(SPLITS, BINS, dtype=torch.int32)
+
+    @staticmethod
+    def plan(
+        draws: Sequence[Draw], counted: Sequence[int] | None = None, into: NDArray[np.float64] | None = None
+    ) -> SamplingPlan:
+        """Packs `draws` row by row, `into` [rows, PARAMS] if that is given. Does not touch the device.
+
+        `counted`: each draw's row of counts, -1 without penalties; None: no draw has any.
+        """
+        columns = Draws.of(draws)
+        params = np.empty((len(draws), PARAMS)) if into is None else into
+        params[:, :SETTINGS] = columns.settings
+        params[:, SETTINGS] = -1 if counted is None else counted
+        greedy = columns.greedy
+        if not greedy:
+            params[:, NUMBER] = columns.numbers()
+        return SamplingPlan(params, greedy)
+
+    def sample(
+        self, logits: Tensor, params: Tensor, out: Tensor, *, greedy_only: bool, counts: Tensor | None = None
+    ) -> None:
+        """Launches the choice of one token per row → out [R] int64.
+
+        logits [R, vocab_size], contiguous rows, any float dtype; params [R, PARAMS] float64 on the device, a plan's
+        `params`; greedy_only: the plan's, which makes it two short launches.
+
+        counts [any, vocab_size] int32 contiguous, or None if no row has a penalty: in the row that a plan names, how
+        often the answer has each token so far, plus IN_PROMPT where the prompt has it; the token drawn here is added.
+        No two rows may share one.
+
+        The id is NO_TOKEN where the largest logit is not finite. Nothing here waits for the device.
+        """
+        rows, vocab = logits.shape
+        assert rows <= self.max_rows, f"{rows} rows: the sampler was made for {self.max_rows}"
+        assert vocab == self._vocab, f"{vocab} tokens: the sampler was made for {self._vocab}"
+        # Without penalties nothing reads the counts, but a kernel still needs a pointer.
+        seen = self._ids if counts is None else counts
+        penalties = counts is not None
+        blocks = self._find_best(logits, params, seen, penalties=penalties)
+        if greedy_only:
+            self._take_best(params, out, seen, blocks, penalties=penalties)
+        else:
+            self._weigh(logits, params, seen, blocks, penalties=penalties)
+            self._collect(params, rows)
+            self._choose(params, out, seen, blocks, penalties=penalties)
+
+    def _find_best(self, logits: Tensor, params: Tensor, seen: Tensor, *, penalties: bool) -> int:
+        """Finds the most likely token of each block of the vocabulary, into `_best`; returns the number of blocks."""
+        large = len(logits) >= MANY_ROWS
+        block = LARGE_BLOCK if large else SMALL_BLOCK
+        blocks: int = triton.cdiv(self._vocab, block)
+        triton_sampling.best_of_block[(len(logits), blocks)](
+            logits,
+            logits.stride(0),
+            seen,
+            params,
+            self._best,
+            self._vocab,
+            BLOCK=block,
+            PENALTIES=penalties,
+            PDL=self._pdl,
+            num_warps=LARGE_WARPS if large else SMALL_WARPS,
+            launch_pdl=self._pdl,
+        )
+        return blocks
+
+    def _take_best(self, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
+        triton_sampling.take_best[(len(out),)](
+            self._best,
+            out,
+            seen,
+            params,
+            blocks,
+            self._vocab,
+            BLOCKS=self._padded_blocks,
+            PENALTIES=penalties,
+            PDL=self._pdl,
+            num_warps=1,
+            launch_pdl=self._pdl,
+        )
+
+    def _weigh(self, logits: Tensor, params: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
+        """Computes each token's weight in rows that are drawn, into `_weights`, and each part's mass and histogram."""
+        triton_sampling.weigh[(len(logits), self._splits)](
+            logits,
+            logits.stride(0),
+            seen,
+            params,
+            self._best,
+            self._weights,
+            self._masses,
+            self._histograms,
+            self._vocab,
+            blocks,
+            self._room,
+            self._split_tokens,
+            BLOCKS=self._padded_blocks,
+            TILE=TILE,
+            SHIFT=self._shift,
+            PENALTIES=penalties,
+            PDL=self._pdl,
+            num_warps=TILE_WARPS,
+            launch_pdl=self._pdl,
+        )
+
+    def _collect(self, params: Tensor, rows: int) -> None:
+        """Collects the heaviest tokens of filtered rows, into `_ids`, with their weights in front of all others."""
+        triton_sampling.collect[(rows, self._splits)](
+            params,
+            self._weights,
+            self._ids,
+            self._found,
+            self._histograms,
+            self._vocab,
+            self._room,
+            self._split_tokens,
+            TILE=TILE,
+            PDL=self._pdl,
+            num_warps=TILE_WARPS,
+            launch_pdl=self._pdl,
+        )
+
+    def _choose(self, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
+        """Chooses one token per row: its best where it is greedy, else the one that its number draws."""
+        triton_choice.choose[(len(out),)](
+            params,
+            self._best,
+            self._weights,
+            self._ids,
+            self._found,
+            self._masses,
+            seen,
+            out,
+            self._vocab,
+            blocks,
+            self._room,
+            self._split_tokens,
+            BLOCKS=self._padded_blocks,
+            TILE=CHOICE_TILE,
+            SHIFT=self._shift,
+            PENALTIES=penalties,
+            PDL=self._pdl,
+            num_warps=CHOICE_WARPS,
+            launch_pdl=self._pdl,
+        )

@@ -1,0 +1,110 @@
+"""One step as a CUDA graph: captured once per size, replayed over the contents of its input words."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.steps.batch import StepBatch
+from tandem.engine.steps.draft_groups import DraftGroupSizes
+from tandem.engine.steps.step_buffer import StepSizes
+from tandem.engine.steps.step_packer import PackedStep, StepPacker, view_step
+
+Pool = Any
+"""The return value of `torch.cuda.graph_pool_handle`: memory that graphs share."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A step of up to `sizes`.
+
+    The next replay reads and writes its tensors; `logits` are in the memory that all graphs share (see
+    `tandem/engine/cuda/cuda_graphs.py`).
+    """
+
+    sizes: StepSizes
+    words: Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    chunks_at: int | None = None
+    """The `chunks_at` of `StepPacker.pack`."""
+    groups: DraftGroupSizes | None = None
+    """The groups of a step that verifies drafts, whose table is behind the words of `sizes`."""
+
+    @property
+    def input_words(self) -> int:
+        """The number of words that `replay` takes."""
+        return self.sizes.words if self.groups is None else self.sizes.words + self.groups.words
+
+    def replay(self, words: Tensor) -> Tensor:
+        """Runs the step packed into pinned `words` [input_words] → logits [sizes.drawn, vocab].
+
+        The logits are valid until the next replay of any graph.
+        """
+        self.words.copy_(words, non_blocking=True)
+        self.graph.replay()
+        return self.logits
+
+
+def empty_step(
+    packer: StepPacker,
+    sizes: StepSizes,
+    device: torch.device,
+    *,
+    singles: int,
+    max_row_tokens: int,
+    context: int,
+    more_words: int = 0,
+) -> tuple[Tensor, PackedStep]:
+    """Returns an empty step of `sizes`: its input words on `device`, and its tensors, which are views of them.
+
+    Behind the step's words come `more_words` zeros. Its first `singles` rows have one token each, the others up to
+    `max_row_tokens`.
+    """
+    host = torch.zeros(sizes.words + more_words, dtype=torch.int64)
+    packer.pack(StepBatch([]), sizes, host[: sizes.words].numpy(), chunks_at=singles)
+    words = host.to(device)
+    step = words[: sizes.words]
+    return words, view_step(step, sizes, max_row_tokens=max_row_tokens, max_context=context, single_rows=singles)
+
+
+def capture_step(
+    compute: Callable[[], Tensor],
+    words: Tensor,
+    sizes: StepSizes,
+    *,
+    pool: Pool,
+    chunks_at: int | None = None,
+    groups: DraftGroupSizes | None = None,
+) -> StepGraph:
+    """Captures the graph of `compute`, which reads `words` and returns logits, in the memory of `pool`."""
+    compute()  # compiles kernels, which a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        logits = compute()
+    # The tensor itself would keep its memory from the graphs captured after this one.
+    return StepGraph(sizes, words, graph, borrow(logits), chunks_at, groups)
+
+
+class _Borrowed:
+    """The memory of a tensor without the tensor, for `torch.as_tensor`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """Returns a tensor over the memory of a contiguous one on a GPU, without keeping that memory alive.
+
+    The caller ensures that the memory stays mapped and knows when its contents are valid.
+    """
+    memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape)

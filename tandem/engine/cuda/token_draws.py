@@ -1,0 +1,170 @@
+"""Tokens and log probabilities from a step's logits, on the device: launches that never wait for it."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tandem.engine.cuda.penalty_counts import PenaltyCounts
+from tandem.engine.cuda.sampler_cuda import MANY_ROWS, PARAMS, DeviceSampler
+from tandem.engine.grammar_masks import GrammarMasks
+from tandem.engine.kernels.sampling.triton_logprobs import MOST_TOP, logprobs
+from tandem.engine.logits_mask import MaskedLogits
+from tandem.engine.logprobs import scores_of, wants_logprobs
+from tandem.engine.steps.draws import Draw, Draws, History
+from tandem.protocol.messages import SamplingParams, TokenLogprobs
+
+Drawn = tuple[list[int], list[TokenLogprobs | None]]
+"""A step's tokens, one per draw, and their log probabilities: one per draw, or none if no draw asked."""
+
+_TRIAL_TOKEN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawMemory:
+    """Host memory of the transfers of one step's draws to and from the device; the step's until it has run."""
+
+    params: Tensor
+    rows: Tensor
+    tokens: Tensor
+    values: Tensor
+    top_ids: Tensor
+
+    @classmethod
+    def of(cls, most: int, device: torch.device) -> "DrawMemory":
+        """Allocates memory for up to `most` draws; pinned if `device` is a GPU."""
+
+        def memory(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(*sizes, dtype=dtype, pin_memory=device.type == "cuda")
+
+        return cls(
+            params=memory(most, PARAMS, dtype=torch.float64),
+            rows=memory(most, dtype=torch.int64),
+            tokens=memory(most, dtype=torch.int64),
+            # Flat: only contiguous memory is copied without waiting, and its rows are as long as a step asks for.
+            values=memory(most * (1 + MOST_TOP), dtype=torch.float32),
+            top_ids=memory(most * MOST_TOP, dtype=torch.int64),
+        )
+
+
+class TokenDraws:
+    """Draws every step's tokens into `drawn`, from which the next step reads them."""
+
+    def __init__(
+        self,
+        sampler: DeviceSampler,
+        counts: PenaltyCounts,
+        drawn: Tensor,
+        eos_token_ids: Sequence[int] = (),
+        masks: GrammarMasks | None = None,
+        *,
+        pdl: bool,
+    ) -> None:
+        """Takes `drawn` [most draws of a step] int64, and `counts` with as many rows as `sampler` samples at once.
+
+        None of `eos_token_ids` is drawn where an answer may not end yet, no token that `masks` forbids.
+        """
+        self._sampler = sampler
+        self._counts = counts
+        self._drawn = drawn
+        self._eos_token_ids = eos_token_ids
+        self._masks = masks
+        self._pdl = pdl
+
+    def make_memory(self) -> DrawMemory:
+        """Allocates host memory for one step."""
+        return DrawMemory.of(len(self._drawn), self._drawn.device)
+
+    def late_tokens(self, draws: Sequence[Draw], sources: Sequence[int | None]) -> list[Tensor | None]:
+        """Returns the token [1] that each draw with penalties takes from draw `sources[…]` of the step before.
+
+        None elsewhere. To be kept before anything of this step is launched, which may overwrite it.
+        """
+        if all(draw.history is None or source is None for draw, source in zip(draws, sources, strict=True)):
+            return [None] * len(draws)
+        before = self._drawn.clone()
+        return [
+            None if draw.history is None or source is None else before[source : source + 1]
+            for draw, source in zip(draws, sources, strict=True)
+        ]
+
+    def launch(
+        self,
+        logits: Tensor,
+        draws: Sequence[Draw],
+        late: Sequence[Tensor | None],
+        memory: DrawMemory,
+        *,
+        greedy_is_drawn: bool,
+    ) -> Callable[[], Drawn]:
+        """Draws a token for each row of logits [at least draws, vocab]; `late` is the return value of `late_tokens`.
+
+        `greedy_is_drawn`: the most likely tokens are already drawn, which is all that plain greedy rows need. Returns a
+        function that reads the result out of `memory`, once the device has finished.
+        """
+        draws = Draws.of(draws)
+        if draws.masked or draws.constrained:
+            masked = MaskedLogits(logits, draws, self._eos_token_ids, self._masks)
+            self._sample(logits, draws, late, memory)
+            masked.restore()
+        elif not (greedy_is_drawn and draws.greedy and not draws.looks_back):
+            self._sample(logits, draws, late, memory)
+        count = len(draws)
+        memory.tokens[:count].copy_(self._drawn[:count], non_blocking=True)
+        if not draws.scored:
+            return lambda: (memory.tokens[:count].tolist(), [])
+        asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
+        values, top_ids = self._score(logits, draws, asking, memory)
+        return lambda: (memory.tokens[:count].tolist(), scores_of(draws, values.tolist(), top_ids.tolist()))
+
+    def score_tokens(self, logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        """Returns the log probabilities of tokens [n] as `tandem.engine.logprobs.logprobs` does; only launches."""
+        return logprobs(logits, tokens, torch.arange(len(tokens), device=tokens.device), top, pdl=self._pdl)
+
+    def trials(self, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+        """Returns draws of every kind, for `run_side_by_side`, so that no request waits for a compiler."""
+
+        def run(penalty: float) -> None:
+            for rows, temperature in itertools.product({1, min(MANY_ROWS, self._sampler.max_rows)}, (0.0, 1.0)):
+                logits = torch.zeros(rows, self._counts.counts.shape[1], dtype=dtype, device=self._drawn.device)
+                asked = SamplingParams(1, temperature, presence_penalty=penalty, logprobs=1)
+                draws = [Draw(asked, 0, History((_TRIAL_TOKEN,), ()) if penalty else None) for _ in range(rows)]
+                self.launch(logits, draws, [None] * rows, self.make_memory(), greedy_is_drawn=False)
+
+        # Counts are used by one step at a time, so the draws with penalties are one trial.
+        return {"draws": partial(run, 0.0), "draws with penalties": partial(run, 1.0)}
+
+    def _sample(self, logits: Tensor, draws: Draws, late: Sequence[Tensor | None], memory: DrawMemory) -> None:
+        """Samples in pieces of as many rows as the sampler takes."""
+        most = self._sampler.max_rows
+        penalized = draws.looks_back
+        for first in range(0, len(draws), most):
+            some = slice(first, min(first + most, len(draws)))
+            counted = self._counts.place(draws[some], late[some]) if penalized else None
+            plan = self._sampler.plan(draws[some], counted, memory.params[some].numpy())
+            params = memory.params[some].to(self._drawn.device, non_blocking=True)
+            self._sampler.sample(
+                logits[some],
+                params,
+                self._drawn[some],
+                greedy_only=plan.greedy_only,
+                counts=self._counts.counts if penalized else None,
+            )
+
+    def _score(
+        self, logits: Tensor, draws: Sequence[Draw], asking: Sequence[int], memory: DrawMemory
+    ) -> tuple[Tensor, Tensor]:
+        """Returns host memory [asking, 1 + top] float32 and [asking, top] int64 of the log probabilities."""
+        count = len(asking)
+        top = min(max(draws[row].sampling.logprobs or 0 for row in asking), logits.shape[1])
+        memory.rows[:count] = torch.tensor(asking)
+        rows = memory.rows[:count].to(self._drawn.device, non_blocking=True)
+        found = logprobs(logits, self._drawn, rows, top, pdl=self._pdl)
+        values = memory.values[: count * (1 + top)].view(count, 1 + top)
+        top_ids = memory.top_ids[: count * top].view(count, top)
+        values.copy_(found[0], non_blocking=True)
+        top_ids.copy_(found[1], non_blocking=True)
+        return values, top_ids

@@ -1,0 +1,141 @@
+"""CUDA graphs of steps that verify drafts, by the number of requests and of rows.
+
+Their attention computes the rows of a request together (`tandem.engine.kernels.base.DraftGroups`), whose table of
+groups follows the step's words. A step takes the graph of the fewest rows that holds its requests and rows, however
+the drafts are distributed among the requests. Where attention has no groups, steps with drafts are computed by decode
+graphs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.cuda.cuda_graphs import graph_sizes
+from tandem.engine.cuda.sampler_cuda import PARAMS, DeviceSampler
+from tandem.engine.cuda.step_graph import Pool, StepGraph, capture_step, empty_step
+from tandem.engine.host_stepper import Forward
+from tandem.engine.kernels.base import DraftGroups, Feed, Kernels
+from tandem.engine.steps.batch import StepBatch, TokenRows
+from tandem.engine.steps.draft_groups import FIELDS, DraftGroupSizes, fill_draft_groups, groups_needed
+from tandem.engine.steps.step_buffer import StepSizes
+from tandem.engine.steps.step_packer import StepPacker
+from tandem.engine.weights.checkpoint import Progress
+
+DRAFTS = (1, 2, 3, 5, 7)
+"""The drafts of each request, if all have as many, for which there are graphs of each number of requests."""
+MOST_ROWS = 256
+"""The most rows of a graph: with more, products take so much longer that drafts do not pay."""
+
+
+class VerifySize(NamedTuple):
+    """The most rows and requests of a step, and the most rows of a group."""
+
+    rows: int
+    requests: int
+    group_rows: int
+
+    @property
+    def groups(self) -> DraftGroupSizes:
+        """The size of the table that holds the groups of any such step."""
+        return DraftGroupSizes(groups_needed(self.requests, self.rows, self.group_rows), self.group_rows)
+
+
+class VerifyGraphs:
+    """The graphs of all sizes, which share the memory of the decode graphs (see `DecodeGraphs`)."""
+
+    def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
+        """See `DecodeGraphs`."""
+        self._packer = packer
+        self._forward = forward
+        self._sampler = sampler
+        self._drawn = drawn
+        self._pool = pool
+        self._graphs: dict[VerifySize, StepGraph] = {}
+
+    def trials(self, sizes: Sequence[VerifySize]) -> dict[str, Callable[[], Tensor]]:
+        """Returns runs of steps of these sizes, for `run_side_by_side`."""
+
+        def run(size: VerifySize) -> Tensor:
+            return self._step(size)[1]()
+
+        return {f"the step of {size.rows} rows of {size.requests} requests": partial(run, size) for size in sizes}
+
+    def capture(self, sizes: Sequence[VerifySize], progress: Progress | None = None) -> None:
+        """Captures the steps of these sizes, the largest first, so that the others fit into its memory."""
+        captured = {}
+        for done, size in enumerate(sorted(sizes, reverse=True)):
+            captured[size] = self._capture(size)
+            if progress is not None:
+                progress("capturing CUDA graphs of drafts", (done + 1) / len(sizes))
+        self._graphs = {size: captured[size] for size in sorted(sizes)}
+
+    def fitting(self, batch: StepBatch) -> StepGraph | None:
+        """Returns the smallest graph that computes `batch`; None if it has no drafts, other rows or too many."""
+        requests = batch.tokens.newest
+        if requests is batch.tokens or batch.chunks:
+            return None
+        fitting = (size for size in self._graphs if size.rows >= len(batch) and size.requests >= len(requests))
+        size = next(fitting, None)
+        return None if size is None else self._graphs[size]
+
+    def _capture(self, size: VerifySize) -> StepGraph:
+        words, compute, sizes = self._step(size)
+        return capture_step(compute, words, sizes, pool=self._pool, groups=size.groups)
+
+    def _step(self, size: VerifySize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
+        """Returns a padded step, as `DecodeGraphs._step` does."""
+        limits, rows, groups = self._packer.limits, size.rows, size.groups
+        sizes = StepSizes(rows, rows, limits.pages_of(limits.max_context), rows, limits.groups)
+        words, step = empty_step(
+            self._packer,
+            sizes,
+            self._drawn.device,
+            singles=rows,
+            max_row_tokens=1,
+            context=limits.max_context,
+            more_words=groups.words,
+        )
+        fill_draft_groups(TokenRows.of(()), groups, np.zeros(groups.words, dtype=np.int64))  # compiles it
+        entries = groups.groups + 1
+        table = words[sizes.words :].view(torch.int32)[: FIELDS * entries].view(entries, FIELDS)
+        grouped = DraftGroups(table, groups.rows)
+        step = replace(step, layouts=tuple(replace(layout, draft_groups=grouped) for layout in step.layouts))
+        unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
+
+        def compute() -> Tensor:
+            logits = self._forward(step, Feed(step.sources, self._drawn))
+            assert logits is not None
+            most = self._sampler.max_rows
+            for first in range(0, rows, most):
+                some = slice(first, min(first + most, rows))
+                self._sampler.sample(logits[some], unread[some], self._drawn[some], greedy_only=True)
+            return logits
+
+        return words, compute, sizes
+
+
+def verify_sizes(kernels: Kernels, max_requests: int, max_rows: int) -> list[VerifySize]:
+    """Returns the sizes that get a graph, the smallest first, for steps of up to so many requests and rows.
+
+    None where attention computes each row by itself.
+    """
+    groups = {drafts: kernels.draft_group_rows(drafts) for drafts in DRAFTS}
+    sizes = [
+        VerifySize(requests * (drafts + 1), requests, group)
+        for requests in graph_sizes(max_requests)
+        for drafts, group in groups.items()
+    ]
+    return sorted(size for size in sizes if size.group_rows > 1 and size.rows <= min(MOST_ROWS, max_rows))
+
+
+def most_groups(sizes: Iterable[VerifySize]) -> dict[int, int]:
+    """Returns the most groups of any of these steps, by the most rows of a group."""
+    found: dict[int, int] = {}
+    for size in sizes:
+        found[size.group_rows] = max(found.get(size.group_rows, 0), size.groups.groups)
+    return found

@@ -1,0 +1,167 @@
+"""Resolution of the settings on this machine: device, dtype, page size and kernels."""
+
+import importlib.util
+import logging
+
+import torch
+
+from tandem.engine.config import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS, EngineConfig
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.model import LatentAttention, ModelSpec
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.kernels.lora.lora_kernels import LoraReferenceKernels
+from tandem.engine.kernels.reference import ReferenceKernels
+from tandem.engine.weights.checkpoint import stored_dtype
+from tandem.protocol.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_FLOAT8_CAPABILITY = (8, 9)
+"""The oldest GPUs that convert 8-bit floating-point numbers."""
+_KV_SCALE_ITEMS = 4
+"""The keys of one token and head must be whole 32-bit words, as checksums and scales are."""
+_CAPABILITY = (8, 0)
+"""The oldest GPUs supported: bfloat16 and asynchronous copies begin here."""
+
+
+def usable_gpus() -> int:
+    """Returns the number of GPUs, in the order of their indices, before the first that `parse_device` refuses."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    too_old = (index for index in range(count) if torch.cuda.get_device_capability(index) < _CAPABILITY)
+    return next(too_old, count)
+
+
+def why_no_gpu_kernels() -> str | None:
+    """Returns what is missing for the kernels of GPUs and how to get it; None if nothing is."""
+    if importlib.util.find_spec("triton") is not None:
+        return None
+    return "its kernels need triton, which is not installed; pip install '.[gpu]' in Tandem's folder, or use cpu."
+
+
+def parse_device(name: str) -> torch.device:
+    """Parses a device; InvalidArgument if it is unknown, absent or too old, or if its kernels are not installed."""
+    kind, _, ordinal = name.partition(":")
+    if kind not in {"cpu", "cuda"} or (ordinal and not (kind == "cuda" and ordinal.isdecimal())):
+        raise InvalidArgument("device", f"{name!r} is not known; use cpu, cuda or cuda:N.")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(ordinal or 0)
+    if index >= count:
+        raise InvalidArgument("device", f"{name!r} is not there: PyTorch sees {count} CUDA devices; use cpu.")
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _CAPABILITY:
+        has, needs = ".".join(map(str, capability)), ".".join(map(str, _CAPABILITY))
+        raise InvalidArgument(
+            "device", f"{name!r} has compute capability {has}; the kernels need {needs} or newer; use cpu."
+        )
+    if (missing := why_no_gpu_kernels()) is not None:
+        raise InvalidArgument("device", f"{name!r}: {missing}")
+    return torch.device("cuda", index)
+
+
+def parse_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
+    """Returns the dtype of weights and KV; InvalidArgument for an unknown one."""
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else model.dtype or _stored_dtype(config)
+    if name not in _DTYPES:
+        raise InvalidArgument("dtype", f"{name!r} is not supported; use auto, {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def parse_kv_dtype(config: EngineConfig, device: torch.device, model: ModelSpec) -> torch.dtype:
+    """Returns the dtype of the KV cache; InvalidArgument for one that is unknown or not served for this model here."""
+    dtype = quantized_kv_dtype(config.kv_cache_dtype, model)
+    if dtype is None:
+        return parse_dtype(config, device, model)
+    if dtype == torch.float8_e4m3fn:
+        _check_float8_kv(device)
+    return dtype
+
+
+def quantized_kv_dtype(name: str, model: ModelSpec) -> torch.dtype | None:
+    """Returns the 8-bit dtype that `--kv-cache-dtype` names, None for `auto`.
+
+    InvalidArgument for an unknown one, or a model whose KV has none.
+    """
+    if name == "auto":
+        return None
+    if name not in _KV_DTYPES:
+        raise InvalidArgument("kv_cache_dtype", f"{name!r} is not supported; use auto, {', '.join(_KV_DTYPES)}.")
+    if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
+        raise InvalidArgument("kv_cache_dtype", f"latents are not cached as {name}; use auto.")
+    if any(each.dim % _KV_SCALE_ITEMS for each in kv_groups(model)):
+        raise InvalidArgument("kv_cache_dtype", f"{name} needs heads of a multiple of {_KV_SCALE_ITEMS} dimensions.")
+    return _KV_DTYPES[name]
+
+
+def check_weights(device: torch.device, model: ModelSpec) -> None:
+    """Raises InvalidArgument for FP8 weights on a GPU that has no conversion of them."""
+    if device.type == "cuda" and model.quantization is not None and model.quantization.has_float8:
+        _check_float8("quantization", device, "weights of the checkpoint in 16 bits, or in 8 or 4 bits as integers")
+
+
+def _check_float8_kv(device: torch.device) -> None:
+    """Raises InvalidArgument for a device without kernels for KV of 8-bit floating-point numbers."""
+    if device.type == "cpu":
+        raise InvalidArgument("kv_cache_dtype", "fp8 is served on GPUs only; use int8, which is as small, or auto.")
+    _check_float8("kv_cache_dtype", device, "int8 or auto")
+
+
+def _check_float8(setting: str, device: torch.device, instead: str) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FLOAT8_CAPABILITY:
+        has, needs = ".".join(map(str, capability)), ".".join(map(str, _FLOAT8_CAPABILITY))
+        raise InvalidArgument(
+            setting, f"fp8 needs a GPU of compute capability {needs}, this one has {has}; use {instead}."
+        )
+
+
+def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
+    """Returns the tokens of a KV page; InvalidArgument below 1."""
+    default = CPU_PAGE_TOKENS if device.type == "cpu" else GPU_PAGE_TOKENS
+    page_tokens = default if config.page_tokens is None else config.page_tokens
+    if page_tokens < 1:
+        raise InvalidArgument(
+            "page_tokens", f"{page_tokens} is not a page size; use {default} or another power of two."
+        )
+    return page_tokens
+
+
+def choose_kernels(
+    config: EngineConfig,
+    model: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_tokens: int,
+    *,
+    kv_dtype: torch.dtype,
+) -> Kernels:
+    """Returns the fastest kernels of the device; InvalidArgument for a model that they cannot compute."""
+    if device.type == "cuda":
+        from tandem.engine.kernels.cuda import CudaKernels
+        from tandem.engine.kernels.lora.cuda_lora import LoraCudaKernels
+
+        chosen = LoraCudaKernels if config.has_loras else CudaKernels
+        return chosen(model, device, dtype, page_tokens, config.max_batch_requests, kv_dtype)
+    if dtype in {torch.float32, torch.bfloat16}:
+        # Imported here, as compiling takes seconds and processes on GPUs need none of it.
+        from tandem.engine.kernels.cpu.kernels import CpuKernels
+        from tandem.engine.kernels.lora.cpu_lora import LoraCpuKernels
+
+        # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
+        torch.set_num_threads(1)
+        return (LoraCpuKernels if config.has_loras else CpuKernels)(dtype, config.threads)
+    return LoraReferenceKernels() if config.has_loras else ReferenceKernels()
+
+
+def device_name(device: torch.device) -> str:
+    """Returns a readable name: `cpu`, or the GPU's number and product name."""
+    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+
+
+def _stored_dtype(config: EngineConfig) -> str:
+    return "bfloat16" if config.random_weights else stored_dtype(config.model)

@@ -1,0 +1,96 @@
+"""Answers of a model with the hidden state that drew each token, which heads are trained and judged on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.quality.teacher_forced import StepRows
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.messages import SamplingParams
+
+BATCH = 32
+"""Prompts that are answered at once."""
+
+Drew = Callable[[Sequence[int], Sequence[int]], None]
+"""Called after each step with the numbers of the prompts whose rows it had, in their order, and what they drew."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer of at least one token."""
+
+    token_ids: list[int]
+    hidden: Tensor
+    """[tokens, H] in the model's dtype, on the host: the states before the final norm that drew each token."""
+
+
+class Answering:
+    """Answers prompts on a runner that keeps hidden states. Nobody else may use the runner."""
+
+    def __init__(self, runner: ModelRunner, temperature: float, seed: int, drew: Drew | None = None) -> None:
+        if runner.drawn_hidden is None:
+            raise ValueError("the runner keeps no hidden states")
+        self._runner = runner
+        self._hidden = runner.drawn_hidden
+        self._temperature = temperature
+        self._seed = seed
+        self._drew = drew
+
+    def answers(self, prompts: Sequence[Sequence[int]], most: int) -> Iterator[list[Answer]]:
+        """Yield the answers to `BATCH` prompts at a time, of at most `most` tokens each.
+
+        The token that ends an answer is its last. The seed of a prompt follows from its number.
+        """
+        for start in range(0, len(prompts), BATCH):
+            yield self._answer(start, prompts[start : start + BATCH], most)
+
+    def _answer(self, first: int, prompts: Sequence[Sequence[int]], most: int) -> list[Answer]:
+        rows = StepRows(self._runner, max(map(len, prompts)) + most, len(prompts))
+        samplings = [SamplingParams(most, self._temperature, seed=self._seed + first + n) for n in range(len(prompts))]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        hidden: list[list[Tensor]] = [[] for _ in prompts]
+
+        def run(numbers: Sequence[int], pieces: Sequence[StepRow]) -> None:
+            drawn = [
+                piece._replace(draw=Draw(samplings[number], len(tokens[number])))
+                for number, piece in zip(numbers, pieces, strict=True)
+            ]
+            found = [token for token in self._runner.run(StepBatch(drawn)).token_ids if token is not None]
+            states = self._hidden[: len(numbers)].cpu().clone()
+            for number, token, state in zip(numbers, found, states, strict=True):
+                tokens[number].append(token)
+                hidden[number].append(state)
+            if self._drew is not None:
+                self._drew(numbers, found)
+
+        for number, prompt in enumerate(prompts):
+            run([number], [rows.row(number, prompt, 0)])
+        ends = self._runner.facts.eos_token_ids
+        while running := [n for n, each in enumerate(tokens) if len(each) < most and each[-1] not in ends]:
+            run(running, [rows.row(n, tokens[n][-1:], len(prompts[n]) + len(tokens[n]) - 1) for n in running])
+        return [Answer(each, torch.stack(states)) for each, states in zip(tokens, hidden, strict=True)]
+
+
+def tokens_a_step(guesses: Sequence[Sequence[Sequence[int]]], answers: Sequence[Sequence[int]], drafts: int) -> float:
+    """Return the mean tokens that a decode step gains with at most `drafts` guesses, of answers that are known.
+
+    `guesses` [answers][tokens][heads] follow from the state that drew each token. The first token of an answer comes
+    with its prompt, and the step behind it has no draft. 1 if no answer has a second token.
+    """
+    steps = gained = 0
+    for guessed, tokens in zip(guesses, answers, strict=True):
+        place = 1
+        while place < len(tokens):
+            rest = tokens[place:]
+            draft = guessed[place - 1][: min(drafts, len(rest) - 1)] if place > 1 else ()
+            accepted = 0
+            while accepted < len(draft) and draft[accepted] == rest[accepted]:
+                accepted += 1
+            place += 1 + accepted
+            gained += 1 + accepted
+            steps += 1
+    return gained / steps if steps else 1.0

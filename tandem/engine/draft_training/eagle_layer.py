@@ -1,0 +1,122 @@
+"""The EAGLE head that learns: one decoder layer in float32, and how it guesses several tokens in a row."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.config.rope import RopeConfig
+from tandem.engine.draft_training.train_heads import BaseWeights
+from tandem.engine.models.rope import rope_table
+from tandem.protocol.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSizes:
+    """The sizes of the layer, which are those of the model's last one as far as it has them."""
+
+    shape: AttentionShape
+    rope: RopeConfig
+    width: int
+    """The inner elements of the feed-forward network."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "EagleSizes":
+        """Return the sizes for a model; InvalidArgument for one without grouped-query attention, or rotation."""
+        attention = spec.layers[-1].attention
+        if not isinstance(attention, GroupedQueryAttention) or attention.rope is None or not spec.dense_widths:
+            raise InvalidArgument(
+                "kind",
+                "eagle trains a layer like the model's last one, which must have grouped-query attention with rotary"
+                " embedding, and a dense feed-forward network; train medusa heads.",
+            )
+        found = attention.shape
+        # Answers are short, so that the scaling of long contexts means nothing.
+        shape = AttentionShape(found.heads, found.kv_heads, found.head_dim, found.head_dim**-0.5)
+        return cls(shape, RopeConfig(theta=attention.rope.theta), max(spec.dense_widths))
+
+
+Tokens = Callable[[int, Tensor], Tensor]
+"""Returns the tokens [B, T] int64 behind each position that step `step` takes, from what the step before left."""
+
+
+class EagleLayer(nn.Module):
+    """The layer without its first norm, and the product before it; see `tandem/engine/speculation/eagle/`."""
+
+    def __init__(self, base: BaseWeights, sizes: EagleSizes, token_map: Tensor | None, longest: int) -> None:
+        """`longest`: the most tokens of an answer and of the guesses behind it; `token_map` as in `MedusaHeads`."""
+        super().__init__()
+        self.base, self.sizes, self.token_map = base, sizes, token_map
+        hidden, shape = base.embedding.shape[1], sizes.shape
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self.qkv = nn.Linear(hidden, shape.qkv_size, bias=False)
+        self.output = nn.Linear(shape.heads * shape.head_dim, hidden, bias=False)
+        self.norm = nn.Parameter(torch.ones(hidden))
+        self.gate_up = nn.Linear(hidden, 2 * sizes.width, bias=False)
+        self.down = nn.Linear(sizes.width, hidden, bias=False)
+        device = base.embedding.device
+        self.projection = (base.projection if token_map is None else base.projection[token_map]).float()
+        """[V', H]: the rows of the model's projection whose tokens are guessed."""
+        self._rope = rope_table(sizes.rope, shape.head_dim, longest, device)
+        # At first the layer adds nothing, and the product passes on the state that it is given.
+        with torch.no_grad():
+            self.fc.weight[:, hidden:].copy_(torch.eye(hidden))
+            for last in (self.output, self.down):
+                last.weight.zero_()
+        self.to(device)
+
+    def guesses(self, states: Tensor) -> Tensor:
+        """Return the tokens that states [..., H] say are the likeliest."""
+        rows = linear(states, self.projection).argmax(-1)
+        return rows if self.token_map is None else self.token_map[rows]
+
+    def chain(self, states: Tensor, tokens: Tokens, steps: int) -> list[Tensor]:
+        """Return, for each of so many steps in a row, the states [B, T, H] that are expected behind each position.
+
+        The first step takes the model's own `states` [B, T, H] (normed) and the tokens drawn from them; each later one
+        takes what the step before left. A position attends to the model's states up to it, and to the steps before.
+        """
+        found: list[Tensor] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for step in range(steps):
+            x = self.fc(torch.cat((embedding(tokens(step, states), self.base.embedding).float(), states), dim=-1))
+            q, key, value = self._heads(x, step)
+            pairs.append((key, value))
+            x = x + self.output(self._attend(q, pairs))
+            gate, up = self.gate_up(rms_norm(x, x.shape[-1:], self.norm, self.base.eps)).chunk(2, dim=-1)
+            states = x + self.down(silu(gate) * up)
+            found.append(states)
+        return found
+
+    def _attend(self, q: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return attention's heads [B, T, heads·dim] over the keys and values of each step.
+
+        A position sees all of the first step's up to it, and its own alone of the later steps.
+        """
+        (keys, values), *own = pairs
+        scores, length = q @ keys.transpose(-1, -2), keys.shape[-2]
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        every = [scores.masked_fill(future, -torch.inf), *((q * key).sum(-1, keepdim=True) for key, _ in own)]
+        weights = (torch.cat(every, dim=-1) * self.sizes.shape.scale).softmax(-1)
+        mixed = weights[..., :length] @ values
+        for weight, (_, value) in zip(weights[..., length:].unbind(-1), own, strict=True):
+            mixed = mixed + weight.unsqueeze(-1) * value
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _heads(self, x: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [B, heads, T, dim] of positions that begin at `step`."""
+        shape = self.sizes.shape
+        parts = [shape.heads, shape.kv_heads, shape.kv_heads]
+        q, k, v = self.qkv(x).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2).split(parts, dim=1)
+        cos, sin = self._rope[step : step + x.shape[1]].chunk(2, dim=-1)
+        each = shape.heads // shape.kv_heads
+        return _rotated(q, cos, sin), _rotated(k, cos, sin).repeat_interleave(each, 1), v.repeat_interleave(each, 1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

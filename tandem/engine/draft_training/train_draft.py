@@ -1,0 +1,194 @@
+"""The whole training: the model answers prompts, and what proposes drafts learns from most answers.
+
+It is judged on the others.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.engine.cache.paged_cache import cache_bytes
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.device import parse_device, parse_dtype, parse_kv_dtype, parse_page_tokens
+from tandem.engine.draft_training.answers import BATCH, Answer, Answering, tokens_a_step
+from tandem.engine.draft_training.eagle_layer import EagleLayer, EagleSizes
+from tandem.engine.draft_training.train_eagle import eagle_guesses, train_eagle, write_eagle
+from tandem.engine.draft_training.train_heads import (
+    BaseWeights,
+    HeadSizes,
+    TrainedHeads,
+    frequent_tokens,
+    train_heads,
+    write_heads,
+)
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.allocation import allocate_ends
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.weights.checkpoint import Progress, load_weights
+from tandem.protocol.errors import InvalidArgument
+
+MEDUSA, EAGLE = "medusa", "eagle"
+KINDS = (MEDUSA, EAGLE)
+"""The kinds of heads that can be trained."""
+ANSWER_TOKENS = 128
+"""The most tokens of an answer."""
+_HELD_OUT = 10
+"""Every tenth prompt is held out, with all its answers."""
+_ANSWER_MIN = 8
+"""Tokens of an answer that are counted on; prompts are answered again, with other seeds, until there are enough."""
+_SPARE_PAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The settings of a training."""
+
+    kind: str
+    """One of `KINDS`."""
+    tokens: int
+    """The tokens that the model answers, those held out included."""
+    heads: int
+    """Medusa heads, or the guesses in a row on which an EAGLE head is judged."""
+    layers: int
+    """The layers of each Medusa head; an EAGLE head has one."""
+    vocabulary: int
+    epochs: int
+    temperature: float
+    """The temperature of the answers; 0 answers each prompt once."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The result of a training."""
+
+    tokens: int
+    """The tokens that were learned from."""
+    held_out_tokens: int
+    losses: Sequence[float]
+    """The loss of each epoch, see `train_heads` and `train_eagle`."""
+    tokens_a_step: Sequence[float]
+    """The tokens a step on the answers held out, with at most 1, 2, … drafts."""
+
+
+def train_draft(
+    config: EngineConfig, output: Path, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
+) -> Trained:
+    """Train heads, of either kind, for the model of `config` and write them to `output`.
+
+    `prompts` are token ids. InvalidArgument if `output` exists, there is no prompt, or a setting cannot be met;
+    ModelError for a model that cannot be served.
+    """
+    if output.exists():
+        raise InvalidArgument("out", f"{output} exists; name a folder that does not.")
+    spec = load_spec(config.model)
+    if recipe.kind not in KINDS:
+        raise InvalidArgument("kind", f"{recipe.kind!r} is not known; use {' or '.join(KINDS)}.")
+    if recipe.kind == EAGLE:
+        EagleSizes.of(spec)
+    torch.manual_seed(recipe.seed)
+    taught, held_out = make_answers(config, spec, prompts, recipe, progress)
+    if not any(len(each.token_ids) > 1 for each in taught):
+        raise InvalidArgument("tokens", "the answers are too short to learn from; ask for more tokens.")
+    learned = learn(base_weights(config, spec), spec, taught, recipe, progress)
+    result = Trained(_count(taught), _count(held_out), learned.losses, learned.gains(held_out, recipe.heads))
+    learned.write(output, {**asdict(recipe), **asdict(result)})
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """The result of a training: its losses, the heads' guesses, and how they are written."""
+
+    losses: Sequence[float]
+    guess: Callable[[Answer], list[list[int]]]
+    """Returns the guesses [tokens][drafts] behind each token of an answer."""
+    write: Callable[[Path, dict[str, object]], None]
+    """Writes the folder for `--draft`, with facts about the training."""
+
+    def gains(self, answers: Sequence[Answer], drafts: int) -> list[float]:
+        """Return the tokens a step on these answers, with at most 1, 2, … drafts."""
+        guesses, known = [self.guess(each) for each in answers], [each.token_ids for each in answers]
+        return [tokens_a_step(guesses, known, most) for most in range(1, drafts + 1)]
+
+
+def learn(
+    base: BaseWeights, spec: ModelSpec, answers: Sequence[Answer], recipe: Recipe, progress: Progress | None = None
+) -> Learned:
+    """Train on answers of the model."""
+    token_map = frequent_tokens(answers, recipe.vocabulary, spec.vocab_size)
+    if token_map is not None:
+        token_map = token_map.to(base.projection.device)
+    if recipe.kind == EAGLE:
+        layer = EagleLayer(base, EagleSizes.of(spec), token_map, ANSWER_TOKENS + recipe.heads)
+        losses = train_eagle(layer, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
+        return Learned(losses, lambda each: eagle_guesses(layer, each, recipe.heads), partial(write_eagle, layer, spec))
+    heads = TrainedHeads(base, HeadSizes(recipe.heads, recipe.layers, recipe.vocabulary), token_map)
+    losses = train_heads(heads, answers, epochs=recipe.epochs, seed=recipe.seed, progress=progress)
+    return Learned(losses, lambda each: heads.guess(each.hidden), partial(write_heads, heads, spec))
+
+
+def make_answers(
+    config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
+) -> tuple[list[Answer], list[Answer]]:
+    """Return the model's answers: those to learn from, and those to judge on."""
+    answers = _answer(config, spec, prompts, recipe, progress)
+    # All answers to a prompt are alike: the prompt is held out, unless it is the only one.
+    different = len(prompts) if len(prompts) > 1 else len(answers)
+    taught = [each for number, each in enumerate(answers) if number % different % _HELD_OUT]
+    return taught, [each for number, each in enumerate(answers) if number % different % _HELD_OUT == 0]
+
+
+def _answer(
+    config: EngineConfig, spec: ModelSpec, prompts: Sequence[Sequence[int]], recipe: Recipe, progress: Progress
+) -> list[Answer]:
+    if not prompts:
+        raise InvalidArgument("text", "has no paragraph to answer.")
+    longest, device = max(map(len, prompts)) + ANSWER_TOKENS, parse_device(config.device)
+    page_tokens = parse_page_tokens(config, device)
+    pages = -(-longest // page_tokens) * BATCH * len(kv_groups(spec)) + _SPARE_PAGES
+    capacity = cache_bytes(spec, pages, page_tokens, parse_kv_dtype(config, device, spec))
+    sized = EngineConfig(
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        threads=config.threads,
+        kv_cache_bytes=capacity,
+        max_batch_requests=BATCH,
+        keep_hidden=True,
+    )
+    rounds = -(-recipe.tokens // (_ANSWER_MIN * len(prompts))) if recipe.temperature else 1
+    answering = Answering(ModelRunner.load(sized, progress), recipe.temperature, recipe.seed)
+    found: list[Answer] = []
+    done = 0
+    for some in answering.answers(list(prompts) * rounds, ANSWER_TOKENS):
+        found += some
+        done += _count(some)
+        progress("answering prompts", min(1.0, done / recipe.tokens))
+        if done >= recipe.tokens:
+            break
+    return found
+
+
+def base_weights(config: EngineConfig, spec: ModelSpec) -> BaseWeights:
+    """Read the model's weights that what is trained begins with, in the dtype of `config`, and no others."""
+    device = parse_device(config.device)
+    dtype = parse_dtype(config, device, spec)
+    parameters = allocate_ends(spec, dtype, device)
+    load_weights(config.model, spec, parameters)
+
+    def plain(weight: Weight) -> Tensor:
+        return weight.dequantized(dtype) if isinstance(weight, PackedWeight) else weight
+
+    return BaseWeights(parameters.final_norm, plain(parameters.lm_head), spec.norm_eps, plain(parameters.embedding))
+
+
+def _count(answers: Sequence[Answer]) -> int:
+    return sum(len(each.token_ids) for each in answers)

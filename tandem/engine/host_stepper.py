@@ -1,0 +1,74 @@
+"""Steps on the CPU, or on any device in the plainest way: each is computed when it is launched."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.graph_use import GraphUse
+from tandem.engine.kernels.base import Feed
+from tandem.engine.logprobs import logprobs, score
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.steps.batch import PendingStep, StepBatch, rows_of
+from tandem.engine.steps.draws import Draws
+from tandem.engine.steps.scored_step import with_scoring
+from tandem.engine.steps.step_packer import PackedStep, StepPacker, unpack
+
+Forward = Callable[[PackedStep, Feed | None], Tensor | None]
+"""Stores a step's KV; logits [drawn, vocab], None if nothing is drawn."""
+
+_WORDS_AT_FIRST = 4096
+
+
+def forward_over(model: DecoderModel, cache: PagedCache) -> Forward:
+    """The model's steps over one cache."""
+
+    def forward(step: PackedStep, feed: Feed | None) -> Tensor | None:
+        return model.forward(step.token_ids, step.layouts, cache.tensor, step.drawn, feed, scoring=step.scoring)
+
+    return forward
+
+
+class HostStepper:
+    """Keeps one buffer: tensors of a step are good until the next one is packed."""
+
+    asynchronous = False
+
+    def __init__(
+        self, packer: StepPacker, forward: Forward, device: torch.device, draw: Callable[[Tensor, Draws], Tensor]
+    ) -> None:
+        self._packer = packer
+        self._forward = forward
+        self._device = device
+        self._draw = draw
+        self.graph_use = GraphUse()
+        self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """See `ModelRunner.launch`."""
+        logits = self.logits(batch)
+        self.graph_use.misses += 1
+        if logits is None:
+            result = rows_of([], batch)
+        else:
+            draws = batch.draws
+            tokens = self._draw(logits, draws)
+            result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens) if draws.scored else ())
+        return lambda: result
+
+    def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
+        """Logits [draws, vocab] on the device, or [tokens, vocab] of every token."""
+        sizes = self._packer.sizes(batch)
+        if sizes.words > len(self._words):
+            self._words = torch.empty(2 * sizes.words, dtype=torch.int64)
+        words = self._words[: sizes.words]
+        self._packer.pack(batch, sizes, words.numpy())
+        step = unpack(words.to(self._device), sizes, batch)
+        if batch.scored:
+            step = with_scoring(step, batch, logprobs)
+        logits = self._forward(replace(step, drawn=None) if every_token else step, None)
+        if step.scoring is not None:
+            step.scoring.deliver()
+        return logits

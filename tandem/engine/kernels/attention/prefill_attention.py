@@ -1,0 +1,278 @@
+"""Attention of rows with many tokens: flash-attn-4 over the paged cache where it runs, else PyTorch's SDPA by row."""
+
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.cost_model.step_grid import TILE_TOKENS
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.triton_tails import clear_value_tails
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.fallback import failure_of, why_no_flash, why_not_imported
+from tandem.engine.kernels.kv_cache import KvCache, unquantized
+from tandem.engine.kernels.reference import attend, first_read, gather_row, visible
+from tandem.protocol.ending import pages_for
+
+log = logging.getLogger(__name__)
+
+_FLASH_DIMS = (64, 96, 128, 256)
+_SDPA_SCORES = 1 << 26
+"""Scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
+_SOFTCAP, _SINKS = "softcap", "learnable_sink"
+"""flash-attn-4's arguments for `AttentionShape.softcap` and for sinks."""
+COMPILED_LENGTHS = (1, 257)
+"""Lengths of a row for which flash-attn-4 compiles different kernels: within one tile of queries, and beyond it."""
+_FLASH_PAGE = 128
+"""The page size that flash-attn-4 loads with the copy engine; any other is loaded by its threads."""
+
+
+def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
+    """Returns True if attention of `tokens` prompt tokens occupies at most three quarters of the multiprocessors.
+
+    Each multiprocessor gets a tile of tokens of one head, with all that it attends to.
+    """
+    return 4 * -(-tokens // TILE_TOKENS) * heads <= 3 * multiprocessors
+
+
+class AttentionKind(NamedTuple):
+    """The attention of some layers, for which kernels are chosen and compiled."""
+
+    shape: AttentionShape
+    sinks: bool = False
+    """True if the layers' heads have sinks."""
+
+
+class PrefillAttention(Protocol):
+    """The attention of one model's rows from `first_row` of a step on, which have many tokens."""
+
+    def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
+        """Called once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        first_row: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes attention: q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous.
+
+        sinks as in `Kernels.attention`.
+
+        The result of the rows before `first_row`, which have one token each, is undefined; the caller overwrites it
+        (see `Kernels.attention`).
+        """
+
+
+def choose_prefill_attention(
+    device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind], page_tokens: int, *, pdl: bool
+) -> PrefillAttention:
+    """Returns the fastest implementation for a model's layers of these kinds, and for this device.
+
+    Logs the choice, and warns of a slow page size.
+    """
+    reason = _why_no_flash(device, dtype, kinds, page_tokens)
+    if reason:
+        log.warning("prefill attention: PyTorch SDPA, one row at a time (%s)", reason)
+        return SdpaPrefill()
+    if page_tokens != _FLASH_PAGE:
+        log.warning("pages of %d tokens slow prefill attention down; %d is the fast size", page_tokens, _FLASH_PAGE)
+    log.info("prefill attention: flash-attn-4")
+    return FlashPrefill(page_tokens, pdl)
+
+
+def compiled(
+    chosen: PrefillAttention, kinds: Iterable[AttentionKind], dtype: torch.dtype, device: torch.device
+) -> PrefillAttention:
+    """Returns `chosen` with its kernels for layers of these kinds compiled.
+
+    SDPA, which needs no compiling, on failure.
+    """
+    if not isinstance(chosen, FlashPrefill):
+        return chosen
+    failure = failure_of(lambda: chosen.compile(kinds, dtype, device))
+    if not failure:
+        return chosen
+    log.warning("prefill attention: PyTorch SDPA, one row at a time, which is slower (flash-attn-4: %s)", failure)
+    return SdpaPrefill()
+
+
+def _why_no_flash(device: torch.device, dtype: torch.dtype, kinds: Collection[AttentionKind], page_tokens: int) -> str:
+    if reason := why_no_flash(device, dtype):
+        return reason
+    if any(kind.shape.head_dim not in _FLASH_DIMS for kind in kinds):
+        return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}"
+    if page_tokens % _FLASH_PAGE and any(kind.shape.window is not None for kind in kinds):
+        # Its tiles of keys would reach into pages before the window, which other requests may own by then.
+        return f"flash-attn-4 computes windows over pages of {_FLASH_PAGE} tokens only"
+    return why_not_imported("flash_attn.cute", "flash-attn-4") or _what_flash_lacks(kinds)
+
+
+def _what_flash_lacks(kinds: Collection[AttentionKind]) -> str:
+    """Returns "" if the installed flash-attn-4 has arguments for all that layers of these kinds need."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    wanted = {_SOFTCAP for kind in kinds if kind.shape.softcap is not None}
+    wanted |= {_SINKS for kind in kinds if kind.sinks}
+    lacking = wanted and wanted - set(inspect.signature(flash_attn_varlen_func).parameters)
+    return f"the installed flash-attn-4 has no argument {min(lacking)}" if lacking else ""
+
+
+class FlashPrefill:
+    """flash-attn-4, all rows in one launch; keys and values are read in place.
+
+    The copy engine loads whole pages, and positions after a row's context get a weight of zero, which has no effect
+    unless the values are not finite. An earlier owner of the page may have left such values (a model that overflowed, a
+    transfer that failed its check), so they are zeroed before any layer reads them.
+    """
+
+    def __init__(self, page_tokens: int, pdl: bool) -> None:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        self._flash: Callable[..., Any] = flash_attn_varlen_func
+        self._page_tokens = page_tokens
+        self._pdl = pdl
+        self._sinks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def compile(
+        self,
+        kinds: Iterable[AttentionKind],
+        dtype: torch.dtype,
+        device: torch.device,
+        lengths: Iterable[int] = COMPILED_LENGTHS,
+    ) -> None:
+        """Compiles the kernels that layers of these kinds need for rows of so many tokens."""
+        for (shape, has_sinks), tokens in itertools.product(kinds, lengths):
+            pages = pages_for(tokens, self._page_tokens)
+            cache = torch.zeros(
+                pages, 1, 2, shape.kv_heads, self._page_tokens, shape.head_dim, dtype=dtype, device=device
+            )
+            q = torch.zeros(tokens, shape.heads, shape.head_dim, dtype=dtype, device=device)
+            sinks = torch.zeros(shape.heads, device=device) if has_sinks else None
+            self(q, cache, 0, _one_prompt(tokens, pages, device), shape, 0, sinks)
+
+    def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
+        """Zeroes the values after each row's context in its last page."""
+        if self._page_tokens == _FLASH_PAGE:
+            clear_value_tails(unquantized(cache), layout, first_row, pdl=self._pdl)
+
+    def __call__(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        first_row: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes attention of all rows from `first_row` on in one launch."""
+        held, special = unquantized(cache), dict[str, Any]()
+        if shape.softcap is not None:
+            special[_SOFTCAP] = shape.softcap
+        if sinks is not None:
+            special[_SINKS] = self._rounded(sinks)
+        out = self._flash(
+            q,
+            held[:, layer, 0].transpose(1, 2),
+            held[:, layer, 1].transpose(1, 2),
+            cu_seqlens_q=layout.row_starts[first_row:],
+            max_seqlen_q=layout.max_row_tokens,
+            seqused_k=layout.context_lens[first_row:],
+            page_table=layout.page_table[first_row:],
+            softmax_scale=shape.scale,
+            causal=True,
+            window_size=(None if shape.window is None else shape.window - 1, None if shape.window is None else 0),
+            **special,
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+    def _rounded(self, sinks: Tensor) -> Tensor:
+        """Returns a layer's sinks in bfloat16, the only type that flash-attn-4 takes; rounded once.
+
+        What is rounded while a CUDA graph is captured exists in that graph alone.
+        """
+        key = sinks.data_ptr()
+        if key in self._sinks:
+            return self._sinks[key][1]
+        rounded = sinks.bfloat16()
+        if not (sinks.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._sinks[key] = sinks, rounded  # both are kept, so that no other tensor gets this address
+        return rounded
+
+
+class SdpaPrefill:
+    """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows.
+
+    Soft caps and sinks, which it does not have, are computed by plain operations. Pages before a row's window are not
+    read, as other requests may own them.
+    """
+
+    def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
+        """Does nothing: no more than a row's context is read."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        first_row: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes attention row by row, a bounded number of scores at a time."""
+        starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for row in range(first_row, len(contexts)):
+            first = first_read(contexts[row], starts[row + 1] - starts[row], shape.window, cache.shape[4])
+            keys, values = gather_row(cache, layer, layout.page_table[row], contexts[row], first, q.dtype)
+            at_once = max(1, _SDPA_SCORES // (shape.heads * keys.shape[1]))
+            for start in range(starts[row], starts[row + 1], at_once):
+                here = slice(start, min(start + at_once, starts[row + 1]))
+                positions = layout.positions[here] - first
+                if shape.softcap is None and sinks is None:
+                    out[here] = _sdpa(q[here], keys, values, positions, shape)
+                else:
+                    out[here] = attend(q[here], keys, values, positions, shape, sinks)
+        return out
+
+
+def _sdpa(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
+    """Computes what `reference.attend` does without a soft cap and sinks."""
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=visible(positions, keys.shape[1], shape.window)[None, None],
+        scale=shape.scale,
+        enable_gqa=True,
+    )
+    return mixed[0].transpose(0, 1)
+
+
+def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
+    """Returns a step of one new prompt on pages 0, 1, …."""
+
+    def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return StepLayout(
+        positions=numbers(*range(tokens)),
+        slots=numbers(*range(tokens), dtype=torch.int64),
+        row_starts=numbers(0, tokens),
+        context_lens=numbers(tokens),
+        page_table=numbers(*range(pages)).view(1, pages),
+        max_row_tokens=tokens,
+        max_context=tokens,
+    )

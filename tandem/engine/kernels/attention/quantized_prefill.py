@@ -1,0 +1,107 @@
+"""Prefill attention over 8-bit keys and values: flash-attn-4 over 16-bit copies of what a step's rows see."""
+
+import threading
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.attention.prefill_attention import PrefillAttention
+from tandem.engine.kernels.attention.triton_dequantize import dequantize_pages
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv
+from tandem.protocol.ending import pages_for
+
+_LEAST_TOKENS = 32768
+"""Tokens of which copies exist at a time in a model of shorter contexts: 134 MB for 8 heads of 128 dimensions."""
+
+
+def make_copies(model: ModelSpec, page_tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns memory for the copies of the longest context: [pages, 2, kv_heads, page_tokens, head_dim]."""
+    shape = model.attention_shapes[0]  # all layers have the same heads of keys
+    pages = pages_for(max(model.max_context, _LEAST_TOKENS), page_tokens)
+    return torch.zeros(pages, 2, shape.kv_heads, page_tokens, shape.head_dim, dtype=dtype, device=device)
+
+
+class _Part(NamedTuple):
+    """Rows of a step whose copies exist at the same time."""
+
+    rows: range
+    layout: StepLayout
+    """The layout of these rows alone, with the pages of the copies."""
+    later: Tensor
+    """[T, 1, 1] bool: the tokens of these rows and of those after them."""
+
+
+class QuantizedPrefill:
+    """`PrefillAttention` that copies a layer's keys and values, dequantized, and attends to the copies.
+
+    Also the step's own tokens attend to dequantized keys and values: a prompt's token sees the same ones in any step.
+    Decode differs by the rounding of code times scale to 16 bits. Rows whose copies do not fit are computed one after
+    another. Copies of positions after a row's context are 0.
+    """
+
+    def __init__(self, attention: PrefillAttention, copies: Tensor) -> None:
+        """Takes the attention of 16-bit pages and the memory of `make_copies`, which calls share."""
+        self._attention = attention
+        self._copies = copies
+        self._begun = threading.local()
+
+    @property
+    def most_pages(self) -> int:
+        """The maximum number of pages of a captured step's rows; a step that is launched may have any."""
+        return len(self._copies)
+
+    def begin_step(self, cache: KvCache, layout: StepLayout, first_row: int) -> None:
+        """Lays out the copies, which are the same for all groups of layers."""
+        if layout.group == 0:
+            rows = len(layout.context_lens)
+            at_once = self._rows_at_once(layout, rows - first_row)
+            parts = [range(first, min(first + at_once, rows)) for first in range(first_row, rows, at_once)]
+            self._begun.parts = [self._part(layout, each) for each in parts]
+
+    def _rows_at_once(self, layout: StepLayout, rows: int) -> int:
+        if self._copies.is_cuda and torch.cuda.is_current_stream_capturing():
+            return rows  # see `most_pages`
+        longest = layout.page_table.shape[1]
+        if layout.max_cached is not None:
+            longest = min(longest, pages_for(layout.max_cached + layout.max_row_tokens, self._copies.shape[3]))
+        return max(1, len(self._copies) // longest)
+
+    def _part(self, layout: StepLayout, rows: range) -> _Part:
+        contexts = layout.context_lens[rows.start : rows.stop]
+        page_tokens, width = self._copies.shape[3], layout.page_table.shape[1]
+        pages = (contexts + (page_tokens - 1)) // page_tokens
+        first = pages.cumsum(0, dtype=torch.int32) - pages
+        number = torch.arange(width, dtype=torch.int32, device=first.device)
+        part = replace(
+            layout,
+            row_starts=layout.row_starts[rows.start : rows.stop + 1],
+            context_lens=contexts,
+            page_table=(first[:, None] + number).clamp(max=len(self._copies) - 1),
+        )
+        token = torch.arange(len(layout.positions), dtype=torch.int32, device=first.device)
+        return _Part(rows, part, (token >= layout.row_starts[rows.start])[:, None, None])
+
+    def __call__(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        first_row: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes attention of all rows from `first_row` on."""
+        assert isinstance(cache, QuantizedKv)
+        out: Tensor | None = None
+        for rows, part, later in self._begun.parts:
+            dequantize_pages(cache, layer, layout, rows, shape.window, self._copies)
+            found = self._attention(q, self._copies[:, None], 0, part, shape, 0, sinks)
+            out = found if out is None else torch.where(later, found, out)
+        assert out is not None
+        return out

@@ -1,0 +1,273 @@
+"""Decode attention over the paged cache: one query per row, split over the context, in one launch.
+
+Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one key head and a range of the tiles that
+rows see, and holds all query heads that share the key head as the rows of one tile, so that every key and value is read
+from memory once. The tiles of all rows are concatenated and cut into ranges of equal length, whatever the rows'
+lengths, so none waits for a long row: there are as many ranges as programs that run at a time, or twice as many. A
+single row, and rows of float32, are split individually. The grid depends on the number of rows alone, as CUDA graphs
+require: the length of the ranges, and the rows that each meets, are computed on the device from the rows' contexts,
+once per step. The last program of a row and key head to finish merges the partial results in the order of the ranges,
+so the same inputs give the same bits.
+
+Rows that verify drafts are computed by groups of up to `tokens` rows of one request: the queries of all its rows fill
+one tile, each sees the positions up to its own, and the request's KV is read once.
+"""
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.kernels.attention.triton_attention_kernels import persistent_attention_kernel, split_attention_kernel
+from tandem.engine.kernels.attention.triton_attention_plan import LEAST_DOT, Plan, PlanFunction, make_plan
+from tandem.engine.kernels.attention.triton_attention_ranges import TileRange, plan_tile_ranges_kernel
+from tandem.engine.kernels.attention.triton_attention_tiles import LOG2_E
+from tandem.engine.kernels.kv_cache import KvCache, codes_of
+from tandem.engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
+
+MERGED_ELEMENTS = 8192
+"""Partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128.
+
+Half as many where its tile of queries, which it still holds, is larger than the smallest.
+"""
+LINE_BYTES = 128
+"""A line of the L2 cache."""
+INTERPRETER_SMS = 8
+"""The number of multiprocessors assumed without a GPU; small, as the interpreter is slow."""
+
+ROWS_TILE = 32
+"""Rows whose contexts a program reads together: one warp's."""
+ENDLESS = 1 << 30
+"""Tokens of an unlimited page table."""
+
+
+class _Step(NamedTuple):
+    """The state of a step since `begin_step`."""
+
+    rows: int
+    capacity: int
+    plan: Plan
+    tile_ranges: Tensor
+    groups: Tensor | None
+
+
+class DecodeAttention:
+    """Attention of rows with one token each: `begin_step`, then a call for each layer.
+
+    It owns scratch that all calls share, so calls must not overlap. Calls of one stream never overlap, with or without
+    programmatic dependent launch. The scratch is some MiB: partial results in float32, as many as a step may have, and
+    a counter for each row and key head, 0 between calls.
+
+    shape      heads, scale, window and soft cap; head_dim is a multiple of 16
+    max_rows   most rows of a call, or most groups
+    dtype      of queries, and of keys and values that are not quantized
+    kv_dtype   of the cache; None = dtype
+    pdl        launch with programmatic dependent launch (see triton_launch)
+    early      page tables and context lengths are never written by a kernel of the same chain of overlapped launches
+               (a copy or another graph may), so with `pdl` they are read, and the first keys and values brought into
+               the L2 cache, while the kernel before still runs
+    choose     the plan of a call; tuning and tests pass their own
+    tokens     most rows of a group; 1 = each row is computed by itself, and the calls have no groups
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        pdl: bool,
+        early: bool = False,
+        choose: PlanFunction = make_plan,
+        kv_dtype: torch.dtype | None = None,
+        tokens: int = 1,
+    ) -> None:
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"{shape.heads} query heads do not divide into {shape.kv_heads} key heads")
+        self._shape = shape
+        self._max_rows = max_rows
+        self._kv_dtype = dtype if kv_dtype is None else kv_dtype
+        # The arithmetic of float32 and its splits are the same whatever the cache holds.
+        self._planned_dtype = dtype if dtype == torch.float32 else self._kv_dtype
+        self._pdl = pdl
+        self._early = early
+        self._choose = choose
+        self._tokens = tokens
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._sms = INTERPRETER_SMS
+        if device.type == "cuda":
+            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        most = max(self._plan(rows, ENDLESS).partials(rows) for rows in range(1, max_rows + 1))
+        room = most * shape.heads * tokens
+        self._partials = torch.empty(room, shape.head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(room, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
+        self._device = device
+        self._begun = threading.local()
+        self._all_tile_ranges: dict[tuple[int, int, int], Tensor] = {}
+
+    def reset(self) -> None:
+        """Resets the counters after calls that may have overlapped, whose results are undefined."""
+        self._counters.zero_()
+
+    def begin_step(
+        self, cache: KvCache, page_table: Tensor, context_lens: Tensor, groups: Tensor | None = None
+    ) -> None:
+        """Called once before the calls of a step by the same thread, with the arguments of these calls.
+
+        `groups` as `DraftGroups.table`, where a group may have several rows.
+
+        Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later kernels see what it
+        writes. ValueError for more than `max_rows` rows, or a dtype other than that of the scratch.
+        """
+        rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
+        if (groups is None) != (self._tokens == 1):
+            raise ValueError(f"groups of {self._tokens} rows need a table, and only they")
+        if groups is not None:
+            rows = len(groups) - 1
+        if rows > self._max_rows:
+            raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
+        if codes_of(cache).dtype != self._kv_dtype:
+            raise ValueError(f"a cache of {codes_of(cache).dtype}, but scratch for {self._kv_dtype}")
+        plan = self._plan(rows, capacity)
+        tile_ranges = self._tile_ranges(rows, plan.units)
+        self._begun.step = _Step(rows, capacity, plan, tile_ranges, groups)
+        if plan.units:
+            plan_tile_ranges_kernel[plan.units,](
+                context_lens,
+                context_lens if groups is None else groups,
+                tile_ranges,
+                rows,
+                WINDOW=self._shape.window or 0,
+                BLOCK_TOKENS=plan.block_tokens,
+                ROWS_TILE=ROWS_TILE,
+                TOKENS=self._tokens,
+                num_warps=1,
+            )
+
+    def __call__(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        page_table: Tensor,
+        context_lens: Tensor,
+        out: Tensor | None = None,
+        sinks: Tensor | None = None,
+        *,
+        alone: bool = False,
+    ) -> Tensor:
+        """Computes attention of each row's query to positions context - window .. context - 1 of its pages.
+
+        q            [R, heads, head_dim]; rows and heads may be strided
+        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], its last two dimensions contiguous; of codes
+                     the scales are found behind them, as `QuantizedKv` says
+        page_table   [R, W] int32; entries after a row's context are not read
+        context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
+        out          the contiguous result; allocated if it is None
+        sinks        [heads] float32 as in `Kernels.attention`, never written by an earlier kernel, or None
+        alone        the launch does not overlap the one before it in its stream
+        → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
+        """
+        tokens, heads, head_dim = q.shape
+        shape, held = self._shape, codes_of(cache)
+        page_tokens = held.shape[4]
+        step: _Step | None = getattr(self._begun, "step", None)
+        rows = tokens if step is None or step.groups is None else step.rows
+        if step is None or (step.rows, step.capacity) != (rows, page_table.shape[1] * page_tokens):
+            raise ValueError(f"{tokens} rows of a step that began with others")
+        chosen = step.plan
+        if out is None:
+            out = torch.empty(tokens, heads * head_dim, dtype=q.dtype, device=q.device)
+        pdl = self._pdl and not alone
+        kernel: Any
+        if chosen.units:
+            kernel = persistent_attention_kernel[shape.kv_heads, chosen.units]
+            cut = {"tile_ranges": step.tile_ranges, "rows": rows}
+        else:
+            kernel = split_attention_kernel[shape.kv_heads, rows, chosen.splits]
+            cut = {"least_tiles": chosen.least_tiles}
+        compiled = kernel(
+            q,
+            held,
+            page_table,
+            context_lens,
+            out,
+            self._partials,
+            self._partial_lse,
+            self._counters,
+            q.stride(0),
+            q.stride(1),
+            held.stride(1) * layer,
+            held.stride(0),
+            page_table.stride(0),
+            shape.scale * LOG2_E.value,
+            q if sinks is None else sinks,
+            context_lens if step.groups is None else step.groups,
+            tokens,
+            **cut,
+            **self._constants(page_tokens, chosen.block_tokens, held.element_size()),
+            HEAD_STRIDE=held.stride(3),
+            PART_STRIDE=held.stride(2),
+            SINKS=sinks is not None,
+            PDL=pdl,
+            EARLY=self._early,
+            WIDE_DOT=INTERPRETED,
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+            launch_pdl=pdl,
+        )
+        if pdl and chosen.shared_percent and compiled is not None:  # None: see `tandem.engine.cuda.compile_ahead.Trial`
+            prefer_shared_memory(compiled, chosen.shared_percent)
+        return out
+
+    def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, float]:
+        shape = self._shape
+        group = shape.heads // shape.kv_heads
+        group_padded = triton.next_power_of_2(group)
+        dim_padded = triton.next_power_of_2(shape.head_dim)
+        group_tile = max(LEAST_DOT, group_padded * self._tokens)
+        merged_tile = group_padded if self._tokens == 1 else group_tile
+        large = self._tokens > 1 and group_tile > LEAST_DOT
+        merged_elements = MERGED_ELEMENTS // 2 if large else MERGED_ELEMENTS
+        return {
+            "GROUP": group,
+            "GROUP_TILE": group_tile,
+            "GROUP_PADDED": group_padded,
+            "KV_HEADS": shape.kv_heads,
+            "HEAD_DIM": shape.head_dim,
+            "DIM_PADDED": dim_padded,
+            "PAGE_TOKENS": page_tokens,
+            "BLOCK_TOKENS": block_tokens,
+            "MERGED_TILE": merged_tile,
+            "MERGED_SPLITS": max(1, merged_elements // (merged_tile * dim_padded)),
+            "TOKENS": self._tokens,
+            "LINES": max(1, dim_padded * item_bytes // LINE_BYTES),
+            "WINDOW": shape.window or 0,
+            "SOFTCAP": (shape.softcap or 0.0) * LOG2_E.value,
+        }
+
+    def _plan(self, rows: int, capacity: int) -> Plan:
+        key = (rows, capacity)
+        if key not in self._plans:
+            shape = self._shape
+            seen = capacity if shape.window is None else min(capacity, shape.window)
+            self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, self._planned_dtype, self._sms)
+        return self._plans[key]
+
+    def _tile_ranges(self, rows: int, units: int) -> Tensor:
+        """Returns this thread's tile ranges for so many rows and programs: [units, fields of `TileRange`] int32.
+
+        Both numbers depend on the width of the table, too: trial steps run concurrently before the start is complete,
+        and one of their launches may be left out. They are kept when the thread has ended: graphs that it captured read
+        and write them.
+        """
+        key = threading.get_ident(), rows, units
+        if key not in self._all_tile_ranges:
+            self._all_tile_ranges[key] = torch.zeros(
+                units, len(TileRange._fields), dtype=torch.int32, device=self._device
+            )
+        return self._all_tile_ranges[key]

@@ -1,0 +1,210 @@
+"""Decode attention over 8-bit keys and values: the device functions that differ from those of 16-bit ones.
+
+Codes are loaded as 16-bit words, each with the codes of an even and of the following odd dimension, so that they are
+loaded into the matrix units' layout like 16-bit numbers. A word pair becomes two float16 numbers of even dimensions by
+one permutation of bytes, or two of odd ones: the units then multiply even and odd dimensions separately. Float16 holds
+all codes of either type exactly. The scales of keys multiply the scores. Those of values would make weights too small
+for float16: their logarithms are added to the scores, which makes the largest weight 1, and the sum of weights is
+divided by them.
+"""
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.attention.triton_attention_tiles import (
+    LOG2_E,
+    finite,
+    heads_of,
+    is_seen,
+    page_of_tile,
+    token_offsets,
+)
+from tandem.engine.kernels.triton_launch import INTERPRETED
+from tandem.engine.kernels.triton_math import tanh
+
+_WIDE = tl.constexpr(INTERPRETED)
+"""True in the interpreter, which has no assembler and multiplies in float32."""
+BIAS = tl.constexpr(128)
+"""The number that is added to int8 codes, which are then multiplied without a sign."""
+TINY = tl.constexpr(2.0**-24)
+"""The smallest number of float16."""
+_MOST_EXPONENT = tl.constexpr(126.0)
+"""The largest power of 2 that sums of some more are finite with."""
+LEAST_SCALE = tl.constexpr(2.0**-60)
+"""Scales of values below this count as this: their logarithm would not be finite."""
+
+
+@triton.jit
+def _split_query(at, held, dtype: tl.constexpr):
+    """Loads queries at pointers `at` to even dimensions → even and odd ones in `dtype`, and a power of 2 that divided.
+
+    The quotients are below 2, so that float16 holds them.
+    """
+    even = tl.load(at, mask=held, other=0.0).to(tl.float32)
+    odd = tl.load(at + 1, mask=held, other=0.0).to(tl.float32)
+    bits = tl.maximum(tl.abs(even).to(tl.int32, bitcast=True), tl.abs(odd).to(tl.int32, bitcast=True))
+    exponent = tl.minimum(tl.maximum(tl.max(tl.max(bits, axis=1), axis=0) >> 23, 1), 253)
+    unit = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (even * inverse).to(dtype), (odd * inverse).to(dtype), unit
+
+
+@triton.jit
+def _numbers(words, ODD: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, dtype: tl.constexpr):
+    """Returns the even or odd codes of int16 `words`, float8_e4m3fn if FP8, else int8; plus `BIAS` if BIASED.
+
+    dtype is float32 or float16. Int8 in float16 is times `TINY`, its smallest number, of which n is n times as much:
+    the bits of codes plus 128 are numbers at once.
+    """
+    if dtype == tl.float16 and not _WIDE:
+        if FP8:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $1, $1, "
+                + ("0x3131" if ODD else "0x2020")
+                + "; mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 $0, low; }",
+                "=r,r",
+                [words],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+        biased = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; xor.b32 t, $1, 0x80808080; prmt.b32 $0, t, 0, " + ("0x4341" if ODD else "0x4240") + "; }",
+            "=r,r",
+            [words],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+        return biased if BIASED else biased - BIAS * TINY
+    held = words >> 8 if ODD else (words << 8) >> 8
+    if FP8:
+        return held.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    return (held + BIAS if BIASED else held).to(dtype)
+
+
+@triton.jit
+def _log2(x):
+    """Returns the logarithm, with an error of 2^-22."""
+    if _WIDE:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _reciprocal(x):
+    """Returns 1 / x, with a relative error of 2^-23."""
+    if _WIDE:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _add_product(a, b, sums):
+    """Returns sums + a · b."""
+    if _WIDE:
+        return sums + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, sums, input_precision="ieee")
+
+
+@triton.jit
+def _scales_at(
+    plane, page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr
+):
+    """Returns pointers [BLOCK_TOKENS] to the scales of a tile's tokens; `plane` as the codes of page 0."""
+    token = tl.arange(0, BLOCK_TOKENS)
+    scales = plane + page.to(tl.int64) * page_stride + PAGE_TOKENS * ROW
+    return scales.to(tl.pointer_type(tl.float32), bitcast=True) + (tile * BLOCK_TOKENS + token) % PAGE_TOKENS
+
+
+@triton.jit
+def attend_to_codes(
+    q_at,
+    held,
+    keys,
+    values,
+    table,
+    page,
+    start,
+    end,
+    begin,
+    context,
+    page_stride,
+    log2_scale,
+    sinks,
+    split,
+    contexts,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Computes what `attend` does, for the queries at `q_at` [GROUP_TILE], where they are `held`."""
+    WORDS: tl.constexpr = HEAD_DIM // 2
+    FP8: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
+    wide: tl.constexpr = q_at.dtype.element_ty == tl.float32
+    dtype: tl.constexpr = tl.float32 if wide else tl.float16
+    token = tl.arange(0, BLOCK_TOKENS)
+    word = tl.arange(0, DIM_PADDED // 2)
+    even, odd, unit = _split_query(q_at[:, None] + 2 * word[None, :], held[:, None] & (word < WORDS)[None, :], dtype)
+    BIASED: tl.constexpr = not FP8 and not wide
+    FACTOR: tl.constexpr = TINY if BIASED and not _WIDE else 1.0
+    first_scores = tl.zeros([GROUP_TILE, BLOCK_TOKENS], tl.float32)
+    if BIASED:
+        summed = tl.sum(even.to(tl.float32), axis=1) + tl.sum(odd.to(tl.float32), axis=1)
+        first_scores -= (summed * (BIAS * FACTOR))[:, None]
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        cells = token[:, None] * WORDS + word[None, :]
+    else:
+        cells = word[None, :]
+    highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_TILE], tl.float32)
+    mixed_even = tl.zeros([GROUP_TILE, DIM_PADDED // 2], tl.float32)
+    mixed_odd = tl.zeros([GROUP_TILE, DIM_PADDED // 2], tl.float32)
+    for tile in tl.range(start, end):
+        offset = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        key_scale_at = _scales_at(keys, page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        value_scale_at = _scales_at(values, page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        # The next tile's page id is loaded while this tile is computed.
+        page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+        position = tile * BLOCK_TOKENS + token
+        seen = position < context
+        if WINDOW > 0:
+            seen = seen & (position >= begin)
+        loaded = seen[:, None] & (word < WORDS)[None, :]
+        key = tl.load((keys + offset).to(tl.pointer_type(tl.int16), bitcast=True) + cells, mask=loaded, other=0)
+        key_scale = tl.load(key_scale_at, mask=seen, other=0.0)
+        scores = _add_product(even, tl.trans(_numbers(key, False, BIASED, FP8, dtype)), first_scores)
+        scores = _add_product(odd, tl.trans(_numbers(key, True, BIASED, FP8, dtype)), scores)
+        scores = scores * (key_scale * (unit * log2_scale / FACTOR))[None, :]
+        if SOFTCAP > 0:
+            scores = tanh(scores / SOFTCAP) * SOFTCAP
+        value_scale = tl.load(value_scale_at, mask=seen, other=1.0)
+        value_scale = tl.where(value_scale < LEAST_SCALE, LEAST_SCALE, value_scale)
+        visible = is_seen(position, seen, contexts, WINDOW, TOKENS)
+        scores = tl.where(visible, scores + _log2(value_scale)[None, :], float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        base = finite(higher, TOKENS)
+        weight = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(highest - base)
+        total = total * fade + tl.sum(weight * _reciprocal(value_scale)[None, :], axis=1)
+        value = tl.load((values + offset).to(tl.pointer_type(tl.int16), bitcast=True) + cells, mask=loaded, other=0)
+        weight = weight.to(dtype)
+        mixed_even = _add_product(weight, _numbers(value, False, False, FP8, dtype), mixed_even * fade[:, None])
+        mixed_odd = _add_product(weight, _numbers(value, True, False, FP8, dtype), mixed_odd * fade[:, None])
+        highest = higher
+    if SINKS:  # noqa: SIM102 - a constant
+        if split == 0:
+            # Behind the loop: a sink above all scores would make the weights, which contain scales, too small.
+            head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
+            sink = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
+            highest = tl.where(highest == float("-inf"), sink, highest)
+            total += tl.exp2(tl.minimum(sink - highest, _MOST_EXPONENT))
+    return highest, total, tl.interleave(mixed_even, mixed_odd) / FACTOR

@@ -1,0 +1,147 @@
+"""The device functions of decode attention that store results: of one program, merged ones, and zeros of padding."""
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.attention.triton_attention_tiles import finite, heads_of, held_queries
+
+
+@triton.jit
+def _merge(
+    partials,
+    partial_lse,
+    count,
+    cell_of,
+    held,
+    SIZE: tl.constexpr,
+    SPLIT_CELLS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Returns the softmax-weighted sum of `count` normalised partial results → [SIZE, DIM_PADDED] float32.
+
+    `cell_of` [SIZE] are the queries' places among the SPLIT_CELLS of each partial result, where they are `held`.
+    """
+    split = tl.arange(0, MERGED_SPLITS)
+    dim = tl.arange(0, DIM_PADDED)
+    highest = tl.full([SIZE], float("-inf"), tl.float32)
+    total = tl.zeros([SIZE], tl.float32)
+    merged = tl.zeros([SIZE, DIM_PADDED], tl.float32)
+    cell = split[:, None] * SPLIT_CELLS + cell_of[None, :]
+    element = cell[:, :, None] * HEAD_DIM + dim[None, None, :]
+    for first in tl.range(0, count, MERGED_SPLITS):
+        present = (first + split < count)[:, None] & held[None, :]
+        loaded = present[:, :, None] & (dim < HEAD_DIM)[None, None, :]
+        values = tl.load(
+            partials + first * SPLIT_CELLS * HEAD_DIM + element, mask=loaded, other=0.0, cache_modifier=".cg"
+        )
+        # A padded head gets a finite weight; any number does, as it is not stored.
+        absent = tl.where(held, float("-inf"), 0.0)[None, :]
+        lse = tl.load(partial_lse + first * SPLIT_CELLS + cell, mask=present, other=float("-inf"), cache_modifier=".cg")
+        lse = tl.where(present, lse, absent)
+        higher = tl.maximum(highest, tl.max(lse, axis=0))
+        base = finite(higher, TOKENS)
+        weight = tl.exp2(lse - base[None, :])
+        fade = tl.exp2(highest - base)
+        total = total * fade + tl.sum(weight, axis=0)
+        merged = merged * fade[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+        highest = higher
+    return merged / total[:, None]
+
+
+@triton.jit
+def deliver(
+    highest,
+    total,
+    mixed,
+    lane,
+    split,
+    active,
+    first_partial,
+    lanes,
+    rows,
+    out,
+    partials,
+    partial_lse,
+    counters,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    MERGED_TILE: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Stores the result of `attend` for range number `split` of the group and key head `lane`, of `rows` rows.
+
+    If it is the only `active` one it is the final result, else the partial result number `first_partial` + `split`; the
+    last program to arrive merges them. `lanes` [GROUP_TILE], or `lane` with one token: the row and key head of each
+    query, by which the final result is stored.
+    """
+    CELLS: tl.constexpr = TOKENS * GROUP
+    head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
+    dim = tl.arange(0, DIM_PADDED)
+    held_query = held_queries(rows, GROUP_TILE, GROUP, GROUP_PADDED, TOKENS)
+    held = held_query[:, None] & (dim < HEAD_DIM)[None, :]
+    mass = tl.where(total > 0.0, total, 1.0)
+    result = mixed / mass[:, None]
+    out_row = out + lanes * (GROUP * HEAD_DIM)
+    if TOKENS > 1:
+        out_row = out_row[:, None]
+    if active == 1:
+        out_cells = head[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(out_row + out_cells, result.to(out.dtype.element_ty), mask=held)
+    else:
+        cell = _cells_of(GROUP_TILE, GROUP, GROUP_PADDED, TOKENS)
+        lane_partials = partials + first_partial * (CELLS * HEAD_DIM)
+        lane_lse = partial_lse + first_partial * CELLS
+        partial_cells = cell[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(lane_partials + split * (CELLS * HEAD_DIM) + partial_cells, result, mask=held)
+        tl.store(lane_lse + split * CELLS + cell, highest + tl.log2(mass), mask=held_query)
+        # All warps' stores come before the one thread that counts.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + lane, 1, sem="acq_rel", scope="gpu")
+        if arrived == active - 1:
+            kept = held_queries(rows, MERGED_TILE, GROUP, GROUP_PADDED, TOKENS)
+            merged = _merge(
+                lane_partials, lane_lse, active, _cells_of(MERGED_TILE, GROUP, GROUP_PADDED, TOKENS), kept,
+                MERGED_TILE, CELLS, HEAD_DIM, DIM_PADDED, MERGED_SPLITS, TOKENS,
+            )  # fmt: skip
+            merged_cells = heads_of(MERGED_TILE, GROUP_PADDED, TOKENS)[:, None] * HEAD_DIM + dim[None, :]
+            kept_cells = kept[:, None] & (dim < HEAD_DIM)[None, :]
+            tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept_cells)
+            tl.store(counters + lane, 0)
+
+
+@triton.jit
+def _cells_of(SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns the places [SIZE] of a tile's queries in a partial result, which has no padded heads."""
+    query = tl.arange(0, SIZE)
+    if TOKENS > 1:
+        query = query // GROUP_PADDED * GROUP + query % GROUP_PADDED
+    return query
+
+
+@triton.jit
+def clear_padding(
+    out,
+    used_at,
+    tokens,
+    kv_head,
+    program,
+    programs,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """Zeroes one key head's results of the rows in no group: those from the number at `used_at` on, to `tokens`."""
+    cell = tl.arange(0, GROUP_PADDED * DIM_PADDED)
+    zeros = tl.zeros([GROUP_PADDED * DIM_PADDED], out.dtype.element_ty)
+    for row in tl.range(tl.load(used_at) + program, tokens, programs):
+        at = out + (row * KV_HEADS + kv_head) * (GROUP * HEAD_DIM) + cell
+        tl.store(at, zeros, mask=cell < GROUP * HEAD_DIM)

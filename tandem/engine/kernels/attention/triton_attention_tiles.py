@@ -1,0 +1,243 @@
+"""The device functions of decode attention: loads of a row's keys and values, and attention.
+
+Tiles of BLOCK_TOKENS positions are counted from position 0. Where a page holds whole tiles, a tile's keys are one
+contiguous range in one page; else each token's page is looked up. Page ids are read one tile ahead of their use. Scores
+are in units of log2.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.triton_math import tanh
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+"""Scores times this are in units of log2."""
+
+
+@triton.jit
+def first_seen(context, WINDOW: tl.constexpr):
+    """Returns the first position that a row of this context sees."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - WINDOW, 0)
+    return begin
+
+
+@triton.jit
+def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Returns the page id of a tile within one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    start = tile * BLOCK_TOKENS
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
+    else:
+        position = start + tl.arange(0, BLOCK_TOKENS)
+        seen = (position >= begin) & (position < context)
+        page = tl.load(table + position // PAGE_TOKENS, mask=seen, other=0)
+    return page
+
+
+@triton.jit
+def token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
+    """Returns the tile's offset in the cache in elements: int64, of its first token or [BLOCK_TOKENS, 1] of all."""
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
+    else:
+        within = (tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)) % PAGE_TOKENS
+        offset = (page.to(tl.int64) * page_stride + within * ROW)[:, None]
+    return offset
+
+
+@triton.jit
+def heads_of(SIZE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns the head [SIZE] within its group of each query of a tile: TOKENS times those of a key head."""
+    head = tl.arange(0, SIZE)
+    if TOKENS > 1:
+        head = head % GROUP_PADDED
+    return head
+
+
+@triton.jit
+def group_of(
+    row, groups, context_lens, GROUP_TILE: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Returns the first row of group number `row` and its count of rows, then its contexts and rows.
+
+    The contexts are those of its first and of its last row, then of each query [GROUP_TILE], then come the rows of the
+    queries. Queries of no row have the last row's context. See `tandem.engine.kernels.base.DraftGroups`; with one
+    token each row is a group, and all are scalars.
+    """
+    if TOKENS == 1:
+        count = 1
+        first = row
+        rows = row
+        shortest = tl.load(context_lens + row)
+        longest = shortest
+        contexts = shortest
+    else:
+        first = tl.load(groups + 3 * row)
+        follow = tl.load(groups + 3 * row + 1)
+        count = tl.load(groups + 3 * row + 2)
+        shortest = tl.load(context_lens + first, mask=count > 0, other=0)
+        more = tl.maximum(count - 1, 0)
+        longest = shortest + more
+        token = tl.arange(0, GROUP_TILE) // GROUP_PADDED
+        rows = tl.where(token == 0, first, follow + token - 1)
+        contexts = shortest + tl.minimum(token, more)
+    return first, count, shortest, longest, contexts, rows
+
+
+@triton.jit
+def held_queries(count, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns which queries [SIZE] of a tile are a head of one of `count` rows."""
+    held = heads_of(SIZE, GROUP_PADDED, TOKENS) < GROUP
+    if TOKENS > 1:
+        held = held & (tl.arange(0, SIZE) // GROUP_PADDED < count)
+    return held
+
+
+@triton.jit
+def is_seen(position, seen, contexts, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns which positions each query sees, of those that any query of its tile sees, as [1 or queries, tokens]."""
+    visible = seen[None, :]
+    if TOKENS > 1:
+        visible = visible & (position[None, :] < contexts[:, None])
+        if WINDOW > 0:
+            visible = visible & (position[None, :] >= (contexts - WINDOW)[:, None])
+    return visible
+
+
+@triton.jit
+def finite(highest, TOKENS: tl.constexpr):
+    """Returns running maxima that may be subtracted: 0 for a query of several tokens that has seen nothing yet."""
+    if TOKENS > 1:
+        highest = tl.where(highest == float("-inf"), 0.0, highest)
+    return highest
+
+
+@triton.jit
+def _fetch_into_cache(cache, address, wanted):
+    """Prefetches the lines at `address` into L2, where `wanted`, without waiting.
+
+    They stay coherent if written later.
+    """
+    line = tl.where(wanted, address, cache).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _dot(a, b, WIDE_DOT: tl.constexpr):
+    """Returns a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
+    if WIDE_DOT:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def fetch_tile(
+    cache,
+    keys,
+    values,
+    page,
+    tile,
+    begin,
+    context,
+    page_stride,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Prefetches a tile's keys and values into L2, without waiting."""
+    token = tl.arange(0, BLOCK_TOKENS)
+    line = tl.arange(0, LINES)
+    spot = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        spot += token[:, None] * HEAD_DIM
+    spot += line[None, :] * (DIM_PADDED // LINES)
+    position = tile * BLOCK_TOKENS + token
+    wanted = ((position >= begin) & (position < context))[:, None] & (line * (DIM_PADDED // LINES) < HEAD_DIM)
+    _fetch_into_cache(cache, keys + spot, wanted)
+    _fetch_into_cache(cache, values + spot, wanted)
+
+
+@triton.jit
+def attend(
+    query,
+    keys,
+    values,
+    table,
+    page,
+    start,
+    end,
+    begin,
+    context,
+    page_stride,
+    log2_scale,
+    sinks,
+    split,
+    contexts,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDE_DOT: tl.constexpr,
+):
+    """Computes attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, whose page is `page`, to `end`.
+
+    Positions from `begin` to `context` are loaded; with several TOKENS each query sees those of its own `contexts`.
+
+    The first range (`split` 0) of a row includes the score of its sink, if SINKS: `sinks` points to those of the key
+    head. SOFTCAP is in units of log2, 0 = none. Returns the running maximum and sum [GROUP_TILE] of its scores, and the
+    weighted values [GROUP_TILE, DIM_PADDED].
+    """
+    token = tl.arange(0, BLOCK_TOKENS)
+    dim = tl.arange(0, DIM_PADDED)
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        cells = token[:, None] * HEAD_DIM + dim[None, :]
+    else:
+        cells = dim[None, :]
+    highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_TILE], tl.float32)
+    mixed = tl.zeros([GROUP_TILE, DIM_PADDED], tl.float32)
+    if SINKS:
+        head = heads_of(GROUP_TILE, GROUP_PADDED, TOKENS)
+        if split == 0:
+            highest = tl.load(sinks + head, mask=head < GROUP, other=0.0) * LOG2_E
+            total += 1.0
+
+    for tile in tl.range(start, end):
+        offset = token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        # The next tile's page id is loaded while this tile is computed.
+        page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+        position = tile * BLOCK_TOKENS + token
+        seen = position < context
+        if WINDOW > 0:
+            seen = seen & (position >= begin)
+        loaded = seen[:, None] & (dim < HEAD_DIM)[None, :]
+        key = tl.load(keys + offset + cells, mask=loaded, other=0.0)
+        scores = _dot(query, tl.trans(key), WIDE_DOT) * log2_scale
+        if SOFTCAP > 0:
+            scores = tanh(scores / SOFTCAP) * SOFTCAP
+        scores = tl.where(is_seen(position, seen, contexts, WINDOW, TOKENS), scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        base = finite(higher, TOKENS)
+        weight = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(highest - base)
+        total = total * fade + tl.sum(weight, axis=1)
+        value = tl.load(values + offset + cells, mask=loaded, other=0.0)
+        mixed = mixed * fade[:, None] + _dot(weight.to(value.dtype), value, WIDE_DOT)
+        highest = higher
+    return highest, total, mixed

@@ -1,0 +1,65 @@
+"""Zeroing of the values after a row's context, for attention that multiplies even what it masks."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+_WARPS = 4
+
+
+def clear_value_tails(cache: Tensor, layout: StepLayout, first_row: int, *, pdl: bool) -> None:
+    """Zeroes the values, of all layers, after the context of each row from `first_row` on in the row's last page.
+
+    cache [pages, layers, 2, kv_heads, page_tokens, head_dim]. The keys there stay: what is masked is never multiplied.
+    """
+    _, layers, _, kv_heads, page_tokens, head_dim = cache.shape
+    contexts, table = layout.context_lens[first_row:], layout.page_table[first_row:]
+    _clear[(len(contexts), layers, kv_heads)](
+        cache,
+        contexts,
+        table,
+        table.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        cache.stride(3),
+        PAGE=page_tokens,
+        DIM=head_dim,
+        BLOCK=triton.next_power_of_2(page_tokens * head_dim),
+        PDL=pdl,
+        num_warps=_WARPS,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def _clear(
+    cache_ptr,
+    contexts_ptr,
+    table_ptr,
+    table_stride,
+    page_stride,
+    layer_stride,
+    kind_stride,
+    head_stride,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row, layer, head) zeroes one tail."""
+    launch_dependents(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0)
+    context = tl.load(contexts_ptr + row)
+    stored = context % PAGE
+    if stored > 0:
+        page = tl.load(table_ptr + row * table_stride + context // PAGE).to(tl.int64)
+        values = cache_ptr + page * page_stride + tl.program_id(1) * layer_stride + kind_stride
+        place = tl.arange(0, BLOCK)
+        behind = (place >= stored * DIM) & (place < PAGE * DIM)
+        zeros = tl.zeros((BLOCK,), cache_ptr.dtype.element_ty)
+        tl.store(values + tl.program_id(2) * head_stride + place, zeros, mask=behind)

@@ -1,0 +1,79 @@
+"""Mixtures of experts on CPUs: a loop over the experts that tokens chose, whose products are those of dense networks.
+
+The choice is computed in float32, and does not depend on the other tokens. In a step of fewer than LONG_TOKENS tokens
+no expert has more, and every product has the same order. What PyTorch computes here, it computes token by token: its
+result for an element depends on the element's place in the tensor (the last ones are computed without vectors, and by
+other approximations of exp), and that of a product on the number of rows.
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.engine.config.model import MixtureOfExperts
+from tandem.engine.kernels.base import Experts, Linear
+from tandem.engine.kernels.reference import choose_experts, count_experts
+
+
+class Products(Protocol):
+    """The products of `CpuKernels` that take input which is normed already."""
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Returns x · weightᵀ + bias."""
+
+    def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
+        """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias."""
+
+
+def with_wide_router(experts: Experts) -> Experts:
+    """Returns the experts with the router's product in float32, converted once."""
+    bias = experts.router_bias
+    return replace(experts, router=experts.router.float(), router_bias=None if bias is None else bias.float())
+
+
+def add_experts(
+    products: Products, x: Tensor, hidden: Tensor, experts: Experts, spec: MixtureOfExperts, slots: Tensor
+) -> None:
+    """Adds the output of the experts for x = RMSNorm(hidden) to `hidden`; see `Kernels.experts`.
+
+    The router is that of `with_wide_router`. Sums over a token's experts are in float32, in the order of their numbers.
+    """
+    weights, chosen = _choose(_logits(x, experts), experts, spec)
+    valid = slots >= 0
+    count_experts(chosen[valid], experts)
+    chosen = chosen.masked_fill(~valid.unsqueeze(1), -1)
+    mixed = torch.zeros(hidden.shape, dtype=torch.float32)
+    for expert in sorted(set(chosen[valid].flatten().tolist())):
+        tokens, ranks = torch.where(chosen == expert)
+        gate_up = Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert))
+        down = Linear(experts.down[expert], _row(experts.down_bias, expert))
+        out = products.linear(products.gate_up(x[tokens], gate_up, spec.activation), down)
+        mixed[tokens] += out.float() * weights[tokens, ranks, None]  # a token is once among an expert's
+    if experts.shared_gate_up is not None and experts.shared_down is not None:
+        shared = products.linear(products.gate_up(x, experts.shared_gate_up, "silu"), experts.shared_down).float()
+        if experts.shared_gate is not None:
+            gates = products.linear(x, Linear(experts.shared_gate)).float()
+            shared *= torch.stack([torch.sigmoid(gate) for gate in gates])
+        mixed += shared
+    hidden += mixed.to(hidden.dtype)
+
+
+def _logits(x: Tensor, experts: Experts) -> Tensor:
+    """Returns the router's logits [T, E]."""
+    bias = experts.router_bias
+    return torch.stack([F.linear(token, experts.router, bias) for token in x.float()])
+
+
+def _choose(logits: Tensor, experts: Experts, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
+    """Returns what `choose_experts` does; softmax is computed row by row anyway."""
+    if spec.router.score != "sigmoid":
+        return choose_experts(logits, experts.choice_bias, spec)
+    found = [choose_experts(token.unsqueeze(0), experts.choice_bias, spec) for token in logits]
+    return torch.cat([weights for weights, _ in found]), torch.cat([chosen for _, chosen in found])
+
+
+def _row(stacked: Tensor | None, index: int) -> Tensor | None:
+    return None if stacked is None else stacked[index]

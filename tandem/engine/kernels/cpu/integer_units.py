@@ -1,0 +1,111 @@
+"""Products of unsigned codes of weights with signed codes of activations, exact sums in 32-bit lanes.
+
+One lane multiplies four columns. Where the host has VNNI (`vpdpbusd`) that is one instruction, and an activation's code
+is a byte; elsewhere both are widened to 16 bits and multiplied in pairs, the even columns and then the odd ones, an
+order in which activations are stored. The sums are the same integers.
+"""
+
+from functools import lru_cache
+
+import numba
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+
+from tandem.engine.kernels.cpu.ir import I8, I16, I32, I64, LANES, Builder, Value, pointer
+
+LINE_BYTES = 64
+"""Bytes of a panel with one 32-bit lane for each of sixteen rows."""
+INTS = ir.VectorType(I32, LANES)
+_WORDS = ir.VectorType(I16, 2 * LANES)
+
+
+@lru_cache(maxsize=1)
+def multiplies_bytes() -> str | None:
+    """Returns the host's extension that multiplies four bytes in a lane, or None."""
+    chosen = numba.config.CPU_FEATURES
+    for feature in ("avx512vnni", "avxvnni"):
+        if f"+{feature}" in str(chosen) if chosen is not None else get_host_cpu_features().get(feature, False):
+            return feature
+    return None
+
+
+def unit_bytes() -> int:
+    """Returns the bytes of an activation's unit of four codes in memory."""
+    return 4 if multiplies_bytes() else 8
+
+
+def store_codes(builder: Builder, address: Value, codes: Value) -> None:
+    """Stores sixteen int32 as an activation's codes."""
+    if multiplies_bytes():
+        narrow = ir.VectorType(I8, LANES)
+        builder.store(builder.trunc(codes, narrow), pointer(builder, address, narrow), align=1)
+        return
+    words = builder.trunc(codes, ir.VectorType(I16, LANES))
+    order = [unit + lane for unit in range(0, LANES, 4) for lane in (0, 2, 1, 3)]
+    paired = builder.shuffle_vector(words, words, ir.Constant(INTS, order))
+    builder.store(paired, pointer(builder, address, words.type), align=2)
+
+
+def load_weights(builder: Builder, address: Value, bits: int) -> list[list[Value]]:
+    """Loads a panel's next 64 bytes → its units, one of 8-bit codes or two of 4-bit codes, as operands."""
+    line = builder.load(pointer(builder, address, INTS), align=4)
+
+    def shifted(bits: int) -> Value:
+        return builder.lshr(line, ir.Constant(INTS, [bits] * LANES)) if bits else line
+
+    def masked(bits: int, mask: int) -> Value:
+        return builder.and_(shifted(bits), ir.Constant(INTS, [mask] * LANES))
+
+    if multiplies_bytes():
+        return [[line]] if bits == 8 else [[masked(shift, 0x0F0F0F0F)] for shift in (0, 4)]
+    if bits == 8:
+        return [[masked(0, 0x00FF00FF), masked(8, 0x00FF00FF)]]
+    return [[masked(shift, 0x000F000F), masked(shift + 8, 0x000F000F)] for shift in (0, 4)]
+
+
+def load_activation(builder: Builder, address: Value) -> list[Value]:
+    """Loads a unit of a token as operands, the same in every lane."""
+    places = [builder.add(address, I64(4 * part)) for part in range(unit_bytes() // 4)]
+    return [splat_int(builder, builder.load(pointer(builder, place, I32), align=4)) for place in places]
+
+
+def splat_int(builder: Builder, scalar: Value) -> Value:
+    """Copies an int32 to all sixteen lanes."""
+    undefined = ir.Constant(INTS, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
+
+
+def add_products(builder: Builder, weights: list[Value], activations: list[Value], sums: Value) -> Value:
+    """Adds the products of a unit of sixteen rows to their sums."""
+    extension = multiplies_bytes()
+    if extension is None:
+        for weight, activation in zip(weights, activations, strict=True):
+            sums = builder.add(sums, _multiply_words(builder, weight, activation))
+        return sums
+    lanes = LANES if extension == "avx512vnni" else LANES // 2
+    kind = ir.VectorType(I32, lanes)
+    signature = ir.FunctionType(kind, [kind] * 3)
+    multiply = builder.module.declare_intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", fnty=signature)
+    if lanes == LANES:
+        return builder.call(multiply, [sums, *weights, *activations])
+    halves = [
+        builder.call(multiply, [_lanes(builder, each, first, lanes) for each in (sums, *weights, *activations)])
+        for first in (0, lanes)
+    ]
+    return builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
+
+
+def _multiply_words(builder: Builder, a: Value, b: Value) -> Value:
+    """Returns the sums of the products of adjacent 16-bit numbers; LLVM knows x86's instruction by this form."""
+    wide = ir.VectorType(I32, 2 * LANES)
+    products = builder.mul(*(builder.sext(builder.bitcast(each, _WORDS), wide) for each in (a, b)))
+    return builder.add(
+        _lanes(builder, products, 0, LANES, step=2),
+        _lanes(builder, products, 1, LANES, step=2),
+    )
+
+
+def _lanes(builder: Builder, vector: Value, first: int, count: int, step: int = 1) -> Value:
+    chosen = ir.Constant(ir.VectorType(I32, count), [first + step * lane for lane in range(count)])
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), chosen)

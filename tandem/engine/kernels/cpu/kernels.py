@@ -1,0 +1,331 @@
+"""Kernels for CPUs: float32 and bfloat16, all arithmetic in float32, on dedicated threads.
+
+A token's numbers do not depend on the other tokens: in steps of fewer than LONG_TOKENS tokens every product runs in one
+order, whatever else is in the step; longer steps, which are prefill, repack their weights and have another order.
+Attention of a row depends on that row alone in any step. An expert's products count its own tokens, not the step's. The
+number of threads changes nothing. Products of packed weights have one order in any step; their input is quantized to
+8 bits in blocks of 32 columns.
+
+Addresses go to machine code unchecked, so tensors must be as the interface requires: contiguous (of the cache, its last
+two dimensions), of the kernels' dtype; norms may be float32.
+docs/decisions/0002-cpu-kernels.md gives the reasons of this design, with figures.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.engine.config.attention import AttentionShape, LatentShape
+from tandem.engine.config.model import MixtureOfExperts
+from tandem.engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout, is_cpu
+from tandem.engine.kernels.cpu import attention as cpu_attention
+from tandem.engine.kernels.cpu import jobs as cpu_jobs
+from tandem.engine.kernels.cpu import latent as cpu_latent
+from tandem.engine.kernels.cpu import products as cpu_products
+from tandem.engine.kernels.cpu import rope as cpu_rope
+from tandem.engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
+from tandem.engine.kernels.cpu.experts import add_experts, with_wide_router
+from tandem.engine.kernels.cpu.integer_units import unit_bytes
+from tandem.engine.kernels.cpu.ir import LANES
+from tandem.engine.kernels.cpu.panel_weight import UNIT, PanelWeight, in_panels
+from tandem.engine.kernels.cpu.panels import PANEL_ROWS
+from tandem.engine.kernels.cpu.pool import Pool, usable_cores
+from tandem.engine.kernels.cpu.products import LONG_TOKENS, MAX_CHUNK_ROWS
+from tandem.engine.kernels.held_weight import CODES_A_BLOCK, multiplied_on_cpus
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, codes_of
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.kernels.reference import ReferenceKernels, activate, rms_norm
+from tandem.protocol.errors import Internal
+
+_ALL_POSITIONS = 1 << 30
+_CHUNKS_A_THREAD = 8
+_LONG_CHUNK_ROWS = 64
+"""Rows of a packed weight that many tokens share at a time: they stay in the second-level cache."""
+
+
+class CpuKernels(Kernels):
+    """The kernels of one model on CPUs, called by one thread at a time.
+
+    Holds scratch memory and helper threads; `close`, or collection, ends them.
+    """
+
+    def __init__(self, dtype: torch.dtype, threads: int | None = None) -> None:
+        """Takes `dtype` float32 or bfloat16, of all weights and the cache; `threads` None = every core it may use."""
+        self._dtype = dtype
+        self._threads = threads or usable_cores()
+        self._tag = tag = cpu_jobs.TAGS[str(dtype).removeprefix("torch.")]
+        self._pool = Pool(self._threads, lambda shared, scratch: cpu_jobs.perform(shared, scratch, cpu_jobs.HELP, tag))
+        self._plain = ReferenceKernels()
+        self._normed = torch.empty(0, dtype=dtype)
+        self._quantized = torch.empty(0, dtype=torch.uint8)
+        self._items = torch.empty(0, dtype=torch.int64)
+        self._partials = torch.empty(0)
+        # Compiles, or reads an earlier start's code, while the model is loading and not in the first step.
+        self._perform(cpu_jobs.HELP)
+
+    def close(self) -> None:
+        """Ends the helper threads. Idempotent."""
+        self._pool.close()
+
+    def prepare(self, linear: Linear) -> Linear:
+        """Rearranges a packed weight, or dequantizes it where codes cannot be multiplied; keeps a plain one.
+
+        Raises Internal for one that the machine code would misread.
+        """
+        linear = replace(linear, weight=self._prepared(linear.weight))
+        tensors = [each for each in (linear.weight, linear.bias) if isinstance(each, Tensor)]
+        if not all(each.is_contiguous() and each.dtype == self._dtype and is_cpu(each.device) for each in tensors):
+            raise Internal(f"CPU kernels for {self._dtype} were given a weight or bias of another dtype, or strided.")
+        return linear
+
+    def _prepared(self, weight: Weight) -> Weight:
+        if not isinstance(weight, PackedWeight):
+            return weight
+        return in_panels(weight) if multiplied_on_cpus(weight) else weight.dequantized(self._dtype)
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """Prepares each weight as `prepare` does; the router's become float32."""
+        gate_up = self.prepare(Linear(experts.gate_up, experts.gate_up_bias)).weight
+        down = self.prepare(Linear(experts.down, experts.down_bias)).weight
+        shared = (experts.shared_gate_up, experts.shared_down)
+        shared_gate_up, shared_down = (None if each is None else self.prepare(each) for each in shared)
+        return with_wide_router(
+            replace(experts, gate_up=gate_up, down=down, shared_gate_up=shared_gate_up, shared_down=shared_down)
+        )
+
+    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        """Looks up the rows of `table`; Internal with a feed, as tokens are always known on a CPU."""
+        if feed is not None:
+            raise Internal("On CPUs the tokens of a step are known before it starts.")
+        return F.embedding(token_ids, table)
+
+    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        """Computes RMSNorm and the product as two jobs."""
+        out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
+        self._product(cpu_jobs.NORM_LINEAR, hidden, self._normed_memory(hidden.numel()), norm, eps, linear, out)
+        return out
+
+    def norm_gate_up(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
+    ) -> Tensor:
+        """Computes RMSNorm and the gated product as two jobs."""
+        if not _halves_are_apart(gate_up.weight):
+            return _activated(self.norm_linear(hidden, norm, eps, gate_up), activation)
+        out = torch.empty(len(hidden), len(gate_up.weight) // 2, dtype=self._dtype)
+        normed, gelu = self._normed_memory(hidden.numel()), activation == "gelu_tanh"
+        self._product(cpu_jobs.NORM_GATE_UP, hidden, normed, norm, eps, gate_up, out, gelu=gelu)
+        return out
+
+    def gate_up(self, x: Tensor, gate_up: Linear, activation: str) -> Tensor:
+        """Returns activation(g) · u with [g | u] = x · gate_upᵀ + bias → [T, intermediate]."""
+        if activation != "silu" or not _halves_are_apart(gate_up.weight):
+            return _activated(self.linear(x, gate_up), activation)
+        out = torch.empty(len(x), len(gate_up.weight) // 2, dtype=self._dtype)
+        self._product(cpu_jobs.GATE_UP, x, x, None, 0.0, gate_up, out)
+        return out
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Computes the product."""
+        out = torch.zeros(len(x), len(linear.weight), dtype=self._dtype)
+        self.linear_add(x, linear, out)
+        return out
+
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Computes the product and adds it to `hidden`."""
+        self._product(cpu_jobs.LINEAR, x, x, None, 0.0, linear, hidden)
+
+    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+        """Applies RMSNorm and adds the result to `hidden`."""
+        hidden += rms_norm(x, norm, eps)
+
+    def experts(
+        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
+    ) -> None:
+        """Computes the chosen experts one after the other, each for all of its tokens."""
+        add_experts(self, self._norm(hidden, norm, eps), hidden, experts, spec, slots)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+    ) -> Tensor:
+        """Rotates q and k in place and stores k and v in the cache."""
+        if q_norm is not None and q_norm.numel() != shape.head_dim:
+            return self._plain.rope_and_store(qkv, rope, q_norm, k_norm, eps, cache, layer, layout, shape)
+        codes, tokens, width = _int8_or_plain(cache), len(qkv), shape.heads * shape.head_dim
+        self._pool.write(
+            cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
+            _is_wide(q_norm), _layer_address(codes, layer), codes.stride(0), codes.stride(2), codes.stride(3),
+            layout.positions.data_ptr(), layout.slots.data_ptr(), tokens, shape.heads, shape.kv_heads, shape.head_dim,
+            rope.shape[1], codes.shape[4], isinstance(cache, QuantizedKv), eps,
+        )  # fmt: skip
+        self._perform(cpu_jobs.ROPE)
+        return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes attention of all rows as one job."""
+        codes, tokens, rows = _int8_or_plain(cache), q.shape[0], len(layout.context_lens)
+        out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
+        self._reserve_items(tokens, rows, layout.max_context, shape)
+        self._pool.write(
+            cpu_attention.ATTENTION, cpu_jobs.ATTENTION, 0, q.data_ptr(), q.stride(0), out.data_ptr(),
+            _layer_address(codes, layer), codes.stride(0), codes.stride(2), codes.stride(3), codes.shape[4],
+            layout.positions.data_ptr(), layout.row_starts.data_ptr(), layout.context_lens.data_ptr(),
+            layout.page_table.data_ptr(), layout.page_table.stride(0), rows, shape.heads, shape.kv_heads,
+            shape.head_dim, shape.window or _ALL_POSITIONS, _address(sinks), self._items.data_ptr(),
+            self._partials.data_ptr(), isinstance(cache, QuantizedKv), shape.scale, shape.softcap or 0.0,
+        )  # fmt: skip
+        self._perform(cpu_jobs.ATTENTION)
+        return out
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rope: Tensor,
+        norm: Tensor,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Norms and rotates the latents and stores them at their slots."""
+        return self._plain.latent_store(q, latents, rope, norm, eps, cache, layer, layout, shape)
+
+    def latent_attention(
+        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
+    ) -> Tensor:
+        """Computes attention of rows of one token over the latents themselves, expands those of longer rows."""
+        return cpu_latent.latent_attention(q, kv_up, cache, layer, layout, shape)
+
+    def _norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Returns RMSNorm(hidden), whatever the other tokens are."""
+        out = torch.empty_like(hidden)
+        self._product(cpu_jobs.NORM, hidden, out, norm, eps, Linear(hidden), out)
+        return out
+
+    def _product(
+        self,
+        operation: int,
+        source: Tensor,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        linear: Linear,
+        out: Tensor,
+        *,
+        gelu: bool = False,
+    ) -> None:
+        """Computes out [T, rows] = or (without a norm) += x · weightᵀ + bias; x is memory for the normed source."""
+        tokens, k = source.shape
+        rows, weight = out.shape[1], linear.weight
+        arguments = (
+            tokens, k, x.data_ptr(), out.data_ptr(), _codes_of(weight).data_ptr(), _address(linear.bias), rows,
+            norm is None, source.data_ptr(), _address(norm), _is_wide(norm), gelu, eps,
+        )  # fmt: skip
+        if isinstance(weight, PanelWeight):
+            step = self._code_chunk_rows(rows, tokens)
+            more = self._code_arguments(weight, tokens)
+            self._pool.write(cpu_products.CODE_PRODUCT, operation, weight.bits, step, *arguments, *more)
+        else:
+            self._pool.write(cpu_products.PRODUCT, operation, 0, self._chunk_rows(rows, tokens, k), *arguments)
+        self._perform(operation)
+
+    def _code_arguments(self, weight: PanelWeight, tokens: int) -> tuple[int, ...]:
+        """Returns the arguments of a product that only packed weights have, with memory for the quantized input."""
+        code_bytes = tokens * weight.inputs * unit_bytes() // UNIT
+        scale_bytes = tokens * weight.inputs // CODES_A_BLOCK * self._partials.element_size()
+        if self._quantized.numel() < code_bytes + 2 * scale_bytes:
+            self._quantized = torch.empty(code_bytes + 2 * scale_bytes, dtype=torch.uint8)
+        codes = self._quantized.data_ptr()
+        scales = weight.scales.data_ptr() if weight.scales.numel() else 0
+        return (
+            scales, _address(weight.offsets), weight.factors.data_ptr(), weight.group // CODES_A_BLOCK,
+            codes, codes + code_bytes, codes + code_bytes + scale_bytes,
+        )  # fmt: skip
+
+    def _perform(self, operation: int) -> None:
+        cpu_jobs.perform(self._pool.shared, self._pool.scratch, operation, self._tag)
+
+    def _chunk_rows(self, rows: int, tokens: int, k: int) -> int:
+        """Returns a chunk size small enough that the threads end together, and large enough to stream."""
+        if cpu_products.repacks.py_func(tokens, k):
+            return PANEL_ROWS
+        share = rows // (self._threads * _CHUNKS_A_THREAD)
+        return min(max(share - share % 4, 8), MAX_CHUNK_ROWS)
+
+    def _code_chunk_rows(self, rows: int, tokens: int) -> int:
+        """Like `_chunk_rows`, in whole panels."""
+        most = MAX_CHUNK_ROWS if tokens < LONG_TOKENS else _LONG_CHUNK_ROWS
+        share = rows // (self._threads * _CHUNKS_A_THREAD)
+        return min(max(share - share % LANES, LANES), most)
+
+    def _normed_memory(self, items: int) -> Tensor:
+        if self._normed.numel() < items:
+            self._normed = torch.empty(items, dtype=self._dtype)
+        return self._normed
+
+    def _reserve_items(self, tokens: int, rows: int, max_context: int, shape: AttentionShape) -> None:
+        """Reserves memory for the items of a step: long rows' by their queries, one-token rows' by blocks."""
+        group = shape.heads // shape.kv_heads
+        blocks = -(-max_context // KEYS)
+        decode = rows * shape.kv_heads * -(-group // QUERIES) * blocks
+        items = ITEM_FIELDS * (decode + shape.kv_heads * (-(-tokens * group // QUERIES) + rows))
+        if self._items.numel() < items:
+            self._items = torch.empty(items, dtype=torch.int64)
+        partials = decode * min(group, QUERIES) * (shape.head_dim + 2)
+        if blocks > 1 and self._partials.numel() < partials:
+            self._partials = torch.empty(partials)
+
+
+def _codes_of(weight: Weight) -> Tensor:
+    return weight.codes if isinstance(weight, PackedWeight) else weight
+
+
+def _halves_are_apart(weight: Weight) -> bool:
+    """Returns True if gate and up rows can be multiplied by themselves: no panel has rows of both."""
+    return not isinstance(weight, PanelWeight) or weight.outputs // 2 % LANES == 0
+
+
+def _activated(gate_up: Tensor, activation: str) -> Tensor:
+    """Returns the activation; of fewer than LONG_TOKENS tokens each by itself, as in experts.py."""
+    if len(gate_up) >= LONG_TOKENS:
+        return activate(gate_up, activation)
+    return torch.stack([activate(token, activation) for token in gate_up])
+
+
+def _layer_address(cache: Tensor, layer: int) -> int:
+    return cache.data_ptr() + layer * cache.stride(1) * cache.element_size()
+
+
+def _int8_or_plain(cache: KvCache) -> Tensor:
+    """Returns the codes or elements of a cache; raises Internal for codes that the machine code would misread."""
+    if isinstance(cache, QuantizedKv) and cache.codes.dtype != torch.int8:
+        raise Internal(f"CPU kernels compute with int8 keys and values, not with {cache.codes.dtype}.")
+    return codes_of(cache)
+
+
+def _is_wide(norm: Tensor | None) -> bool:
+    return norm is not None and norm.dtype == torch.float32
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

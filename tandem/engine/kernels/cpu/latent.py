@@ -1,0 +1,38 @@
+"""Latent attention on CPUs: rows of one token absorbed, all heads at a time; longer rows expanded.
+
+Each row is computed by itself, so a token's numbers do not depend on the other tokens of the step.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.reference import attend_latents, gather_latents
+
+
+def latent_attention(
+    q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
+) -> Tensor:
+    """Implements `Kernels.latent_attention`; absorbed attention runs in float32 and rounds its result alone."""
+    starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
+    out = q.new_empty(len(q), shape.heads * shape.v_dim)
+    wide = kv_up.float() if layout.single_rows else kv_up
+    for row, context in enumerate(contexts):
+        first, end = starts[row], starts[row + 1]
+        stored = gather_latents(cache, layer, layout.page_table[row], context)
+        if row < layout.single_rows:
+            out[first] = _absorbed(q[first].float(), stored.float(), wide, shape)
+        else:
+            out[first:end] = attend_latents(q[first:end], stored, kv_up, layout.positions[first:end], shape)
+    return out
+
+
+def _absorbed(q: Tensor, stored: Tensor, kv_up: Tensor, shape: LatentShape) -> Tensor:
+    """Returns attention of one token [heads, nope + rope] to its row's latents [context, latent + rope] → [heads·v]."""
+    keys, values = kv_up[:, : shape.nope], kv_up[:, shape.nope :]
+    absorbed = torch.bmm(q[:, None, : shape.nope], keys).squeeze(1)
+    query = torch.cat((absorbed, q[:, shape.nope :]), dim=-1)
+    weights = torch.softmax(query @ stored.t() * shape.scale, dim=-1)
+    mixed = weights @ stored[:, : shape.latent]
+    return torch.bmm(values, mixed.unsqueeze(2)).flatten()

@@ -1,0 +1,140 @@
+"""Packed weights as the CPU kernels read them: panels of sixteen rows, in the order in which they are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels.cpu.ir import LANES
+from tandem.engine.kernels.packed_weight import PackedWeight, pack_nibbles, unpack_nibbles
+
+UNIT = 4
+"""Columns that one 32-bit lane of a product multiplies."""
+WIDE_CENTRE = 128
+"""The number that is added to 8-bit codes to make them unsigned."""
+_PIECE = 1 << 22
+"""Codes that are rearranged at a time, to bound temporary memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight(PackedWeight):
+    """A packed weight [..., N, K] whose parts are in panels of sixteen rows; beyond N, rows are zero.
+
+    codes   [..., N / 16, K / 4, 16, 4] int8: units of four columns, the sign bits flipped, so that read as unsigned
+            bytes they are codes + 128; or [..., N / 16, K / 8, 16, 4] uint8 with two units in the bytes' halves, the
+            first one in the lower half
+    scales  [..., N / 16, K / group, 16] float16, to be multiplied by `factors`; or one scale a row, which `factors`
+            then is: [..., N / 16, 0, 16]
+    offsets likewise or None; they are as in `PackedWeight`, for the codes before they were made unsigned
+    factors [..., N / 16, 16] float32: with groups a power of two, so that float16 holds all scales of a row
+    """
+
+    factors: Tensor
+    outputs: int
+    inputs: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """The weight's shape [..., N, K]."""
+        return torch.Size([*self.factors.shape[:-2], self.outputs, self.inputs])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors."""
+        # A dataclass with slots is a new class, which the short form of super() does not know.
+        return (*PackedWeight.parts(self), self.factors)
+
+    def __getitem__(self, index: int | slice) -> PanelWeight:
+        """Returns a view of one of several stacked weights."""
+        if self.factors.dim() == 2:
+            raise TypeError("Rows of panels have no view: see `rows`.")
+        offsets = None if self.offsets is None else self.offsets[index]
+        return PanelWeight(
+            self.codes[index], self.scales[index], offsets, self.group, self.factors[index], self.outputs, self.inputs
+        )
+
+    def rows(self, index: Tensor) -> PackedWeight:
+        """Returns a copy of the rows that `index` [T] int64 names, of a weight that is not stacked, row by row."""
+        panel, lane = index // LANES, index % LANES
+        held = self.codes[panel, :, lane]
+        if self.bits == 4:
+            codes = pack_nibbles(torch.stack((held & 15, held >> 4), dim=2).flatten(1))
+        else:
+            codes = held.flatten(1) ^ -128
+        factors = self.factors[panel, lane, None]
+        scales = factors if self.scales.shape[1] == 0 else self.scales[panel, :, lane] * factors
+        offsets = None if self.offsets is None else self.offsets[panel, :, lane] * factors
+        return PackedWeight(codes, scales, offsets, self.group)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Returns the weight [..., N, K]; scales that are not float16 were rounded to it, relative to their row's."""
+        if self.factors.dim() > 2:
+            return torch.stack([self[index].dequantized(dtype) for index in range(len(self))])
+        return self.rows(torch.arange(self.outputs)).dequantized(dtype)
+
+
+def in_panels(weight: PackedWeight) -> PanelWeight:
+    """Returns a copy of a weight that is `multiplied_on_cpus`, in panels; stacked weights stay stacked."""
+    if len(weight.shape) > 2:
+        return _stacked([in_panels(weight[index]) for index in range(len(weight))])
+    rows, columns = weight.shape
+    scales = weight.scales.to(torch.float32)
+    offsets = None if weight.offsets is None else weight.offsets.to(torch.float32)
+    if weight.group == columns and offsets is None:
+        factors, scales = scales[:, 0], scales[:, :0]
+    else:
+        largest = (scales if offsets is None else torch.maximum(scales.abs(), offsets.abs())).abs().amax(dim=1)
+        factors = torch.ldexp(torch.ones(rows), torch.frexp(largest).exponent)
+        scales = scales / factors[:, None]
+    return PanelWeight(
+        _codes_in_panels(weight.codes, columns),
+        _by_panel(scales).half(),
+        None if offsets is None else _by_panel(offsets / factors[:, None]).half(),
+        weight.group,
+        _by_panel(factors[:, None])[:, 0].contiguous(),
+        rows,
+        columns,
+    )
+
+
+def _stacked(each: Sequence[PanelWeight]) -> PanelWeight:
+    codes, scales, *offsets, factors = (
+        torch.stack(parts) for parts in zip(*(one.parts() for one in each), strict=True)
+    )
+    first = each[0]
+    return PanelWeight(
+        codes, scales, offsets[0] if offsets else None, first.group, factors, first.outputs, first.inputs
+    )
+
+
+def _by_panel(numbers: Tensor) -> Tensor:
+    """Rearranges [N, any] to [N / 16, any, 16], with zero for rows beyond N."""
+    padded = _padded(numbers)
+    return padded.view(len(padded) // LANES, LANES, numbers.shape[1]).transpose(1, 2).contiguous()
+
+
+def _padded(numbers: Tensor) -> Tensor:
+    missing = -len(numbers) % LANES
+    return torch.cat((numbers, numbers.new_zeros(missing, *numbers.shape[1:]))) if missing else numbers
+
+
+def _codes_in_panels(codes: Tensor, columns: int) -> Tensor:
+    four_bit = codes.dtype == torch.uint8
+    units = columns // (2 * UNIT if four_bit else UNIT)
+    panels = -(-len(codes) // LANES)
+    found = torch.empty(panels, units, LANES, UNIT, dtype=codes.dtype)
+    step = max(_PIECE // columns // LANES, 1)
+    for first in range(0, panels, step):
+        piece = _padded(codes[first * LANES : (first + step) * LANES])
+        if four_bit:
+            pairs = unpack_nibbles(piece).view(-1, LANES, units, 2, UNIT)
+            packed = pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4
+        else:
+            packed = (piece ^ -128).view(-1, LANES, units, UNIT)
+        found[first : first + step] = packed.transpose(1, 2)
+    return found

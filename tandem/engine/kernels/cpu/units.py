@@ -1,0 +1,105 @@
+"""The unit that one lane of a product multiplies: a float32, a bfloat16 or, where the host can, a pair of bfloat16.
+
+That pair is the one thing in these kernels that is tied to an instruction set.
+"""
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+
+from tandem.engine.kernels.cpu.ir import (
+    F32,
+    I16,
+    I32,
+    LANES,
+    VEC,
+    Builder,
+    Value,
+    load_element,
+    load_vector,
+    pointer,
+    tag_bytes,
+    widen,
+)
+
+
+def has_pair_products() -> bool:
+    """Returns True if the host multiplies pairs of bfloat16 into float32 lanes (AVX512_BF16)."""
+    chosen = numba.config.CPU_FEATURES
+    if chosen is not None:
+        return "+avx512bf16" in str(chosen)
+    return bool(get_host_cpu_features().get("avx512bf16", False))
+
+
+def multiplies_pairs(tag: Any) -> bool:
+    """Returns True if products of `tag` elements are computed two at a time."""
+    return bool(tag != types.float32) and has_pair_products()
+
+
+def unit_bytes(tag: Any) -> int:
+    """Returns the bytes of a unit in memory."""
+    return 4 if multiplies_pairs(tag) else tag_bytes(tag)
+
+
+def load_unit(builder: Builder, address: Value, tag: Any) -> Value:
+    """Loads a unit, in 32 bits."""
+    return load_element(builder, address, types.float32 if multiplies_pairs(tag) else tag)
+
+
+def load_units(builder: Builder, address: Value, tag: Any) -> Value:
+    """Loads sixteen adjacent units."""
+    return load_vector(builder, address, types.float32 if multiplies_pairs(tag) else tag)
+
+
+class BFloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(BFloatType)
+
+
+def load_pairs(builder: Builder, address: Value, tag: Any) -> Value:
+    """Loads sixteen pairs of bfloat16."""
+    kind = ir.VectorType(BFloatType(), 2 * LANES)
+    return builder.load(pointer(builder, address, kind), align=2)
+
+
+def multiply_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    """Emits c + the products of a's and b's adjacent lanes, two by two."""
+    kind = ir.FunctionType(VEC, [VEC, a.type, b.type])
+    return builder.call(builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind), [c, a, b])
+
+
+def first_lanes(builder: Builder, count: Value, lanes: int) -> Value:
+    """Returns a mask of `lanes` bits whose first `count` are set."""
+    kind = ir.VectorType(I32, lanes)
+    undefined = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(undefined, builder.trunc(count, I32), I32(0))
+    every = builder.shuffle_vector(one, undefined, ir.Constant(kind, [0] * lanes))
+    return builder.icmp_signed("<", ir.Constant(kind, list(range(lanes))), every)
+
+
+def load_masked(builder: Builder, address: Value, mask: Value, tag: Any, pairs: bool) -> Value:
+    """Loads a vector whose unset lanes are 0; their memory is not accessed."""
+    lanes = mask.type.count
+    element, suffix = (F32, "f32") if tag == types.float32 else (I16, "i16")
+    kind = ir.VectorType(element, lanes)
+    signature = ir.FunctionType(kind, [kind.as_pointer(), I32, mask.type, kind])
+    name = f"llvm.masked.load.v{lanes}{suffix}.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
+    zeros = ir.Constant(kind, [0.0 if element is F32 else 0] * lanes)
+    loaded = builder.call(function, [pointer(builder, address, kind), I32(2 if element is I16 else 4), mask, zeros])
+    if tag == types.float32:
+        return loaded
+    if pairs:
+        return builder.bitcast(loaded, ir.VectorType(BFloatType(), lanes))
+    return widen(builder, loaded, VEC, ir.VectorType(I32, LANES))

@@ -1,0 +1,366 @@
+"""Kernels for NVIDIA GPUs: weight-streaming Triton products for few tokens, cuBLAS for many, fused row-wise kernels.
+
+Attention is paged decode attention for rows of one token and flash-attn-4 for longer ones.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.attention import AttentionShape, LatentShape
+from tandem.engine.config.model import MixtureOfExperts, ModelSpec
+from tandem.engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
+from tandem.engine.kernels.attention.quantized_prefill import QuantizedPrefill, make_copies
+from tandem.engine.kernels.attention.triton_attention import DecodeAttention
+from tandem.engine.kernels.attention.triton_attention_plan import group_rows, make_group_plan
+from tandem.engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from tandem.engine.kernels.experts import packed_experts
+from tandem.engine.kernels.experts.triton_experts import ExpertKernels
+from tandem.engine.kernels.fallback import why_no_flash
+from tandem.engine.kernels.kv_cache import KvCache, is_quantized
+from tandem.engine.kernels.latent.latent_kernels import LatentKernels
+from tandem.engine.kernels.libraries import Libraries, Wanted
+from tandem.engine.kernels.linear import triton_linear
+from tandem.engine.kernels.linear.gated_product import GatedProduct
+from tandem.engine.kernels.linear.triton_activation import gelu_mul
+from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
+from tandem.engine.kernels.packed import products, scaled_products
+from tandem.engine.kernels.packed.packed_products import dequantized_for
+from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.rowwise import triton_rope
+from tandem.engine.kernels.rowwise.triton_embed import embed
+from tandem.engine.kernels.rowwise.triton_norm import norm_add, rms_norm
+from tandem.engine.kernels.second_stream import SecondStream
+from tandem.engine.kernels.triton_launch import overlaps_launches
+from tandem.protocol.errors import InvalidArgument
+
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_ONE_STREAM = SecondStream(None)
+
+
+class CudaKernels(Kernels):
+    """The kernels of one model on one GPU, called by one thread on one stream.
+
+    Holds scratch memory that all layers share.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+        page_tokens: int,
+        max_decode_rows: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Takes `max_decode_rows`: the maximum number of rows of one token that decode attention computes in a step.
+
+        `dtype` is that of activations, `kv_dtype` that of the cache (None = the same).
+        InvalidArgument for a head dim that no kernel supports.
+        """
+        wrong = {shape.head_dim for shape in model.attention_shapes} - set(_HEAD_DIMS)
+        if wrong:
+            raise InvalidArgument(
+                "model", f"has head dim {min(wrong)}; on GPUs {', '.join(map(str, _HEAD_DIMS))} are served."
+            )
+        self._dtype = dtype
+        self._max_decode_rows = max_decode_rows
+        self._device, self._kv_dtype = device, kv_dtype
+        self._pdl = overlaps_launches()
+        self._experts = ExpertKernels(self._pdl)
+        gpu = device.type == "cuda"
+        self._second = SecondStream(device) if gpu else _ONE_STREAM
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
+        wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
+        self._decode = {
+            shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True, kv_dtype=kv_dtype)
+            for shape in model.attention_shapes
+        }
+        self._grouped: dict[tuple[AttentionShape, int], DecodeAttention] = {}
+        """Decode attention of rows that verify drafts, by the most rows of a group."""
+        self._copies: Tensor | None = None
+        if kv_dtype is not None and is_quantized(kv_dtype) and not why_no_flash(device, dtype):
+            self._copies = make_copies(model, page_tokens, dtype, device)
+        # Libraries take seconds to import and to compile, while weights are loaded and other kernels compiled.
+        libraries = Libraries(wanted)
+        self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
+        self._latent = LatentKernels(model.latent_shapes, device, dtype, self._pdl, libraries.latent_blocks)
+
+    @cached_property
+    def _prefill(self) -> PrefillAttention:
+        chosen = self._prefill_soon.result()
+        if self._copies is not None and isinstance(chosen, FlashPrefill):
+            return QuantizedPrefill(chosen, self._copies)
+        return chosen
+
+    @cached_property
+    def _gated(self) -> GatedProduct:
+        return self._gated_soon.result()
+
+    @property
+    def prompts_capturable(self) -> bool:
+        """True if prefill attention is flash-attn-4, which does not ask the device for lengths, or latent."""
+        # Waits before anything is captured, as a thread that uses the device would invalidate the capture.
+        self._gated_soon.result()
+        return not self._decode or isinstance(self._prefill, FlashPrefill | QuantizedPrefill)
+
+    @property
+    def capturable_tokens(self) -> int | None:
+        """See `LatentKernels.capturable_tokens`."""
+        return self._latent.capturable_tokens
+
+    @property
+    def capturable_pages(self) -> int | None:
+        """See `QuantizedPrefill.most_pages`."""
+        return self._prefill.most_pages if self._decode and isinstance(self._prefill, QuantizedPrefill) else None
+
+    def draft_group_rows(self, drafts: int) -> int:
+        """Returns as many rows as fill a tile with the heads of a key head; latent attention has no groups."""
+        return group_rows(self._decode, drafts)
+
+    def reserve_draft_groups(self, groups: int, rows: int) -> None:
+        """See `Kernels`."""
+        for shape in self._decode:
+            self._grouped[shape, rows] = DecodeAttention(
+                shape,
+                groups,
+                self._device,
+                self._dtype,
+                self._pdl,
+                early=True,
+                choose=make_group_plan,
+                kv_dtype=self._kv_dtype,
+                tokens=rows,
+            )
+
+    def prepare(self, linear: Linear) -> Linear:
+        """Rearranges a packed weight's scales; dequantizes one that there is no product for."""
+        return products.prepared(linear, self._dtype)
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """Rearranges the scales of packed weights; dequantizes those that there are no products for."""
+        return packed_experts.prepared_experts(experts, self._dtype)
+
+    def end_trials(self) -> None:
+        """Resets decode attention's counters."""
+        for attention in (*self._decode.values(), *self._grouped.values()):
+            attention.reset()
+
+    def begin_step(self, cache: KvCache, layout: StepLayout) -> None:
+        """Prepares prefill attention of the long rows and decode attention of the others."""
+        single = self._single_rows(layout)
+        self._latent.begin_step(cache, layout, single)
+        if self._decode and single < len(layout.context_lens):
+            self._prefill.begin_step(cache, layout, single)
+        if not single or layout.group:  # the page table's contents do not matter
+            return
+        groups = layout.draft_groups
+        for shape, attention in self._decode.items():
+            if groups is not None:
+                grouped = self._grouped[shape, groups.rows]
+                grouped.begin_step(cache, layout.page_table, layout.context_lens, groups.table)
+            else:
+                attention.begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
+
+    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        """Looks up the rows of `table`, for tokens that only the device knows, too."""
+        sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
+        return embed(token_ids, sources, drawn, table, pdl=self._pdl)
+
+    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        """Computes RMSNorm and the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        linear = dequantized_for(len(hidden), linear, self._dtype)
+        if isinstance(linear.weight, PackedWeight):
+            return products.products_of(linear.weight).norm_linear(hidden, norm, eps, linear, pdl=self._pdl)
+        if not _streams(hidden, linear):
+            return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
+        x, scale = self._normed(hidden, norm, eps)
+        return triton_linear.norm_linear(x, scale, eps, linear.matrix, linear.bias, pdl=self._pdl)
+
+    def norm_gate_up(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
+    ) -> Tensor:
+        """Computes RMSNorm and the gated product, as a streaming kernel for few tokens."""
+        gate_up = dequantized_for(len(hidden), gate_up, self._dtype)
+        if isinstance(gate_up.weight, PackedWeight):
+            return self._gate_up(hidden, norm, eps, gate_up, activation)
+        x, scale = self._normed(hidden, norm, eps, streamed=_streams(hidden, gate_up))
+        return self._gate_up(x, scale, eps, gate_up, activation)
+
+    def _gate_up(self, x: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, activation: str = "silu") -> Tensor:
+        """Computes activation(g) · u of x, which only kernels of packed weights and streaming ones norm."""
+        gate_up = dequantized_for(len(x), gate_up, self._dtype)
+        if isinstance(gate_up.weight, PackedWeight):
+            packed = products.products_of(gate_up.weight)
+            return packed.norm_gate_up(x, norm, eps, gate_up, pdl=self._pdl, activation=activation)
+        if _streams(x, gate_up):
+            return triton_linear.norm_gate_up(
+                x, norm, eps, gate_up.matrix, gate_up.bias, pdl=self._pdl, activation=activation
+            )
+        if activation == "gelu_tanh":
+            return gelu_mul(_product(x, gate_up), pdl=self._pdl)
+        return self._gated(x, gate_up)
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Computes the product, as a streaming kernel for few tokens, else with cuBLAS."""
+        linear = dequantized_for(len(x), linear, self._dtype)
+        if isinstance(linear.weight, PackedWeight):
+            return products.products_of(linear.weight).norm_linear(x, None, 0.0, linear, pdl=self._pdl)
+        if _streams(x, linear):
+            return triton_linear.norm_linear(x, None, 0.0, linear.matrix, linear.bias, pdl=self._pdl)
+        return _product(x, linear)
+
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Computes the product and adds it to `hidden`, as a streaming kernel for few tokens, else with cuBLAS."""
+        linear = dequantized_for(len(x), linear, self._dtype)
+        if isinstance(linear.weight, PackedWeight):
+            products.products_of(linear.weight).linear_add(x, linear, hidden, pdl=self._pdl)
+            return
+        if _streams(x, linear):
+            triton_linear.linear_add(x, linear.matrix, linear.bias, hidden, pdl=self._pdl)
+            return
+        if linear.bias is not None:
+            hidden += linear.bias  # first, where rounding costs less than after the larger product is added
+        hidden.addmm_(x, linear.matrix.t())
+
+    def feed_forward(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, activation: str = "silu"
+    ) -> None:
+        """Computes the network; with 8-bit inputs the activation is quantized in the launch that computes it."""
+        if isinstance(gate_up.weight, ScaledWeight) and isinstance(down.weight, ScaledWeight):
+            scaled_products.feed_forward(hidden, norm, eps, gate_up, down, pdl=self._pdl, activation=activation)
+        else:
+            super().feed_forward(hidden, norm, eps, gate_up, down, activation)
+
+    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+        """Applies RMSNorm and adds the result to `hidden`."""
+        norm_add(x, norm, eps, hidden, pdl=self._pdl)
+
+    def experts(
+        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
+    ) -> None:
+        """Computes the routed experts in Triton, then the shared one as a dense network."""
+        x = self._experts.add(hidden, norm, eps, experts, spec, slots)
+        if experts.shared_gate_up is None or experts.shared_down is None:
+            return
+        inner = self._gate_up(x, None, 0.0, experts.shared_gate_up)
+        if experts.shared_gate is not None:
+            self._experts.gate(inner, x, experts.shared_gate)
+        self.linear_add(inner, experts.shared_down, hidden)
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rope: Tensor,
+        norm: Tensor,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Computes norm, rotation and store in one launch; queries are rotated in place."""
+        return self._latent.store(q, latents, rope, norm, eps, cache, layer, layout, shape)
+
+    def latent_attention(
+        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
+    ) -> Tensor:
+        """Computes absorbed attention of rows of few tokens and expanded attention of longer ones."""
+        return self._latent.attention(q, kv_up, cache, layer, layout, shape, self._single_rows(layout))
+
+    def _normed(
+        self, hidden: Tensor, norm: Tensor, eps: float, *, streamed: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the input of a product, and the norm that the product still has to apply if it is `streamed`."""
+        if streamed and (len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32):
+            return hidden, norm
+        return rms_norm(hidden, norm, eps, pdl=self._pdl), None
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+    ) -> Tensor:
+        """Computes norms, rotation and the KV store in one launch."""
+        return triton_rope.rope_and_store(
+            qkv, rope, q_norm, k_norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes decode attention of the rows of one token and prefill attention of the others."""
+        single, groups = self._single_rows(layout), layout.draft_groups
+        if single == len(layout.context_lens):
+            decode = self._decode[shape] if groups is None else self._grouped[shape, groups.rows]
+            return decode(q, cache, layer, layout.page_table, layout.context_lens, sinks=sinks)
+        if single == 0:
+            return self._prefill(q, cache, layer, layout, shape, 0, sinks).flatten(1)
+        return self._mixed_attention(q, cache, layer, layout, shape, sinks, single=single)
+
+    def _mixed_attention(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        *,
+        single: int,
+    ) -> Tensor:
+        """Computes attention of `single` rows of one token and the longer ones after them.
+
+        A short chunk leaves most of the multiprocessors idle: the others' keys and values are read concurrently
+        (docs/decisions/0034).
+        """
+        second = self._second if leaves_idle(len(q) - single, shape.heads, self._multiprocessors) else _ONE_STREAM
+        with second.joined():
+            # The chunk first: its programs need whole multiprocessors, and would wait for the others' to end.
+            out = self._prefill(q, cache, layer, layout, shape, single, sinks).flatten(1)
+            with second.turn():
+                self._decode[shape](
+                    q[:single],
+                    cache,
+                    layer,
+                    layout.page_table[:single],
+                    layout.context_lens[:single],
+                    out[:single],
+                    sinks,
+                    alone=second.apart,
+                )
+        return out
+
+    def _single_rows(self, layout: StepLayout) -> int:
+        """Returns the number of rows at the front that decode attention computes.
+
+        Prefill attention computes the others.
+        """
+        if layout.draft_groups is not None:
+            return layout.single_rows
+        return min(layout.single_rows, self._max_decode_rows)
+
+
+def _product(x: Tensor, linear: Linear) -> Tensor:
+    return torch.nn.functional.linear(x, linear.matrix, linear.bias)
+
+
+def _streams(x: Tensor, linear: Linear) -> bool:
+    rows, columns = linear.weight.shape
+    return streams(len(x), rows, columns, x.element_size())

@@ -1,0 +1,242 @@
+"""A mixture of experts on a GPU: five or six launches a layer, all of which a CUDA graph can capture.
+
+Grids have the size of the largest possible number of tiles, memory that of all pairs, so that nothing asks the device
+how the tokens are spread. The router's product norms its input as well, for steps in which that is cheaper than a
+launch; then come the choice, the sorting of larger steps, gate and up, down, and the sum over a token's experts.
+
+In float32 every step has the same tiles: a token's numbers do not depend on the other tokens. For the 16-bit types that
+holds among steps with the same tiles (see `expert_tiles`).
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from tandem.engine.config.model import MixtureOfExperts
+from tandem.engine.kernels.base import Experts
+from tandem.engine.kernels.experts.expert_tiles import (
+    ExpertShape,
+    ExpertTile,
+    RouterTile,
+    max_tiles,
+    router_tile,
+    tile_for,
+)
+from tandem.engine.kernels.experts.packed_experts import launch as launch_packed
+from tandem.engine.kernels.experts.packed_experts import packed_tile
+from tandem.engine.kernels.experts.triton_products import (
+    ACTIVATIONS,
+    shared_gate_kernel,
+    single_down_kernel,
+    single_gate_up_kernel,
+    sum_kernel,
+    tile_kernel,
+)
+from tandem.engine.kernels.experts.triton_router import (
+    CHOOSE,
+    COUNT,
+    SCORES,
+    SORT,
+    choice_kernel,
+    router_kernel,
+    sort_kernel,
+)
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.rowwise.triton_norm import rms_norm
+
+FUSED_NORM_TOKENS = 64
+"""The largest step whose norm is computed by the router's product: each of its programs norms the whole row again."""
+_SORTED_NUMBERS = 4096
+"""Tokens times experts that one program can choose and sort: 16 numbers of each kind in a thread's registers."""
+_CHOICE_TOKENS = 4
+"""Tokens of a program of the choice in larger steps."""
+_SORT_CHUNK = 4096
+_SUM_COLUMNS, _GATE_COLUMNS = 512, 1024
+
+
+class Choice:
+    """The experts of a step's tokens, on the device."""
+
+    def __init__(self, tokens: int, shape: ExpertShape, device: torch.device) -> None:
+        """Allocates memory for `tokens` tokens."""
+        self.pairs = tokens * shape.top_k
+        self.weights = torch.empty(self.pairs, dtype=torch.float32, device=device)
+        self.experts = torch.empty(self.pairs, dtype=torch.int32, device=device)
+        """Each pair's expert, -1 for padding tokens."""
+
+
+class TiledChoice(Choice):
+    """A choice with the list of each expert's pairs, see `triton_router`."""
+
+    def __init__(self, tokens: int, shape: ExpertShape, tile_tokens: int, device: torch.device) -> None:
+        super().__init__(tokens, shape, device)
+        self.tile_tokens = tile_tokens
+        self.max_tiles = max_tiles(self.pairs, shape.experts, tile_tokens)
+        self.tiles = torch.empty(self.max_tiles + 1, dtype=torch.int32, device=device)
+        self.order = torch.empty(self.max_tiles * tile_tokens, dtype=torch.int32, device=device)
+
+
+class ExpertKernels:
+    """The routed experts of any layer. Keeps no state."""
+
+    def __init__(self, pdl: bool) -> None:
+        self._pdl = pdl
+
+    def add(
+        self,
+        hidden: Tensor,
+        norm: Tensor,
+        eps: float,
+        experts: Experts,
+        spec: MixtureOfExperts,
+        slots: Tensor,
+        tile: ExpertTile | None = None,
+    ) -> Tensor:
+        """Adds the routed experts' output to `hidden` (see `Kernels.experts`) → RMSNorm(hidden) before that.
+
+        `tile` takes the place of the table's.
+        """
+        tokens, width = len(hidden), hidden.shape[1]
+        shape = ExpertShape(spec.experts, spec.top_k, width, spec.width)
+        plan = router_tile(tokens, shape, hidden.element_size())
+        counts = torch.empty(triton.next_power_of_2(spec.experts), dtype=torch.int32, device=hidden.device)
+        x, logits = self._route(hidden, norm, eps, experts.router, counts, plan)
+        packed = any(isinstance(weight, PackedWeight) for weight in (experts.gate_up, experts.down))
+        tile = tile or (packed_tile if packed else tile_for)(tokens, shape, hidden.element_size())
+        if tile.tokens == 1:
+            choice = Choice(tokens, shape, hidden.device)
+            self._choose(logits, experts, spec, slots, choice, counts, x.dtype)
+            self._add_single(x, experts, spec, choice, hidden, tile)
+            return x
+        tiled = TiledChoice(tokens, shape, tile.tokens, hidden.device)
+        self._choose(logits, experts, spec, slots, tiled, counts, x.dtype)
+        self._add_tiles(x, experts, spec, tiled, hidden, tile)
+        return x
+
+    def gate(self, inner: Tensor, x: Tensor, gate: Tensor) -> None:
+        """Multiplies each row of inner [T, any] with sigmoid(x · gateᵀ) in place; x [T, H], gate [1, H].
+
+        The down product is linear, so its input is scaled instead of its output.
+        """
+        tokens, width = inner.shape
+        shared_gate_kernel[(tokens,)](
+            x, gate, inner, H=x.shape[1], WIDTH=width, COLUMNS=_GATE_COLUMNS, PDL=self._pdl, launch_pdl=self._pdl
+        )
+
+    def _route(
+        self, hidden: Tensor, norm: Tensor, eps: float, router: Tensor, counts: Tensor, plan: RouterTile
+    ) -> tuple[Tensor, Tensor]:
+        """Returns RMSNorm(hidden), and the logits [splits, T, E] in float32, as sums of parts of the columns."""
+        (tokens, width), experts = hidden.shape, len(router)
+        fused = tokens <= FUSED_NORM_TOKENS and hidden.dtype != torch.float32
+        x = torch.empty_like(hidden) if fused else rms_norm(hidden, norm, eps, pdl=self._pdl)
+        logits = torch.empty(plan.splits, tokens, experts, dtype=torch.float32, device=hidden.device)
+        grid = (triton.cdiv(experts, plan.experts), triton.cdiv(tokens, plan.tokens), plan.splits)
+        router_kernel[grid](
+            hidden, norm, router, x, logits, counts, tokens, eps,
+            H=width, E=experts, NORM=fused, SPLITS=plan.splits, TOKENS=plan.tokens, EXPERTS=plan.experts,
+            COLUMNS=plan.columns, ZEROED=len(counts), PDL=self._pdl, num_warps=4, num_stages=3, launch_pdl=self._pdl,
+        )  # fmt: skip
+        return x, logits
+
+    def _choose(
+        self,
+        logits: Tensor,
+        experts: Experts,
+        spec: MixtureOfExperts,
+        slots: Tensor,
+        choice: Choice,
+        counts: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        """Fills the choice from the logits; `dtype` is the model's."""
+        splits, tokens, _ = logits.shape
+        router = spec.router
+        groups = triton.next_power_of_2(router.groups)
+        size = triton.next_power_of_2(spec.experts // router.groups)
+        rows, task = _CHOICE_TOKENS, COUNT.value
+        if dtype != torch.float32 and triton.next_power_of_2(tokens) * groups * size <= _SORTED_NUMBERS:
+            rows, task = triton.next_power_of_2(tokens), SORT.value
+        tiles, order, most, tile_tokens = choice.experts, choice.experts, 0, 1
+        if isinstance(choice, TiledChoice):
+            tiles, order, most, tile_tokens = choice.tiles, choice.order, choice.max_tiles, choice.tile_tokens
+        else:
+            task = CHOOSE.value
+        # Tensors that a variant does not access still need an address.
+        any_bias = logits if experts.router_bias is None else experts.router_bias
+        any_choice_bias = logits if experts.choice_bias is None else experts.choice_bias
+        any_used = choice.experts if experts.tokens is None else experts.tokens
+        choice_kernel[(triton.cdiv(tokens, rows),)](
+            logits, any_bias, any_choice_bias, slots, choice.weights, choice.experts, counts, any_used, tiles, order,
+            tokens, most, router.scaling,
+            E=spec.experts, TOP_K=spec.top_k, SPLITS=splits, SCORE=SCORES[router.score],
+            RENORMALIZE=router.renormalize, GROUPS=router.groups, TOP_GROUPS=router.top_groups,
+            TOP_2_SUM=router.group_score == "top_2_sum", BIAS=experts.router_bias is not None,
+            CHOICE_BIAS=experts.choice_bias is not None, COUNTED=experts.tokens is not None, TASK=task,
+            TILE=tile_tokens, TOKENS=rows, BLOCK_G=groups, BLOCK_S=size,
+            BLOCK_K=triton.next_power_of_2(spec.top_k), PDL=self._pdl,
+            num_warps=min(max(rows * groups * size // 256, 1), 8), launch_pdl=self._pdl,
+        )  # fmt: skip
+        if task == COUNT.value:
+            sort_kernel[(spec.experts,)](
+                choice.experts, counts, tiles, order, choice.pairs, most,
+                E=spec.experts, TILE=tile_tokens, CHUNK=min(triton.next_power_of_2(choice.pairs), _SORT_CHUNK),
+                BLOCK_E=len(counts), PDL=self._pdl, num_warps=8, launch_pdl=self._pdl,
+            )  # fmt: skip
+
+    def _add_tiles(
+        self,
+        x: Tensor,
+        experts: Experts,
+        spec: MixtureOfExperts,
+        choice: TiledChoice,
+        hidden: Tensor,
+        tile: ExpertTile,
+    ) -> None:
+        (tokens, width), pairs = hidden.shape, choice.pairs
+        inner, parts = x.new_empty(pairs, spec.width), x.new_empty(pairs, width)
+        activation = ACTIVATIONS[spec.activation]
+        for gated, source, weight, bias, out, product in (
+            (True, x, experts.gate_up, experts.gate_up_bias, inner, tile.gate_up),
+            (False, inner, experts.down, experts.down_bias, parts, tile.down),
+        ):
+            outputs = out.shape[1]
+            if isinstance(weight, PackedWeight):
+                launch_packed(
+                    source, weight, bias, choice.weights, choice.tiles, choice.order, out, tile, top_k=spec.top_k,
+                    activation=activation if gated else None, pdl=self._pdl,
+                )  # fmt: skip
+                continue
+            tile_kernel[(choice.max_tiles, triton.cdiv(outputs, product.rows))](
+                source, weight, source if bias is None else bias, choice.weights, choice.tiles, choice.order, out,
+                pairs, choice.max_tiles,
+                N=outputs, K=source.shape[1], E=spec.experts, TOP_K=spec.top_k, GATED=gated,
+                ACTIVATION=activation, BIAS=bias is not None,
+                ROWS=product.rows, TOKENS=tile.tokens, COLUMNS=product.columns, PDL=self._pdl,
+                num_warps=product.warps, num_stages=product.stages, launch_pdl=self._pdl,
+            )  # fmt: skip
+        sum_kernel[(tokens, triton.cdiv(width, _SUM_COLUMNS))](
+            parts, choice.experts, hidden, H=width, TOP_K=spec.top_k, BLOCK=_SUM_COLUMNS, PDL=self._pdl,
+            num_warps=2, launch_pdl=self._pdl,
+        )  # fmt: skip
+
+    def _add_single(
+        self, x: Tensor, experts: Experts, spec: MixtureOfExperts, choice: Choice, hidden: Tensor, tile: ExpertTile
+    ) -> None:
+        """Adds the experts of one token."""
+        width, ranks = hidden.shape[1], triton.next_power_of_2(spec.top_k)
+        gate_up, down = tile.gate_up, tile.down
+        inner = x.new_empty(spec.top_k, spec.width)
+        bias, down_bias = experts.gate_up_bias, experts.down_bias
+        single_gate_up_kernel[(triton.cdiv(spec.width, gate_up.rows), spec.top_k)](
+            x, experts.matrices[0], x if bias is None else bias, choice.experts, inner,
+            N=spec.width, K=width, E=spec.experts, ACTIVATION=ACTIVATIONS[spec.activation], BIAS=bias is not None,
+            ROWS=gate_up.rows, COLUMNS=min(triton.next_power_of_2(width), gate_up.columns), PDL=self._pdl,
+            num_warps=gate_up.warps, launch_pdl=self._pdl,
+        )  # fmt: skip
+        columns = min(triton.next_power_of_2(spec.width), max(down.columns // ranks, 1))
+        single_down_kernel[(triton.cdiv(width, down.rows),)](
+            inner, experts.matrices[1], x if down_bias is None else down_bias, choice.weights, choice.experts, hidden,
+            N=width, K=spec.width, E=spec.experts, TOP_K=spec.top_k, BIAS=down_bias is not None,
+            ROWS=down.rows, COLUMNS=columns, BLOCK_K=ranks, PDL=self._pdl, num_warps=down.warps, launch_pdl=self._pdl,
+        )  # fmt: skip

@@ -1,0 +1,238 @@
+"""The router of a mixture of experts: its product, the choice of experts, and the tokens of each expert as a list.
+
+The product multiplies the model's dtype and sums in float32, in which the logits stay. The choice takes a few tokens a
+program. Where one program can hold the whole step it also sorts; else it counts each expert's tokens with integer
+atomics, and a second kernel sorts, a program an expert. The list is in the order of the tokens: nothing depends on the
+order in which programs run.
+
+A pair is one token and one of its experts, with the number token · top_k + rank. Tiles are `tokens` places of the list
+each, all of one expert; the last one of an expert is partly empty. tiles [max_tiles + 1] int32: each one's expert · 256
++ number of its pairs, and at the end the number of tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+SOFTMAX = tl.constexpr(0)
+SIGMOID = tl.constexpr(1)
+SOFTMAX_OF_TOP_K = tl.constexpr(2)
+SCORES = {"softmax": SOFTMAX.value, "sigmoid": SIGMOID.value, "softmax_of_top_k": SOFTMAX_OF_TOP_K.value}
+"""`ExpertRouter.score`."""
+
+CHOOSE = tl.constexpr(0)
+COUNT = tl.constexpr(1)
+SORT = tl.constexpr(2)
+"""The tasks of the choice kernel: the choice alone, also the count of each expert's tokens, or also their sort."""
+
+PAIRS_BASE = tl.constexpr(256)
+"""The base in which an entry of `tiles` holds its expert, then the number of its pairs."""
+
+_LOWEST = tl.constexpr(-1e30)
+"""The score of an expert that may only be chosen after all others; taken ones have -inf."""
+
+
+@triton.jit(do_not_specialize=["T"])
+def router_kernel(
+    hidden, norm, router, x, logits, counts, T, eps,
+    H: tl.constexpr, E: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ZEROED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiplies tokens with the router; grid (ceil(E / EXPERTS), ceil(T / TOKENS), SPLITS).
+
+    hidden [T, H], router [E, H], logits [SPLITS, T, E] float32: sums of a part of the columns each.
+
+    With NORM it computes x [T, H] = RMSNorm(hidden) as well, else x is the input. The first program zeroes the counts
+    [ZEROED] of the choice.
+    """
+    STEPS: tl.constexpr = (H + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
+    launch_dependents(PDL)
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    columns = tl.arange(0, COLUMNS)
+    present = (tokens < T)[:, None]
+    row_at = tokens.to(tl.int64)[:, None] * H
+    router_at = router + tl.minimum(experts, E - 1)[:, None] * H
+    wait_for_inputs(PDL)
+    if tl.program_id(0) + tl.program_id(1) + split == 0:
+        tl.store(counts + tl.arange(0, ZEROED), tl.zeros((ZEROED,), tl.int32))
+    factor = tl.zeros((TOKENS,), tl.float32)
+    if NORM:
+        squares = tl.zeros((TOKENS, COLUMNS), tl.float32)
+        for k in tl.range(0, H, COLUMNS):
+            at = k + columns
+            wide = tl.load(hidden + row_at + at[None, :], mask=present & (at < H)[None, :], other=0.0).to(tl.float32)
+            squares += wide * wide
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / H + eps)
+    sums = tl.zeros((EXPERTS, TOKENS), tl.float32)
+    for step in tl.range(0, STEPS):
+        at = (split * STEPS + step) * COLUMNS + columns
+        inside = (at < H)[None, :]
+        held = tl.load(router_at + at[None, :], mask=inside, other=0.0)
+        if NORM:
+            wide = tl.load(hidden + row_at + at[None, :], mask=present & inside, other=0.0).to(tl.float32)
+            scale = tl.load(norm + at, mask=at < H, other=0.0).to(tl.float32)
+            normed = (wide * factor[:, None] * scale[None, :]).to(x.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(x + row_at + at[None, :], normed, mask=present & inside)
+        else:
+            normed = tl.load(x + row_at + at[None, :], mask=present & inside, other=0.0)
+        sums = tl.dot(held, tl.trans(normed), sums, input_precision="ieee")
+    logits_at = logits + (split * T + tokens).to(tl.int64)[None, :] * E + experts[:, None]
+    tl.store(logits_at, sums, mask=(experts < E)[:, None] & (tokens < T)[None, :])
+
+
+@triton.jit
+def _scores(total, real, SCORE: tl.constexpr):
+    """Returns the scores of logits [tokens, lanes], of which only `real` lanes are experts."""
+    wide = tl.where(real & (total >= _LOWEST), total, _LOWEST)
+    if SCORE == SOFTMAX:
+        parts = tl.where(real, tl.exp(wide - tl.max(wide, axis=1)[:, None]), 0.0)
+        wide = parts / tl.sum(parts, axis=1)[:, None]
+    if SCORE == SIGMOID:
+        # Of the two forms of the sigmoid the one whose exponential cannot overflow.
+        small = tl.exp(-tl.abs(wide))
+        wide = tl.where(wide >= 0, 1.0, small) / (1.0 + small)
+    return wide
+
+
+@triton.jit
+def _within_groups(
+    ranked, TOKENS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_2_SUM: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Returns ranked scores [tokens, lanes], the lowest for experts outside of each token's best groups."""
+    by_group = tl.reshape(ranked, (TOKENS, BLOCK_G, BLOCK_S))
+    best, at = tl.max(by_group, axis=2, return_indices=True)
+    if TOP_2_SUM:
+        taken = tl.arange(0, BLOCK_S)[None, None, :] == at[:, :, None]
+        best += tl.max(tl.where(taken, float("-inf"), by_group), axis=2)
+    groups = tl.arange(0, BLOCK_G)[None, :]
+    kept = tl.zeros((TOKENS, BLOCK_G), tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        hit = groups == tl.argmax(best, axis=1)[:, None]
+        kept = tl.where(hit, 1, kept)
+        best = tl.where(hit, float("-inf"), best)
+    lowered = tl.where(kept[:, :, None] > 0, by_group, _LOWEST)
+    return tl.reshape(lowered, (TOKENS, BLOCK_G * BLOCK_S))
+
+
+@triton.jit(do_not_specialize=["T", "MAX_TILES"])
+def choice_kernel(
+    logits, router_bias, choice_bias, slots, weights, chosen, counts, used, tiles, pairs, T, MAX_TILES, scaling,
+    E: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_2_SUM: tl.constexpr,
+    BIAS: tl.constexpr, CHOICE_BIAS: tl.constexpr, COUNTED: tl.constexpr, TASK: tl.constexpr, TILE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Chooses the experts of TOKENS tokens; grid (ceil(T / TOKENS),), one program with SORT.
+
+    weights, chosen [T · TOP_K]: float32 and int32, -1 for padding tokens; counts [E] int32, used [E] int64: increased;
+    tiles and pairs: see the module. Lanes are experts by group, with padding after each group.
+    """
+    SIZE: tl.constexpr = E // GROUPS
+    LANES: tl.constexpr = BLOCK_G * BLOCK_S
+    launch_dependents(PDL)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    lanes = tl.arange(0, LANES)
+    expert = (lanes // BLOCK_S) * SIZE + lanes % BLOCK_S
+    is_expert = (lanes // BLOCK_S < GROUPS) & (lanes % BLOCK_S < SIZE)
+    present = tokens < T
+    loaded = present[:, None] & is_expert[None, :]
+    wait_for_inputs(PDL)
+    slot = tl.load(slots + tokens, mask=present, other=-1)
+    total = tl.zeros((TOKENS, LANES), tl.float32)
+    for split in tl.static_range(SPLITS):
+        row = (split * T + tokens).to(tl.int64)
+        total += tl.load(logits + row[:, None] * E + expert[None, :], mask=loaded, other=0.0)
+    if BIAS:
+        total += tl.load(router_bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
+    scores = _scores(total, is_expert[None, :], SCORE)
+    ranked = scores
+    if CHOICE_BIAS:
+        ranked += tl.load(choice_bias + expert, mask=is_expert, other=0.0)[None, :]
+    # Not a number, e.g. the memory of padding tokens: any expert, but one that exists.
+    ranked = tl.where(ranked >= _LOWEST, ranked, _LOWEST)
+    ranked = tl.where(is_expert[None, :], ranked, float("-inf"))
+    if GROUPS > 1:
+        ranked = _within_groups(ranked, TOKENS, TOP_GROUPS, TOP_2_SUM, BLOCK_G, BLOCK_S)
+        ranked = tl.where(is_expert[None, :], ranked, float("-inf"))
+    ranks = tl.arange(0, BLOCK_K)[None, :]
+    found = tl.zeros((TOKENS, BLOCK_K), tl.float32)
+    numbers = tl.zeros((TOKENS, BLOCK_K), tl.int32)
+    rank_of = tl.full((TOKENS, LANES), -1, tl.int32)
+    for rank in tl.range(0, TOP_K):
+        hit = lanes[None, :] == tl.argmax(ranked, axis=1)[:, None]
+        ranked = tl.where(hit, float("-inf"), ranked)
+        rank_of = tl.where(hit, rank, rank_of)
+        value = tl.sum(tl.where(hit, scores, 0.0), axis=1)
+        number = tl.sum(tl.where(hit, expert[None, :], 0), axis=1)
+        found = tl.where(ranks == rank, value[:, None], found)
+        numbers = tl.where(ranks == rank, number[:, None], numbers)
+    is_rank = ranks < TOP_K
+    if SCORE == SOFTMAX_OF_TOP_K:
+        highest = tl.max(tl.where(is_rank, found, _LOWEST), axis=1)
+        found = tl.where(is_rank, tl.exp(found - highest[:, None]), 0.0)
+    if RENORMALIZE or SCORE == SOFTMAX_OF_TOP_K:
+        total_of = tl.sum(tl.where(is_rank, found, 0.0), axis=1)[:, None]
+        found = found / tl.where(total_of > 0, total_of, 1.0)
+    pair = tokens[:, None] * TOP_K + ranks
+    valid = present & (slot >= 0)
+    tl.store(weights + pair, found * scaling, mask=present[:, None] & is_rank)
+    tl.store(chosen + pair, tl.where(valid[:, None], numbers, -1), mask=present[:, None] & is_rank)
+    counting = valid[:, None] & is_rank
+    if COUNTED:
+        tl.atomic_add(used + numbers, tl.full((TOKENS, BLOCK_K), 1, tl.int64), mask=counting, sem="relaxed")
+    if TASK == COUNT:
+        tl.atomic_add(counts + numbers, tl.full((TOKENS, BLOCK_K), 1, tl.int32), mask=counting, sem="relaxed")
+    if TASK == SORT:
+        hot = (rank_of >= 0) & valid[:, None]
+        ones = hot.to(tl.int32)
+        before = tl.cumsum(ones, axis=0) - ones
+        count = tl.sum(ones, axis=0)
+        tiles_of = (count + TILE - 1) // TILE
+        first = tl.cumsum(tiles_of, axis=0) - tiles_of
+        tl.store(tiles + MAX_TILES, tl.sum(tiles_of, axis=0))
+        for number in tl.static_range((TOKENS + TILE - 1) // TILE):
+            left = count - number * TILE
+            tl.store(tiles + first + number, expert * PAIRS_BASE + tl.minimum(left, TILE), mask=left > 0)
+        place = first[None, :] * TILE + before
+        tl.store(pairs + place, tokens[:, None] * TOP_K + rank_of, mask=hot)
+
+
+@triton.jit(do_not_specialize=["P", "MAX_TILES"])
+def sort_kernel(
+    chosen, counts, tiles, pairs, P, MAX_TILES,
+    E: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Lists the tiles and pairs of one expert; grid (E,). chosen [P], counts [E]; tiles and pairs: see the module."""
+    launch_dependents(PDL)
+    mine = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    at = tl.arange(0, CHUNK)
+    wait_for_inputs(PDL)
+    coming = tl.load(chosen + at, mask=at < P, other=-1)
+    # Bounded, as a trial's memory is arbitrary (tandem/engine/cuda/compile_ahead.py).
+    count_of = tl.load(counts + experts, mask=experts < E, other=0)
+    count_of = tl.minimum(tl.maximum(count_of, 0), P)
+    tiles_of = (count_of + TILE - 1) // TILE
+    first = tl.sum(tl.where(experts < mine, tiles_of, 0), axis=0)
+    count = tl.sum(tl.where(experts == mine, count_of, 0), axis=0)
+    if mine == 0:
+        tl.store(tiles + MAX_TILES, tl.sum(tiles_of, axis=0))
+    for start in tl.range(0, (count + TILE - 1) // TILE, BLOCK_E):
+        number = start + experts
+        left = count - number * TILE
+        inside = (left > 0) & (first + number < MAX_TILES)
+        tl.store(tiles + first + number, mine * PAIRS_BASE + tl.minimum(left, TILE), mask=inside)
+    done = first * TILE
+    end = MAX_TILES * TILE
+    for start in tl.range(0, P, CHUNK):
+        found = (coming == mine).to(tl.int32)
+        later = start + CHUNK + at
+        coming = tl.load(chosen + later, mask=later < P, other=-1)
+        place = done + tl.cumsum(found, axis=0) - 1
+        tl.store(pairs + place, start + at, mask=(found > 0) & (place < end))
+        done += tl.sum(found, axis=0)

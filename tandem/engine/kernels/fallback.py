@@ -1,0 +1,66 @@
+"""Fallbacks for a library that is missing, or fails to be imported or to compile."""
+
+import importlib
+import logging
+from collections.abc import Callable
+
+import torch
+
+from tandem.engine.memory import ran_out_of_memory
+
+log = logging.getLogger(__name__)
+
+_FLASH_CAPABILITY = (9, 0)
+_SHOWN = 300
+"""Maximum characters of an error in a message."""
+
+
+def why_no_flash(device: torch.device, dtype: torch.dtype) -> str:
+    """Returns "" if flash-attn-4 computes in this dtype and on this device, else the reason why it does not."""
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return "flash-attn-4 computes bfloat16 and float16 only"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
+        return "flash-attn-4 needs a GPU of compute capability 9.0"
+    return ""
+
+
+def why_not_imported(module: str, package: str) -> str:
+    """Returns "" once `module` of `package` is imported, which can take seconds, else the reason why it is not.
+
+    A broken package is logged as a warning, as it was meant to be used.
+    """
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            return f"the package {package} is not installed"
+        return _broken(package, error)
+    except Exception as error:  # incompatible versions fail with any error
+        return _broken(package, error)
+    return ""
+
+
+def _broken(package: str, error: Exception) -> str:
+    log.debug("the import of %s", package, exc_info=True)
+    reason = f"{package} cannot be imported: {_message(error)}"
+    log.warning("%s", reason)
+    return reason
+
+
+def failure_of(compile_kernels: Callable[[], object]) -> str:
+    """Returns the error of a library's compiler, "" if there is none.
+
+    A fallback computes the same, and a start must not fail over incompatible versions. Running out of memory is raised.
+    """
+    try:
+        compile_kernels()
+    except Exception as error:
+        if isinstance(error, RuntimeError) and ran_out_of_memory(error):
+            raise
+        log.debug("a library's kernels", exc_info=True)
+        return _message(error)
+    return ""
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:_SHOWN]

@@ -1,0 +1,189 @@
+"""Absorbed attention over the paged latents: decode rows, and chunks of few tokens.
+
+A head's score q · (W_uk · latent) is (q · W_uk) · latent, so that all heads read the latent itself, once: queries are
+multiplied with the keys' matrices before, and the mixed latents with the values' matrices after (DeepSeek-V2,
+arXiv:2405.04434, section 2.1.2). Between them lies Flash-Decoding (Dao et al. 2023) in two launches. The first one
+computes partial results: the tiles of all groups are concatenated and cut into ranges of equal length, one for each
+program, as computed on the device once per step. The second one merges them in the order of the ranges, so that the
+same inputs give the same bits. The grids depend on host numbers alone, as CUDA graphs require.
+"""
+
+import math
+import threading
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.latent.absorbed_kernels import (
+    PART_FIELDS,
+    RANGE_FIELDS,
+    absorbed_attention_kernel,
+    merge_kernel,
+    plan_ranges_kernel,
+)
+from tandem.engine.kernels.latent.absorbed_plan import EXACT_SPLITS, EXACT_TOKENS, Plan, PlanFunction, make_plan
+from tandem.engine.kernels.latent.token_groups import TokenGroups
+from tandem.engine.kernels.latent.triton_products import absorb, values_of
+from tandem.engine.kernels.triton_launch import INTERPRETED
+
+INTERPRETER_SMS = 8
+"""The number of multiprocessors assumed without a GPU; small, as the interpreter is slow."""
+_GROUPS_TILE = 128
+"""Groups whose contexts a program of the plan reads together."""
+_MERGED_ELEMENTS = 8192
+"""Elements of partial results (float32) that a merging program loads together."""
+_MERGED_DIMS, _MANY_MERGES = 64, 512
+"""Dimensions of a merging program, and the number of tokens times heads from which on it merges all of them."""
+
+
+class _Step(NamedTuple):
+    """The state of a step since `begin_step`."""
+
+    page_table: Tensor
+    contexts: Tensor
+    groups: TokenGroups | None
+    units: int
+    ranges: Tensor
+    parts: Tensor
+
+
+class AbsorbedAttention:
+    """Absorbed attention of groups of up to `tokens` tokens: `begin_step`, then a call for each layer.
+
+    It keeps nothing but the plan of a step, for each thread: results and partial results are allocated by each call.
+
+    shape   heads, dimensions and scale
+    tokens  the largest number of tokens of a group; 1 = every row has one token and is a group
+    pdl     launch with programmatic dependent launch (see triton_launch)
+    choose  the plan of a call; tuning and tests pass their own
+    """
+
+    def __init__(
+        self,
+        shape: LatentShape,
+        tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        pdl: bool,
+        choose: PlanFunction = make_plan,
+    ) -> None:
+        sms = INTERPRETER_SMS
+        if device.type == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._shape = shape
+        self._pdl = pdl
+        self._plan: Plan = choose(shape, tokens, dtype, sms)
+        self._heads_tiles = -(-shape.heads * tokens // self._plan.rows)
+        self._begun = threading.local()
+
+    def begin_step(
+        self, cache: Tensor, page_table: Tensor, contexts: Tensor, groups: TokenGroups | None = None
+    ) -> None:
+        """Called once before the calls of a step by the same thread; plans their ranges.
+
+        page_table [R, W] int32; contexts [groups] int32, 0 = a group of padding; groups None = each row is one.
+
+        Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later kernels see what it
+        writes.
+        """
+        plan, count = self._plan, len(contexts)
+        capacity = page_table.shape[1] * cache.shape[4]
+        most = count * -(-capacity // plan.block_tokens)
+        units = max(1, min(plan.programs // self._heads_tiles, most)) if plan.programs else count * EXACT_SPLITS
+        # Zeros, as trial steps (`tandem/engine/cuda/compile_ahead.py`) may leave the launch out.
+        planned = torch.zeros(
+            units * RANGE_FIELDS.value + count * PART_FIELDS.value, dtype=torch.int32, device=contexts.device
+        )
+        ranges, parts = planned.split_with_sizes([units * RANGE_FIELDS.value, count * PART_FIELDS.value])
+        plan_ranges_kernel[max(units, count),](
+            contexts,
+            ranges,
+            parts,
+            count,
+            units,
+            SPLITS=0 if plan.programs else EXACT_SPLITS,
+            LEAST_TILES=EXACT_TOKENS // plan.block_tokens,
+            BLOCK_TOKENS=plan.block_tokens,
+            GROUPS_TILE=_GROUPS_TILE,
+            num_warps=4,
+        )
+        self._begun.step = _Step(page_table, contexts, groups, units, ranges, parts)
+
+    def __call__(self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, out: Tensor) -> None:
+        """Computes attention of the step's tokens to the latents of their rows.
+
+        q      [T, heads, nope + rope], rows may be strided
+        kv_up  [heads, nope + v_dim, latent]
+        cache  [pages, layers, 1, 1, page_tokens, latent + rope], its last two dimensions contiguous
+        out    [T, heads·v_dim], contiguous: the result; zeros for padding
+        """
+        absorbed = absorb(q, kv_up, self._shape, pdl=self._pdl)
+        values_of(self.mix(absorbed, cache, layer), kv_up, out, self._shape, pdl=self._pdl)
+
+    def mix(self, absorbed: Tensor, cache: Tensor, layer: int) -> Tensor:
+        """Returns the latents weighted by attention [T, heads, latent]; absorbed as `absorb` returns it."""
+        shape, plan = self._shape, self._plan
+        step: _Step = self._begun.step
+        slots = step.units + len(step.contexts)
+        partials = torch.empty(
+            self._heads_tiles, slots, plan.rows, shape.latent, dtype=torch.float32, device=absorbed.device
+        )
+        lse = torch.empty(self._heads_tiles, slots, plan.rows, dtype=torch.float32, device=absorbed.device)
+        grouped = step.groups is not None
+        table, token_groups = (step.parts, step.parts) if step.groups is None else step.groups[:2]
+        absorbed_attention_kernel[self._heads_tiles, step.units](
+            absorbed,
+            cache,
+            step.page_table,
+            step.contexts,
+            table,
+            step.ranges,
+            partials,
+            lse,
+            cache.stride(0),
+            cache.stride(1) * layer,
+            step.page_table.stride(0),
+            slots,
+            shape.scale * math.log2(math.e),
+            GROUPED=grouped,
+            HEADS=shape.heads,
+            LATENT=shape.latent,
+            LATENT_PADDED=max(triton.next_power_of_2(shape.latent), 16),
+            ROPE=shape.rope,
+            ROPE_PADDED=max(triton.next_power_of_2(shape.rope), 16),
+            PAGE_TOKENS=cache.shape[4],
+            BLOCK_TOKENS=plan.block_tokens,
+            ROWS=plan.rows,
+            PDL=self._pdl,
+            WIDE_DOT=INTERPRETED,
+            num_warps=plan.warps,
+            num_stages=plan.stages,
+            launch_pdl=self._pdl,
+        )
+        tokens = len(absorbed)
+        mixed = absorbed.new_empty(tokens, shape.heads, shape.latent)
+        dims = triton.next_power_of_2(shape.latent)
+        if tokens * shape.heads < _MANY_MERGES:
+            dims = min(dims, _MERGED_DIMS)
+        merge_kernel[tokens, shape.heads, triton.cdiv(shape.latent, dims)](
+            partials,
+            lse,
+            step.parts,
+            table,
+            token_groups,
+            mixed,
+            slots,
+            GROUPED=grouped,
+            HEADS=shape.heads,
+            LATENT=shape.latent,
+            ROWS=plan.rows,
+            SPLITS_TILE=_MERGED_ELEMENTS // dims,
+            DIMS=dims,
+            PDL=self._pdl,
+            num_warps=4,
+            launch_pdl=self._pdl,
+        )
+        return mixed

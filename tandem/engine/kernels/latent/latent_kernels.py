@@ -1,0 +1,107 @@
+"""Latent attention on GPUs: absorbed for rows of few tokens, expanded for prompts."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.kv_cache import KvCache, unquantized
+from tandem.engine.kernels.latent.absorbed import AbsorbedAttention
+from tandem.engine.kernels.latent.absorbed_plan import absorbed_tokens, group_tokens
+from tandem.engine.kernels.latent.block_attention import BlockAttention
+from tandem.engine.kernels.latent.expanded import ExpandedAttention
+from tandem.engine.kernels.latent.token_groups import group_chunks
+from tandem.engine.kernels.latent.triton_store import latent_store
+
+_ABSORBED_ROWS = 8
+"""Chunks of the longest absorbed size in a step: partial results of more would take hundreds of megabytes."""
+
+
+class LatentKernels:
+    """The latent attention of one model's layers. Keeps the plan of a step for each thread, no other state."""
+
+    def __init__(
+        self,
+        shapes: Iterable[LatentShape],
+        device: torch.device,
+        dtype: torch.dtype,
+        pdl: bool,
+        blocks: Future[BlockAttention],
+    ) -> None:
+        """Takes `blocks`, the attention of expanded keys and values, which may still be compiling."""
+        self._pdl = pdl
+        self._blocks = blocks
+        self._shapes = tuple(shapes)
+        self._single = {shape: AbsorbedAttention(shape, 1, device, dtype, pdl) for shape in self._shapes}
+        self._chunks = {
+            shape: AbsorbedAttention(shape, group_tokens(shape), device, dtype, pdl) for shape in self._shapes
+        }
+
+    @cached_property
+    def _prompts(self) -> dict[LatentShape, ExpandedAttention]:
+        attention = self._blocks.result()
+        return {shape: ExpandedAttention(shape, attention, self._pdl) for shape in self._shapes}
+
+    @property
+    def capturable_tokens(self) -> int | None:
+        """The largest number of prompt tokens of a step that a CUDA graph may contain; None without latent attention.
+
+        A graph of longer ones would launch a kernel for each block of the longest context, whatever the rows have.
+        """
+        return min(map(absorbed_tokens, self._shapes), default=None)
+
+    def begin_step(self, cache: KvCache, layout: StepLayout, single: int) -> None:
+        """Called once before a step's first layer; the first `single` rows have one token each."""
+        for shape in self._shapes:
+            held = unquantized(cache)
+            if single:
+                self._single[shape].begin_step(held, layout.page_table[:single], layout.context_lens[:single])
+            if single == len(layout.context_lens):
+                continue
+            if _is_absorbed(shape, layout, single):
+                groups = group_chunks(layout, single, group_tokens(shape))
+                self._chunks[shape].begin_step(held, layout.page_table, groups.contexts, groups)
+            else:
+                self._prompts[shape].begin_step(layout, single)
+
+    def store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rope: Tensor,
+        norm: Tensor,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Implements `Kernels.latent_store` in one launch."""
+        return latent_store(
+            q, latents, rope, norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
+        )
+
+    def attention(
+        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape, single: int
+    ) -> Tensor:
+        """Implements `Kernels.latent_attention` for a step that began with as many `single` rows."""
+        rows = len(layout.context_lens)
+        if single == rows or _is_absorbed(shape, layout, single):
+            out = q.new_empty(len(q), shape.heads * shape.v_dim)
+            if single < rows:
+                self._chunks[shape](q[single:], kv_up, cache, layer, out[single:])
+        else:
+            out = self._prompts[shape](q, kv_up, cache, layer, layout, single).flatten(1)
+        if single:
+            self._single[shape](q[:single], kv_up, cache, layer, out[:single])
+        return out
+
+
+def _is_absorbed(shape: LatentShape, layout: StepLayout, single: int) -> bool:
+    """Returns True if attention of the rows from `single` on takes less arithmetic when absorbed."""
+    most = absorbed_tokens(shape)
+    return layout.max_row_tokens <= most and len(layout.positions) - single <= _ABSORBED_ROWS * most

@@ -1,0 +1,48 @@
+"""Groups of the tokens of a step's chunks, computed on the device."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels.base import StepLayout
+
+
+class TokenGroups(NamedTuple):
+    """Tokens that follow one another in one row; all int32 on the device. Tokens are counted from `first_row`'s on."""
+
+    table: Tensor
+    """[groups, 3]: the row in the step's page table, the group's first token, its tokens."""
+    of_tokens: Tensor
+    """[T] the group of each token, -1 = the token is in no row."""
+    contexts: Tensor
+    """[groups] positions up to the group's last token, 0 = there is no such group."""
+
+
+def group_chunks(layout: StepLayout, first_row: int, tokens: int) -> TokenGroups:
+    """Returns the groups of up to `tokens` tokens of the rows from `first_row` on; every row before has one token.
+
+    There are as many groups as such rows could need at most, so that no shape depends on what only the device knows.
+    """
+    starts = layout.row_starts[first_row:].long() - first_row
+    begins, ends = starts[:-1], starts[1:]
+    rows, total = len(begins), len(layout.positions) - first_row
+    device = starts.device
+    last_groups = ((ends - begins + tokens - 1) // tokens).cumsum(0)
+    first_groups = torch.nn.functional.pad(last_groups[:-1], (1, 0))
+
+    number = torch.arange(total // tokens + rows, device=device)
+    row = torch.searchsorted(last_groups, number, right=True)
+    exists = row < rows
+    row = row.clamp(max=rows - 1)
+    first = begins[row] + (number - first_groups[row]) * tokens
+    held = torch.minimum(ends[row] - first, torch.full_like(first, tokens))
+    context = layout.context_lens[first_row:][row] - (ends[row] - first - held)
+    table = torch.stack((row + first_row, first, held), dim=1) * exists.unsqueeze(1)
+
+    token = torch.arange(total, device=device)
+    of = torch.searchsorted(ends.contiguous(), token, right=True)
+    inside = of < rows
+    of = of.clamp(max=rows - 1)
+    group = torch.where(inside, first_groups[of] + (token - begins[of]) // tokens, -1)
+    return TokenGroups(table.int(), group.int(), (context * exists).int())

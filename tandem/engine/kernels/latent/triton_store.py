@@ -1,0 +1,123 @@
+"""The store of latents: RMSNorm of the latent, rotary embedding of queries and of the shared key, in one launch."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+HEADS_TILE = 16
+"""Heads whose queries a program rotates."""
+WARPS = 4
+
+
+def latent_store(
+    q: Tensor,
+    latents: Tensor,
+    rope: Tensor,
+    norm: Tensor,
+    eps: float,
+    cache: Tensor,
+    layer: int,
+    positions: Tensor,
+    slots: Tensor,
+    shape: LatentShape,
+    *,
+    pdl: bool,
+) -> Tensor:
+    """Implements `Kernels.latent_store`: the queries are rotated in place.
+
+    q         [T, heads·(nope + rope)] and latents [T, latent + rope]: rows may be strided
+    positions [T] int32, slots [T] int64: a token of slot -1 is stored nowhere, and its query is undefined
+    → a view of q [T, heads, nope + rope]. Arithmetic in float32, rounded once.
+    """
+    _latent_store[(len(q), 1 + triton.cdiv(shape.heads, HEADS_TILE))](
+        q,
+        latents,
+        rope,
+        norm,
+        cache,
+        positions,
+        slots,
+        q.stride(0),
+        latents.stride(0),
+        cache.stride(0),
+        cache.stride(1) * layer,
+        eps,
+        HEADS=shape.heads,
+        LATENT=shape.latent,
+        LATENT_PADDED=triton.next_power_of_2(shape.latent),
+        NOPE=shape.nope,
+        ROPE=shape.rope,
+        HALF_PADDED=triton.next_power_of_2(shape.rope // 2),
+        PAGE_TOKENS=cache.shape[4],
+        HEADS_TILE=HEADS_TILE,
+        PDL=pdl,
+        num_warps=WARPS,
+        launch_pdl=pdl,
+    )
+    rotated: Tensor = q.unflatten(1, (shape.heads, shape.query))
+    return rotated
+
+
+@triton.jit
+def _latent_store(
+    q_ptr,
+    latents_ptr,
+    rope_ptr,
+    norm_ptr,
+    cache_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_stride,
+    latents_stride,
+    page_stride,
+    layer_offset,
+    eps,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (token, part): part 0 stores the latent and the key, part 1 + i rotates the i-th tile of heads."""
+    HALF: tl.constexpr = ROPE // 2
+    launch_dependents(PDL)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        half = tl.arange(0, HALF_PADDED)
+        inside = half < HALF
+        angles = rope_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROPE + half
+        cos = tl.load(angles, mask=inside, other=0.0)
+        sin = tl.load(angles + HALF, mask=inside, other=0.0)
+        if part == 0:
+            dim = tl.arange(0, LATENT_PADDED)
+            source = latents_ptr + token * latents_stride
+            target = cache_ptr + slot // PAGE_TOKENS * page_stride + layer_offset + slot % PAGE_TOKENS * (LATENT + ROPE)
+            x = tl.load(source + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
+            weight = tl.load(norm_ptr + dim, mask=dim < LATENT, other=0.0).to(tl.float32)
+            normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps) * weight
+            tl.store(target + dim, normed.to(cache_ptr.dtype.element_ty), mask=dim < LATENT)
+            _rotate(source + LATENT + half, target + LATENT + half, cos, sin, inside, HALF)
+        else:
+            head = (part - 1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
+            at = q_ptr + token * q_stride + head[:, None] * (NOPE + ROPE) + NOPE + half[None, :]
+            _rotate(at, at, cos[None, :], sin[None, :], (head < HEADS)[:, None] & inside[None, :], HALF)
+
+
+@triton.jit
+def _rotate(source, target, cos, sin, mask, HALF: tl.constexpr):
+    """Rotates the pairs at `source` and `source + HALF` and stores them at `target`, which may be the same."""
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(target, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(target + HALF, (second * cos + first * sin).to(dtype), mask=mask)

@@ -1,0 +1,156 @@
+"""The kernels of libraries, chosen and compiled in the background during the rest of the start."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from tandem.engine.compiled_folder import compiled_folder
+from tandem.engine.config.attention import LatentShape
+from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.kernels.attention.prefill_attention import (
+    COMPILED_LENGTHS,
+    AttentionKind,
+    FlashPrefill,
+    PrefillAttention,
+    SdpaPrefill,
+    choose_prefill_attention,
+    compiled,
+)
+from tandem.engine.kernels.compile_apart import Job, compile_apart
+from tandem.engine.kernels.latent.block_attention import (
+    BlockAttention,
+    FlashBlocks,
+    PlainBlocks,
+    choose_block_attention,
+)
+from tandem.engine.kernels.latent.block_attention import compiled as compiled_blocks
+from tandem.engine.kernels.linear.gated_product import GatedProduct, PlainGated, choose_gated_product, why_no_library
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The model and device for which kernels are compiled."""
+
+    model: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    page_tokens: int
+    pdl: bool
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of grouped-query attention of the model's layers, each once."""
+        found = (layer.attention for layer in self.model.layers)
+        return tuple(
+            dict.fromkeys(
+                AttentionKind(each.shape, each.sinks) for each in found if isinstance(each, GroupedQueryAttention)
+            )
+        )
+
+    @property
+    def latent_shapes(self) -> tuple[LatentShape, ...]:
+        """The shapes of the model's layers with latent attention."""
+        return self.model.latent_shapes
+
+    def attention(self) -> PrefillAttention:
+        """Returns prefill attention, not compiled yet."""
+        if not self.kinds:
+            return SdpaPrefill()  # no layer uses it
+        return choose_prefill_attention(self.device, self.dtype, self.kinds, self.page_tokens, pdl=self.pdl)
+
+    def latent_blocks(self) -> BlockAttention:
+        """Returns the attention of expanded latents, not compiled yet."""
+        if not self.latent_shapes:
+            return PlainBlocks()  # no layer uses it
+        return choose_block_attention(self.device, self.dtype, self.latent_shapes)
+
+    def gated_product(self) -> GatedProduct:
+        """Returns the product of gate and up, compiled."""
+        widths = self.model.dense_widths | self.model.shared_widths
+        if not widths:  # all layers are mixtures of experts
+            return PlainGated(self.pdl)
+        least_aligned = min(widths, key=lambda width: width & -width)
+        return choose_gated_product(self.device, self.dtype, self.model.hidden_size, least_aligned, pdl=self.pdl)
+
+
+class Libraries:
+    """Prefill attention, that of expanded latents, and the product of gate and up, as futures."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        """Starts at once, in a thread, and on a GPU in separate processes; the choice is logged."""
+        wait = _begin(wanted)
+        thread = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(wanted.device,))
+        self.attention: Future[PrefillAttention] = thread.submit(_attention, wanted, wait)
+        self.latent_blocks: Future[BlockAttention] = thread.submit(_latent_blocks, wanted, wait)
+        self.gated_product: Future[GatedProduct] = thread.submit(wanted.gated_product)
+        thread.shutdown(wait=False)
+
+
+def keep_compiled() -> None:
+    """Lets flash-attn-4 and quack find what they compiled for an earlier start; the environment takes precedence.
+
+    To be called before either is imported.
+    """
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(compiled_folder("flash-attn-4")))
+    os.environ.setdefault("QUACK_CACHE_DIR", str(compiled_folder("quack")))
+
+
+def _begin(wanted: Wanted) -> Callable[[], None]:
+    """Starts the compilation of the libraries' kernels → a function that waits for it."""
+    if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # which no library computes
+        return lambda: None
+    keep_compiled()
+    jobs = [Job(_compile_attention, (wanted, tokens)) for tokens in COMPILED_LENGTHS if wanted.kinds]
+    jobs += [Job(_compile_latent_blocks, (wanted, shape)) for shape in wanted.latent_shapes]
+    jobs.append(Job(_compile_product, (wanted,)))
+    compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
+
+    def wait() -> None:
+        why_no_library()  # while the processes compile; not concurrent with the other import of the same packages
+        compiled_all()
+
+    return wait
+
+
+def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
+    chosen = wanted.attention()
+    wait()
+    return compiled(chosen, wanted.kinds, wanted.dtype, wanted.device)
+
+
+def _latent_blocks(wanted: Wanted, wait: Callable[[], None]) -> BlockAttention:
+    chosen = wanted.latent_blocks()
+    wait()
+    return compiled_blocks(chosen, wanted.latent_shapes, wanted.dtype, wanted.device)
+
+
+def _compile_attention(wanted: Wanted, tokens: int) -> None:
+    """Compiles prefill attention, in a separate process."""
+    _use(wanted.device)
+    attention = wanted.attention()
+    if isinstance(attention, FlashPrefill):
+        attention.compile(wanted.kinds, wanted.dtype, wanted.device, [tokens])
+
+
+def _compile_latent_blocks(wanted: Wanted, shape: LatentShape) -> None:
+    """Compiles the attention of expanded latents, in a separate process."""
+    _use(wanted.device)
+    blocks = wanted.latent_blocks()
+    if isinstance(blocks, FlashBlocks):
+        blocks.compile([shape], wanted.dtype, wanted.device)
+
+
+def _compile_product(wanted: Wanted) -> None:
+    """Compiles the gated product, in a separate process."""
+    _use(wanted.device)
+    wanted.gated_product()
+
+
+def _use(device: torch.device) -> None:
+    """Sets the current device of a thread or process, which is not inherited."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -1,0 +1,135 @@
+"""The gated product silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's fused one where it runs, else cuBLAS.
+
+The product of gate and up is the largest intermediate of a layer. Written and read again it costs about a tenth of the
+product's own time, and, on a chip at its power limit, energy that the matrix units lack (docs/decisions/0007).
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.fallback import failure_of, why_not_imported
+from tandem.engine.kernels.linear.triton_activation import silu_mul
+
+log = logging.getLogger(__name__)
+
+FUSED_TOKENS = 1024
+"""Tokens from which the fused product is faster; at 512 it loses 3 % on the largest weights."""
+_CAPABILITY = (9, 0)
+_ALIGNED = 8
+"""The minimum number of 16-bit elements that the copy engine moves."""
+_WARM_UP_ROWS, _WARM_UP_COLUMNS = 256, 512
+
+
+@dataclass(frozen=True, slots=True)
+class GatedTile:
+    """The tile of one group of multiprocessors: `rows` x `columns` of the product each."""
+
+    rows: int
+    columns: int
+    pingpong: bool
+    """True if two warp groups alternate on separate tiles, False if they share one."""
+    cluster_rows: int
+    cluster_columns: int
+
+
+BEST_TILE = GatedTile(rows=128, columns=160, pingpong=True, cluster_rows=2, cluster_columns=1)
+"""The best, or within 1 % of it, for every shape and size that benchmarks/tuning/tune_gated.py knows."""
+
+
+class GatedProduct(Protocol):
+    """x [T, K], gate_up [2·I, K] with the gate's rows first → [T, I], rounded once more at most than the definition."""
+
+    def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """Computes the gated product."""
+
+
+def choose_gated_product(
+    device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int, *, pdl: bool
+) -> GatedProduct:
+    """Returns the fastest product for a model of these widths on `device`, compiled; logs the choice."""
+    plain = PlainGated(pdl)
+    reason = _why_not_fused(device, dtype, hidden, intermediate)
+    if reason:
+        log.info("gate and up of long prompts: cuBLAS, then SiLU (%s)", reason)
+        return plain
+    fused = FusedGated(plain)
+    x = torch.zeros(_WARM_UP_ROWS, hidden, dtype=dtype, device=device)
+    weight = torch.zeros(_WARM_UP_COLUMNS, hidden, dtype=dtype, device=device)
+    failure = failure_of(lambda: fused.compute(x, weight))
+    if failure:
+        log.warning("gate and up of long prompts: cuBLAS, then SiLU, which is slower (quack-kernels: %s)", failure)
+        return plain
+    log.info("gate and up of long prompts: quack, SiLU inside")
+    return fused
+
+
+def _why_not_fused(device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> str:
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return "quack computes bfloat16 and float16 only"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _CAPABILITY:
+        return "quack is used on GPUs of compute capability 9.0"
+    for width in (hidden, intermediate):
+        if width % _ALIGNED:
+            return f"a width of {width} is no multiple of {_ALIGNED}"
+    return why_no_library()
+
+
+def why_no_library() -> str:
+    """Returns "" once the fused product's library is imported, which takes seconds, else the reason why it is not."""
+    return why_not_imported("quack.gemm_interface", "quack-kernels")
+
+
+class PlainGated:
+    """cuBLAS, then SiLU · up from its output."""
+
+    def __init__(self, pdl: bool) -> None:
+        self._pdl = pdl
+
+    def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """Computes the product, then the activation."""
+        return silu_mul(torch.nn.functional.linear(x, gate_up.matrix, gate_up.bias), pdl=self._pdl)
+
+
+class FusedGated:
+    """quack's gated product for many tokens without a bias; `plain` for everything else."""
+
+    def __init__(self, plain: GatedProduct, tile: GatedTile = BEST_TILE) -> None:
+        from quack.gemm_config import GemmConfig
+        from quack.gemm_interface import gemm_act
+
+        self._plain = plain
+        self._gemm_act: Callable[..., tuple[Any, Tensor]] = gemm_act
+        self._config = GemmConfig(
+            tile_m=tile.rows,
+            tile_n=tile.columns,
+            pingpong=tile.pingpong,
+            cluster_m=tile.cluster_rows,
+            cluster_n=tile.cluster_columns,
+            is_dynamic_persistent=False,
+            device_capacity=_CAPABILITY[0],
+        )
+
+    def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """Computes the fused product, or the plain one for few tokens or with a bias."""
+        if len(x) < FUSED_TOKENS or gate_up.bias is not None:
+            return self._plain(x, gate_up)
+        return self.compute(x, gate_up.matrix)
+
+    def compute(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Computes the fused product for any number of tokens."""
+        _, active = self._gemm_act(
+            x,
+            weight.t(),
+            activation="swiglu",
+            store_preact=False,
+            concat_layout=("B",),
+            config=self._config,
+            tuned=False,
+        )
+        return active

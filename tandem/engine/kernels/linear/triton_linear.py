@@ -1,0 +1,164 @@
+"""Products of a few tokens with a large weight, bound by the bandwidth at which the weight is read from memory.
+
+y = RMSNorm(x) · weightᵀ = rsqrt(mean(x²) + eps) · ((x ∘ norm) · weightᵀ): the mean of squares is summed while the same
+loop multiplies, and scales the result at its end. Activation and residual are applied before the result is stored.
+
+One bfloat16 or float16 token: a program holds a few rows of the weight in registers and multiplies in float32. More
+tokens, and float32: `tl.dot` with the weight as the left operand, sums in float32, exact products for float32. Where
+the outputs are few, several programs share a tile's columns; the last to arrive adds their sums in fixed order.
+
+The same inputs give the same bits in every run. For float32 a row's bits depend on that row alone, however many others
+are in the step. For the 16-bit types that holds among steps with the same tile (see `triton_linear_plan`). Weights
+never depend on earlier kernels: they are loaded, or prefetched into L2, before the kernel waits for its input.
+
+Split launches share one scratch memory per device: launch from one stream at a time. It is allocated at the first use,
+which must not be while a CUDA graph is captured (`reserve_scratch` allocates it in advance).
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels.linear.triton_linear_kernels import (
+    ADD,
+    GATE_UP,
+    NO_NORM,
+    NORM_FIRST,
+    NORM_LAST,
+    PREFETCH_BYTES,
+    STORE,
+    gemv_kernel,
+    skinny_kernel,
+)
+from tandem.engine.kernels.linear.triton_linear_plan import (
+    SCRATCH_COUNTERS,
+    SCRATCH_FLOATS,
+    fits_scratch,
+    streams,
+    tile_for,
+)
+from tandem.engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
+
+__all__ = [
+    "ADD",
+    "GATE_UP",
+    "STORE",
+    "launch",
+    "linear_add",
+    "norm_gate_up",
+    "norm_linear",
+    "reserve_scratch",
+    "streams",
+]
+
+_VECTOR_BYTES = 16
+"""The width of a thread's loads, and the alignment that rows need for the prefetch into L2."""
+
+
+def norm_linear(
+    hidden: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, *, pdl: bool
+) -> Tensor:
+    """Returns RMSNorm(hidden) · weightᵀ + bias: hidden [T, K], norm [K], weight [N, K], bias [N] → [T, N].
+
+    Without norm the plain product. All of one dtype: bfloat16, float16 or float32, rounded once, at the end. Only the
+    norm may be float32 with others of 16 bits.
+    """
+    out = hidden.new_empty(hidden.shape[0], weight.shape[0])
+    launch(hidden, norm, eps, weight, bias, out, STORE.value, pdl=pdl)
+    return out
+
+
+def norm_gate_up(
+    hidden: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    pdl: bool,
+    activation: str = "silu",
+) -> Tensor:
+    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias.
+
+    Weight [2·I, K], gate rows first → [T, I]; `activation` is one of `DenseFeedForward.activation`.
+    """
+    out = hidden.new_empty(hidden.shape[0], weight.shape[0] // 2)
+    launch(hidden, norm, eps, weight, bias, out, GATE_UP.value, pdl=pdl, gelu=activation == "gelu_tanh")
+    return out
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, *, pdl: bool) -> None:
+    """Adds x · weightᵀ + bias to hidden in place: x [T, K], weight [N, K], bias [N], hidden [T, N]."""
+    launch(x, None, 0.0, weight, bias, hidden, ADD.value, pdl=pdl)
+
+
+def launch(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    op: int,
+    *,
+    pdl: bool,
+    tile: Tile | None = None,
+    gelu: bool = False,
+) -> None:
+    """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's.
+
+    GATE_UP applies SiLU, or GELU if `gelu`.
+
+    Raises ValueError where a split tile's partial sums do not fit the scratch memory.
+    """
+    tokens, k = x.shape
+    paired = op == GATE_UP.value
+    if tile is None:
+        tile = tile_for(tokens, weight.shape[0], k, paired, x.element_size())
+    when = NO_NORM.value if norm is None else NORM_LAST.value
+    vector = min(_VECTOR_BYTES // x.element_size(), tile.columns)
+    n = out.shape[1]
+    shared = {"num_warps": tile.warps, "launch_pdl": pdl}
+    # Tensors that a variant does not read still need an address: x's is used.
+    norm_or_any, bias_or_any = x if norm is None else norm, x if bias is None else bias
+    if isinstance(tile, Gemv):
+        gemv_kernel[(-(-n // tile.rows),)](
+            x, norm_or_any, weight, bias_or_any, out, n, eps,
+            K=k, OP=op, GELU=gelu, NORM=when, BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns,
+            VECTOR=vector, PDL=pdl, **shared,
+        )  # fmt: skip
+        return
+    if when and x.dtype == torch.float16:
+        when = NORM_FIRST.value
+    grid = (-(-n // tile.rows), -(-tokens // tile.tokens), tile.splits)
+    if not fits_scratch(tile, grid[0] * grid[1], paired):
+        raise ValueError(
+            f"{tile} splits a product of {tokens} tokens and {n} outputs into more parts than scratch holds"
+        )
+    partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
+    skinny_kernel[grid](
+        x, norm_or_any, weight, bias_or_any, out, partials, counters, tokens, n, eps,
+        K=k, OP=op, GELU=gelu, NORM=when, BIAS=bias is not None, ROWS=tile.rows, TOKENS=tile.tokens,
+        COLUMNS=tile.columns, SPLITS=tile.splits, VECTOR=vector, EARLY=early_bytes(weight, tile) if pdl else 0,
+        PDL=pdl, num_stages=tile.stages, **shared,
+    )  # fmt: skip
+
+
+def early_bytes(weight: Tensor, tile: Skinny) -> int:
+    """Returns the bytes of a row to prefetch into L2; none where rows are short or not aligned."""
+    row_bytes = weight.shape[1] * weight.element_size()
+    aligned = row_bytes % _VECTOR_BYTES == 0 and weight.data_ptr() % _VECTOR_BYTES == 0
+    return tile.early if aligned and row_bytes >= PREFETCH_BYTES.value else 0
+
+
+@lru_cache(maxsize=8)
+def reserve_scratch(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the partial sums and counters of split products on `device`, which live as long as the process.
+
+    Raises RuntimeError where a CUDA graph is being captured: the memory must outlive the graph.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("reserve_scratch must run once before a CUDA graph is captured")
+    partials = torch.empty(SCRATCH_FLOATS, dtype=torch.float32, device=device)
+    return partials, torch.zeros(SCRATCH_COUNTERS, dtype=torch.int32, device=device)

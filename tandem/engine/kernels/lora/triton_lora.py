@@ -1,0 +1,233 @@
+"""Products of adapters on GPUs: one launch for A · x of all tokens, another one that adds B · (A · x).
+
+A program computes a tile of tokens for one adapter. It loads and stores the tokens that have this adapter only, and
+ends at once where the tile has none: so tokens need no order, the grid depends on sizes alone, and a CUDA graph may
+contain the launches, because the numbers of the adapters are read on the device.
+
+Sums are float32; A · x is rounded to the model's dtype before the second product, as peft does. The numbers of adapters
+are read before `wait_for_inputs`: whoever writes them launches another kernel, without overlap, before these.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.engine.kernels.latent.triton_products import dot
+from tandem.engine.kernels.linear.triton_activation import gated
+from tandem.engine.kernels.lora.tables import LoraTables
+from tandem.engine.kernels.triton_launch import INTERPRETED, launch_dependents, wait_for_inputs
+
+_TOKEN_TILES = (16, 32, 64)
+_COLUMNS = 128
+"""Columns of x that one round of a program multiplies."""
+_OUTPUTS = 128
+"""Rows of a product that one program adds to."""
+_GATED_OUTPUTS = 64
+"""The same where each has a gate."""
+_SPLITS = ((1, 16), (4, 4))
+"""The largest number of token tiles, and among how many programs the columns are split then; beyond they are not.
+
+They are few, so that all kernels are compiled at the start (`TRIAL_TOKENS`). With one tile a product of several parts
+has enough programs with half as many.
+"""
+TRIAL_TOKENS = (16, 32, 64, 128, 512)
+"""Steps of these numbers of tokens use all kernels."""
+
+
+def shrink(
+    x: Tensor, norm: Tensor | None, numbers: Tensor, tables: LoraTables, *, pdl: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns A · (x ∘ norm) with each token's adapter, and Σ x² if there is a norm, both for `add` and `add_gated`.
+
+    x [T, K] and norm [K] contiguous; numbers [T] int32: each token's adapter from 1, 0 = none. → partial sums over
+    columns [splits, T, P·r] and [splits, T], float32. Tokens without an adapter keep what the memory held.
+    """
+    tokens, k = x.shape
+    slots, rows, _ = tables.a.shape
+    tile, parts = _token_tile(tokens), rows // tables.rank
+    tiles = triton.cdiv(tokens, tile)
+    splits = next((splits for most, splits in _SPLITS if tiles <= most), 1)
+    if tiles == 1 and parts > 1:
+        splits //= 2
+    columns = triton.cdiv(triton.cdiv(k, splits), _COLUMNS) * _COLUMNS
+    splits = triton.cdiv(k, columns)
+    sums = torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
+    squares = None if norm is None else torch.empty(splits, tokens, dtype=torch.float32, device=x.device)
+    _shrink[(splits * parts, slots, tiles)](
+        x, x if norm is None else norm, numbers, tables.a, sums, sums if squares is None else squares, tokens, k,
+        columns,
+        NORM=norm is not None, PARTS=parts, RANK=tables.rank, TOKENS=tile, COLUMNS=_COLUMNS, PDL=pdl,
+        WIDE_DOT=INTERPRETED, num_warps=4, num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+    return sums, squares
+
+
+def add(
+    sums: Tensor, squares: Tensor | None, k: int, eps: float, numbers: Tensor, tables: LoraTables, out: Tensor,
+    *, pdl: bool,
+) -> None:  # fmt: skip
+    """Adds B · (A · RMSNorm(x)) to out [T, N] in place, with what `shrink` returned for x [T, k]."""
+    tokens, n = out.shape
+    tile = _token_tile(tokens)
+    ends = (*tables.part_ends, n, n)
+    blocks = sum(triton.cdiv(len(rows), _OUTPUTS) for rows in tables.part_rows)
+    _add[(blocks, len(tables.b), triton.cdiv(tokens, tile))](
+        sums, sums if squares is None else squares, numbers, tables.b, out, tokens, n, k, eps, ends[0], ends[1],
+        SPLITS=len(sums), NORM=squares is not None, PARTS=len(tables.part_ends), RANK=tables.rank, TOKENS=tile,
+        OUTPUTS=_OUTPUTS, PDL=pdl, WIDE_DOT=INTERPRETED, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def add_gated(
+    sums: Tensor, squares: Tensor | None, k: int, eps: float, numbers: Tensor, tables: LoraTables, gate_up: Tensor,
+    *, gelu: bool, pdl: bool,
+) -> Tensor:  # fmt: skip
+    """Returns activation(g) · u of [g | u] = gate_up [T, 2·I] + B · (A · RMSNorm(x)), like `add` → [T, I]."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    tile = _token_tile(tokens)
+    out = gate_up.new_empty(tokens, width)
+    _add_gated[(triton.cdiv(width, _GATED_OUTPUTS), len(tables.b) + 1, triton.cdiv(tokens, tile))](
+        sums, sums if squares is None else squares, numbers, tables.b, gate_up, out, tokens, width, k, eps,
+        SPLITS=len(sums), NORM=squares is not None, GELU=gelu, RANK=tables.rank, TOKENS=tile, OUTPUTS=_GATED_OUTPUTS,
+        PDL=pdl, WIDE_DOT=INTERPRETED, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def _token_tile(tokens: int) -> int:
+    return next((tile for tile in _TOKEN_TILES if tokens <= tile), _TOKEN_TILES[-1])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _shrink(
+    x_ptr, norm_ptr, numbers_ptr, a_ptr, sums_ptr, squares_ptr, tokens, k, columns,
+    NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr, WIDE_DOT: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    split, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    slot = tl.program_id(1)
+    token = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    mine = tl.load(numbers_ptr + token, mask=token < tokens, other=0) == slot + 1
+    if tl.max(mine.to(tl.int32), axis=0) > 0:
+        rank = tl.arange(0, RANK)
+        a_rows = a_ptr + ((slot.to(tl.int64) * PARTS + part) * RANK + rank)[:, None] * k
+        acc = tl.zeros((TOKENS, RANK), dtype=tl.float32)
+        square = tl.zeros((TOKENS,), dtype=tl.float32)
+        begin = split * columns
+        wait_for_inputs(PDL)
+        for start in range(begin, tl.minimum(begin + columns, k), COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = column < k
+            a = tl.load(a_rows + column[None, :], mask=inside[None, :], other=0.0)
+            x = tl.load(x_ptr + token[:, None] * k + column[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+            if NORM:
+                wide = x.to(tl.float32)
+                square += tl.sum(wide * wide, axis=1)
+                x = (wide * tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]).to(a.dtype)
+            acc = dot(x, tl.trans(a), acc, WIDE_DOT)
+        at = split.to(tl.int64) * tokens + token
+        tl.store(sums_ptr + at[:, None] * (PARTS * RANK) + part * RANK + rank[None, :], acc, mask=mine[:, None])
+        if NORM:
+            tl.store(squares_ptr + at, square, mask=mine & (part == 0))
+    else:
+        wait_for_inputs(PDL)
+
+
+@triton.jit
+def _summed(
+    sums_ptr, squares_ptr, token, mine, tokens, k, eps, part,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Returns A · RMSNorm(x) of one part [TOKENS, RANK] float32 from the partial sums."""
+    rank = tl.arange(0, RANK)
+    found = tl.zeros((TOKENS, RANK), dtype=tl.float32)
+    square = tl.zeros((TOKENS,), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = token + split * tokens
+        sums = sums_ptr + at[:, None] * (PARTS * RANK) + part * RANK + rank[None, :]
+        found += tl.load(sums, mask=mine[:, None], other=0.0)
+        if NORM:
+            square += tl.load(squares_ptr + at, mask=mine, other=0.0)
+    if NORM:
+        found *= tl.rsqrt(square / k + eps)[:, None]
+    return found
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add(
+    sums_ptr, squares_ptr, numbers_ptr, b_ptr, out_ptr, tokens, n, k, eps, first_end, second_end,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr, PDL: tl.constexpr, WIDE_DOT: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    block, slot = tl.program_id(0), tl.program_id(1)
+    token = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    mine = tl.load(numbers_ptr + token, mask=token < tokens, other=0) == slot + 1
+    if tl.max(mine.to(tl.int32), axis=0) > 0:
+        part, begin, end = 0, block * OUTPUTS, n
+        if PARTS > 1:
+            first = tl.cdiv(first_end, OUTPUTS)
+            second = first + tl.cdiv(second_end - first_end, OUTPUTS)
+            part = (block >= first).to(tl.int32)
+            begin = tl.where(block < first, begin, first_end + (block - first) * OUTPUTS)
+            end = tl.where(block < first, first_end, second_end)
+            if PARTS > 2:
+                part += (block >= second).to(tl.int32)
+                begin = tl.where(block < second, begin, second_end + (block - second) * OUTPUTS)
+                end = tl.where(block < second, end, n)
+        row = begin + tl.arange(0, OUTPUTS)
+        inside = row < end
+        b_rows = b_ptr + (slot.to(tl.int64) * n + row)[:, None] * RANK
+        b = tl.load(b_rows + tl.arange(0, RANK)[None, :], mask=inside[:, None], other=0.0)
+        wait_for_inputs(PDL)
+        h = _summed(
+            sums_ptr, squares_ptr, token, mine, tokens, k, eps, part, SPLITS, NORM, PARTS, RANK, TOKENS
+        ).to(b.dtype)  # fmt: skip
+        here = out_ptr + token[:, None] * n + row[None, :]
+        kept = mine[:, None] & inside[None, :]
+        before = tl.load(here, mask=kept, other=0.0).to(tl.float32)
+        found = dot(h, tl.trans(b), before, WIDE_DOT)
+        tl.store(here, found.to(out_ptr.dtype.element_ty), mask=kept)
+    else:
+        wait_for_inputs(PDL)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add_gated(
+    sums_ptr, squares_ptr, numbers_ptr, b_ptr, gate_up_ptr, out_ptr, tokens, width, k, eps,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr,
+    OUTPUTS: tl.constexpr, PDL: tl.constexpr, WIDE_DOT: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    number = tl.program_id(1)
+    token = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    mine = tl.load(numbers_ptr + token, mask=token < tokens, other=-1) == number
+    if tl.max(mine.to(tl.int32), axis=0) > 0:
+        row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+        inside = row < width
+        adapted = inside & (number > 0)  # nothing is read for tokens without an adapter
+        slot = tl.maximum(number - 1, 0).to(tl.int64)
+        b_rows = b_ptr + (slot * (2 * width) + row)[:, None] * RANK + tl.arange(0, RANK)[None, :]
+        gate_b = tl.load(b_rows, mask=adapted[:, None], other=0.0)
+        up_b = tl.load(b_rows + width * RANK, mask=adapted[:, None], other=0.0)
+        wait_for_inputs(PDL)
+        here = gate_up_ptr + token[:, None] * (2 * width) + row[None, :]
+        kept = mine[:, None] & inside[None, :]
+        gate = tl.load(here, mask=kept, other=0.0).to(tl.float32)
+        up = tl.load(here + width, mask=kept, other=0.0).to(tl.float32)
+        if number > 0:
+            gate_h = _summed(
+                sums_ptr, squares_ptr, token, mine, tokens, k, eps, 0, SPLITS, NORM, 2, RANK, TOKENS
+            ).to(gate_b.dtype)  # fmt: skip
+            up_h = _summed(
+                sums_ptr, squares_ptr, token, mine, tokens, k, eps, 1, SPLITS, NORM, 2, RANK, TOKENS
+            ).to(up_b.dtype)  # fmt: skip
+            gate = dot(gate_h, tl.trans(gate_b), gate, WIDE_DOT)
+            up = dot(up_h, tl.trans(up_b), up, WIDE_DOT)
+        product = gated(gate, up, GELU)
+        out = out_ptr + token[:, None] * width + row[None, :]
+        tl.store(out, product.to(out_ptr.dtype.element_ty), mask=kept)
+    else:
+        wait_for_inputs(PDL)

@@ -1,0 +1,206 @@
+"""Products with a packed weight on GPUs, by how many tokens share the weight.
+
+Up to FUSED_TOKENS the codes are unpacked in registers, as the left operand of the matrix units: few tokens stream
+codes instead of numbers, and from some dozens on a tile's unpacking is shared by its tokens. Beyond, the weight is
+dequantized into scratch memory for the products of plain weights (`dequantized_for`); a weight of more than
+SCRATCH_ITEMS elements some rows at a time, for the library's product.
+
+Activations stay in the model's dtype. A group's products are summed before they are scaled, in float32. The same inputs
+give the same bits in every run; a token's bits are the same in all steps with the same tile (`tile_for`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+from torch import Tensor
+
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.held_weight import multiplied_on_gpus, step_bytes
+from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
+from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
+from tandem.engine.kernels.linear.triton_linear_kernels import NO_NORM, NORM_LAST
+from tandem.engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed.packed_tiles import tile_for
+from tandem.engine.kernels.packed.triton_packed import dequantize_kernel, packed_kernel
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.rowwise.triton_norm import rms_norm
+
+FUSED_TOKENS = 256
+"""The largest step whose product unpacks codes in registers: beyond, dequantizing once costs less than in each tile.
+
+On an H100 gate and up of llama-3-8b in int8 take 105 µs for 128 tokens, and twice as much for 256. In bfloat16 they
+take 102 µs for 256, and to dequantize them takes 157 µs.
+"""
+_NARROW_FUSED_TOKENS = 128
+"""The same where a scale covers so few columns that scaling the products costs more than unpacking codes."""
+_NARROW_BYTES = 64
+SCRATCH_ITEMS = 1 << 27
+"""Elements of a weight that are dequantized at a time: 256 MiB in 16 bits, which hold gate and up of an 8B model."""
+_DEQUANTIZED_COLUMNS = 1024
+
+
+def multiplies(weight: PackedWeight) -> bool:
+    """Returns True if there is a product for the weight."""
+    return len(weight.shape) == 2 and multiplied_on_gpus(weight)
+
+
+def prepared(weight: PackedWeight) -> PackedWeight:
+    """Returns a weight, or stacked ones, with float32 scales, those of adjacent rows next to each other.
+
+    Only loads of four bytes or more are issued some steps ahead of their use.
+    """
+    offsets = None if weight.offsets is None else _by_group(weight.offsets)
+    return PackedWeight(weight.codes, _by_group(weight.scales), offsets, weight.group)
+
+
+def _by_group(scales: Tensor) -> Tensor:
+    return scales.transpose(-1, -2).contiguous().float().transpose(-1, -2)
+
+
+def fuses(tokens: int, weight: PackedWeight) -> bool:
+    """Returns True if a product of so many tokens unpacks codes in registers."""
+    narrow = weight.group < weight.shape[1] and step_bytes(weight) < _NARROW_BYTES
+    return tokens <= (min(_NARROW_FUSED_TOKENS, FUSED_TOKENS) if narrow else FUSED_TOKENS)
+
+
+def dequantized_for(tokens: int, linear: Linear, dtype: torch.dtype) -> Linear:
+    """Returns the linear with a plain weight if a step of so many tokens multiplies that, else as it is."""
+    weight = linear.weight
+    if type(weight) is not PackedWeight or weight.shape.numel() > SCRATCH_ITEMS or fuses(tokens, weight):
+        return linear
+    matrix = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    dequantize(weight, matrix)
+    return Linear(matrix, linear.bias)
+
+
+def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
+    """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
+    x, norm = _normed(hidden, norm, eps, pdl)
+    weight = _packed(linear)
+    out = x.new_empty(len(x), len(weight))
+    if fuses(len(x), weight):
+        launch(x, norm, eps, weight, linear.bias, out, STORE.value, pdl=pdl)
+    else:
+        assert norm is None, "a norm is due to the product of a dequantized weight"
+        multiply_dequantized(x, weight, linear.bias, out)
+    return out
+
+
+def multiply_dequantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """Computes x · weightᵀ + bias into `out` by the library, from some dequantized rows after the others."""
+    for rows, matrix in _dequantized_pieces(weight, x.dtype):
+        if bias is None:
+            torch.mm(x, matrix.t(), out=out[:, rows])
+        else:
+            torch.addmm(bias[rows], x, matrix.t(), out=out[:, rows])
+
+
+def norm_gate_up(
+    hidden: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, *, pdl: bool, activation: str = "silu"
+) -> Tensor:
+    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
+    gelu = activation == "gelu_tanh"
+    x, norm = _normed(hidden, norm, eps, pdl)
+    weight = _packed(gate_up)
+    if not fuses(len(x), weight):
+        assert norm is None, "a norm is due to the product of a dequantized weight"
+        both = norm_linear(x, None, eps, gate_up, pdl=pdl)
+        return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
+    out = x.new_empty(len(x), len(weight) // 2)
+    launch(x, norm, eps, weight, gate_up.bias, out, GATE_UP.value, pdl=pdl, gelu=gelu)
+    return out
+
+
+def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
+    """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    if fuses(len(x), _packed(linear)):
+        launch(x, None, 0.0, _packed(linear), linear.bias, hidden, ADD.value, pdl=pdl)
+        return
+    if linear.bias is not None:
+        hidden += linear.bias  # first, where rounding costs less than after the larger product is added
+    for rows, matrix in _dequantized_pieces(_packed(linear), x.dtype):
+        hidden[:, rows].addmm_(x, matrix.t())
+
+
+def launch(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    op: int,
+    *,
+    pdl: bool,
+    gelu: bool = False,
+    tile: Skinny | None = None,
+) -> None:
+    """Launches one product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
+
+    A tile's `columns` are bytes of codes; they have to divide those of `tile_for`.
+    """
+    (tokens, k), n = x.shape, out.shape[1]
+    if tile is None:
+        tile = tile_for(tokens, len(weight), k, op == GATE_UP.value, weight.bits, step_bytes(weight))
+    grid = (triton.cdiv(n, tile.rows), triton.cdiv(tokens, tile.tokens), tile.splits)
+    partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
+    packed_kernel[grid](
+        x, x if norm is None else norm, weight.codes.view(torch.int32), weight.scales,
+        weight.scales if weight.offsets is None else weight.offsets, x if bias is None else bias, out, partials,
+        counters, tokens, n, eps, *weight.scales.stride(),
+        K=k, GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
+        OFFSETS=weight.offsets is not None, OP=op, GELU=gelu,
+        NORM=NO_NORM.value if norm is None else NORM_LAST.value, BIAS=bias is not None,
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
+        VECTOR=min(16 // x.element_size(), tile.columns),
+        EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+        maxnreg=_registers(tile),
+    )  # fmt: skip
+
+
+def _registers(tile: Skinny) -> int | None:
+    """Returns the most registers of a thread: so few that four programs of small tiles share a multiprocessor."""
+    return 128 if tile.rows <= 64 and tile.tokens <= 32 else None
+
+
+def dequantize(weight: PackedWeight, out: Tensor) -> None:
+    """Computes the weight [N, K] into `out`, rounded to its dtype once."""
+    columns = weight.codes.shape[1]
+    dequantize_kernel[(len(weight), triton.cdiv(columns, _DEQUANTIZED_COLUMNS))](
+        weight.codes.view(torch.uint8), weight.scales, weight.scales if weight.offsets is None else weight.offsets, out,
+        *weight.scales.stride(), K=out.shape[1], GROUP=weight.group, BITS=weight.bits, FP8=_is_float(weight),
+        OFFSETS=weight.offsets is not None, COLUMNS=_DEQUANTIZED_COLUMNS,
+    )  # fmt: skip
+
+
+def _dequantized_pieces(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yields some rows of the weight after the others, in the same scratch memory."""
+    n, k = weight.shape
+    step = min(max(SCRATCH_ITEMS // k, 1), n)
+    scratch = torch.empty(step, k, dtype=dtype, device=weight.device)
+    for first in range(0, n, step):
+        rows = slice(first, min(first + step, n))
+        piece = scratch[: rows.stop - first]
+        dequantize(weight[rows], piece)
+        yield rows, piece
+
+
+def _is_float(weight: PackedWeight) -> bool:
+    return weight.codes.dtype.is_floating_point
+
+
+def _normed(hidden: Tensor, norm: Tensor | None, eps: float, pdl: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the input of a product, and the norm that its kernel has to apply.
+
+    float16 cannot hold x ∘ norm of every x.
+    """
+    if norm is None or (len(hidden) <= FUSED_NORM_TOKENS and hidden.dtype != torch.float16):
+        return hidden, norm
+    return rms_norm(hidden, norm, eps, pdl=pdl), None
+
+
+def _packed(linear: Linear) -> PackedWeight:
+    assert isinstance(linear.weight, PackedWeight)
+    return linear.weight

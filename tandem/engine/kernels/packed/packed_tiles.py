@@ -1,0 +1,106 @@
+"""The tile of each product with a packed weight: measured ones by shape, a rule for all others. No torch, no Triton."""
+
+from functools import lru_cache
+
+from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed_weight import TILE
+
+TUNED: dict[tuple[int, int, int, bool], dict[int, Skinny]] = {
+    (8, 6144, 4096, False): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=4, stages=6, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=5, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=4, stages=3, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=128, splits=2, stages=3, warps=4, early=512),
+    },
+    (4, 6144, 4096, False): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=8, stages=4, warps=4, early=512),
+        32: Skinny(rows=128, tokens=32, columns=64, splits=4, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=64, splits=4, stages=3, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=64, splits=2, stages=3, warps=4, early=512),
+    },
+    (8, 4096, 4096, False): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=8, stages=5, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=6, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=4, stages=4, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=128, splits=4, stages=3, warps=4, early=512),
+    },
+    (4, 4096, 4096, False): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=8, stages=4, warps=8, early=512),
+        32: Skinny(rows=128, tokens=32, columns=64, splits=8, stages=4, warps=8, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=4, stages=4, warps=8, early=512),
+        128: Skinny(rows=128, tokens=128, columns=64, splits=4, stages=3, warps=8, early=512),
+    },
+    (8, 28672, 4096, True): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=1, stages=5, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=1, stages=4, warps=4, early=512),
+        128: Skinny(rows=128, tokens=128, columns=128, splits=2, stages=3, warps=8, early=512),
+    },
+    (4, 28672, 4096, True): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=2, stages=4, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=64, splits=1, stages=6, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=64, splits=1, stages=4, warps=4, early=512),
+        128: Skinny(rows=64, tokens=128, columns=64, splits=1, stages=3, warps=8, early=512),
+    },
+    (8, 4096, 14336, False): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=8, stages=4, warps=4, early=512),
+        32: Skinny(rows=64, tokens=32, columns=128, splits=4, stages=6, warps=4, early=512),
+        64: Skinny(rows=64, tokens=64, columns=128, splits=4, stages=4, warps=4, early=512),
+        128: Skinny(rows=128, tokens=128, columns=128, splits=4, stages=4, warps=8, early=512),
+    },
+    (4, 4096, 14336, False): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=8, stages=4, warps=8, early=512),
+        32: Skinny(rows=128, tokens=32, columns=64, splits=8, stages=4, warps=8, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=4, stages=4, warps=8, early=512),
+        128: Skinny(rows=128, tokens=128, columns=64, splits=4, stages=4, warps=8, early=512),
+    },
+    (8, 128256, 4096, False): {
+        16: Skinny(rows=64, tokens=16, columns=128, splits=1, stages=4, warps=4, early=512),
+        32: Skinny(rows=128, tokens=32, columns=128, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=128, tokens=64, columns=128, splits=1, stages=4, warps=8, early=512),
+        128: Skinny(rows=128, tokens=128, columns=128, splits=1, stages=4, warps=8, early=512),
+    },
+    (4, 128256, 4096, False): {
+        16: Skinny(rows=128, tokens=16, columns=64, splits=1, stages=4, warps=8, early=512),
+        32: Skinny(rows=128, tokens=32, columns=64, splits=1, stages=4, warps=4, early=512),
+        64: Skinny(rows=128, tokens=64, columns=64, splits=1, stages=3, warps=4, early=512),
+        128: Skinny(rows=128, tokens=128, columns=64, splits=1, stages=4, warps=8, early=512),
+    },
+}
+"""(bits, rows, columns, True if the rows are gate and up) of a weight: its tile by the largest number of tokens.
+
+From `python -m benchmarks.tuning.packed_timing --candidates` for llama-3-8b on an H100: 8-bit codes with a scale a row,
+and 4-bit codes with one for 128 columns.
+"""
+
+TOKEN_TILES = (16, 32, 64, 128)
+"""The numbers of tokens that a tile may hold."""
+_WIDEST = {8: TILE, 4: TILE // 2}
+"""Bytes of codes in a step of a measured tile, by bits."""
+_PROGRAMS = 4 * MULTIPROCESSORS
+"""Programs that unpack at a time where there is enough to do: each waits for its codes and for the matrix units."""
+_MOST_SPLITS = 8
+
+
+@lru_cache(maxsize=4096)
+def tile_for(tokens: int, n: int, k: int, paired: bool, bits: int, columns: int) -> Skinny:
+    """Returns the tile for a step of `tokens` and a weight [n, k]; `columns` bytes of codes may be read at a time.
+
+    `paired`: the rows are gate and up.
+    """
+    bucket = next((size for size in TOKEN_TILES if tokens <= size), TOKEN_TILES[-1])
+    tuned = TUNED.get((bits, n, k, paired), {}).get(bucket)
+    if tuned is not None and tokens <= TOKEN_TILES[-1] and columns == _WIDEST[bits]:
+        return tuned
+    # Of 128 tokens a warp's registers hold the sums of 16 rows, or of 8 rows of gate and up.
+    rows = 128 if bucket == TOKEN_TILES[-1] and not paired else 64
+    warps, stages = (8, 3) if bucket == TOKEN_TILES[-1] else (4, 4 if bucket == 64 else 5)
+    tiles = -(-(n // 2 if paired else n) // rows) * -(-tokens // bucket)
+    programs = _PROGRAMS if bucket <= 32 and not paired else _PROGRAMS // 2
+    splits = 1
+    while tiles * splits < 2 * programs // 3 and k >= splits * 2 * 4 * TILE and splits < _MOST_SPLITS:
+        splits *= 2
+    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early=512), tiles, paired):
+        splits //= 2
+    return tile

@@ -1,0 +1,43 @@
+"""The products of each form of packed weight on GPUs: with inputs as they are, or with inputs of 8 bits."""
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.packed import packed_products, scaled_products
+from tandem.engine.kernels.packed.scaled_weight import ScaledWeight
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.unpacked import unpacked
+
+
+class Products(Protocol):
+    """The products with one form of prepared weight, see `Kernels`; they also take inputs that no norm is due to."""
+
+    def norm_linear(self, hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
+        """Returns RMSNorm(hidden) · weightᵀ + bias."""
+
+    def norm_gate_up(
+        self, hidden: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, *, pdl: bool, activation: str = "silu"
+    ) -> Tensor:
+        """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias."""
+
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
+        """Adds x · weightᵀ + bias to `hidden` in place."""
+
+
+def products_of(weight: PackedWeight) -> Products:
+    """Returns the products with a weight that `prepared` returned."""
+    return scaled_products if isinstance(weight, ScaledWeight) else packed_products
+
+
+def prepared(linear: Linear, dtype: torch.dtype) -> Linear:
+    """Returns the product with its weight as kernels read it, dequantized to `dtype` if there are none for it."""
+    weight = linear.weight
+    if isinstance(weight, PackedWeight):
+        for products in (scaled_products, packed_products):
+            if products.multiplies(weight):
+                return replace(linear, weight=products.prepared(weight))
+    return unpacked(linear, dtype)

@@ -1,0 +1,206 @@
+"""Products on GPUs whose weights and inputs both have 8 bits: FP8 or INT8 codes, multiplied by the matrix units.
+
+One kernel quantizes the input, token by token, and norms it before where a norm is due. In steps of any size the codes
+are the same, so that a token's output differs between steps only by the order of sums (docs/decisions/0041). A Triton
+kernel multiplies few tokens, and int8 in steps of any size; a library multiplies FP8 from some tokens on, unless it
+lacks the product.
+
+The memory of inputs has whole tiles of tokens: nothing is read outside of it, and what is computed for tokens that are
+not there is never stored.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from tandem.engine.kernels.base import Linear
+from tandem.engine.kernels.linear.triton_activation import gelu_mul, silu_mul
+from tandem.engine.kernels.linear.triton_linear import ADD, GATE_UP, STORE, early_bytes, reserve_scratch
+from tandem.engine.kernels.linear.triton_linear_plan import MULTIPROCESSORS, fits_scratch
+from tandem.engine.kernels.linear.triton_linear_tiles import Skinny
+from tandem.engine.kernels.packed import packed_products
+from tandem.engine.kernels.packed.library_products import block_scales, library_product
+from tandem.engine.kernels.packed.scaled_weight import ROW_TILE, QuantizedInput, ScaledWeight
+from tandem.engine.kernels.packed.triton_scaled import quantize_kernel, scaled_kernel
+from tandem.engine.kernels.packed_weight import PackedWeight
+
+LIBRARY_TOKENS = 128
+"""The largest step whose FP8 products are Triton's: beyond, they are not bound by the reading of weights.
+
+A layer of llama-3-8b on an H100, µs, by Triton and by the library: 99 and 122 for 64 tokens, 103 and 123 for 128.
+"""
+_LEAST_GROUP = 32
+"""The least number of columns of 8-bit codes that the matrix units multiply."""
+_STEP = 128
+_MOST_SPLITS = 8
+_EARLY_BYTES = 512
+"""Bytes of each row of the weight that are prefetched into L2 while the input is being quantized."""
+_ELEMENTS_PER_WARP = 512
+_MOST_WARPS = 16
+
+
+def multiplies(weight: PackedWeight) -> bool:
+    """Returns True if there is a product for the weight with inputs of 8 bits."""
+    columns, group = weight.shape[-1], weight.group
+    wide = group == columns or (group >= _LEAST_GROUP and group & (group - 1) == 0)
+    return weight.quantized_inputs and len(weight.shape) == 2 and wide
+
+
+def prepared(weight: PackedWeight) -> ScaledWeight:
+    """Returns the weight as kernels read it, and its scales as the library reads them."""
+    scales = packed_products.prepared(weight).scales
+    return ScaledWeight(weight.codes, scales, None, weight.group, block_scales(weight.codes, scales, weight.group))
+
+
+def uses_library(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> bool:
+    """Returns True if the library multiplies so many tokens: FP8 codes with a scale a row, or in blocks."""
+    rows, columns = weight.shape
+    served = (
+        weight.codes.dtype == torch.float8_e4m3fn
+        and dtype == torch.bfloat16
+        and rows % 16 == columns % 16 == 0
+        and (weight.group == columns or weight.block_scales is not None)
+    )
+    return served and weight.codes.is_cuda and tokens > LIBRARY_TOKENS
+
+
+def norm_linear(hidden: Tensor, norm: Tensor | None, eps: float, linear: Linear, *, pdl: bool) -> Tensor:
+    """Returns RMSNorm(hidden) · weightᵀ + bias → [T, N]; without norm the plain product."""
+    weight = _scaled(linear)
+    x = quantized(hidden, norm, eps, weight, pdl=pdl)
+    if uses_library(x.tokens, weight, hidden.dtype):
+        return library_product(x, weight, linear.bias, hidden.dtype)
+    out = hidden.new_empty(len(hidden), len(weight))
+    launch(x, weight, linear.bias, out, STORE.value, pdl=pdl)
+    return out
+
+
+def norm_gate_up(
+    hidden: Tensor, norm: Tensor | None, eps: float, gate_up: Linear, *, pdl: bool, activation: str = "silu"
+) -> Tensor:
+    """Returns activation(g) · u with [g | u] = RMSNorm(hidden) · weightᵀ + bias, gate rows first → [T, I]."""
+    gelu = activation == "gelu_tanh"
+    weight = _scaled(gate_up)
+    x = quantized(hidden, norm, eps, weight, pdl=pdl)
+    if uses_library(x.tokens, weight, hidden.dtype):
+        both = library_product(x, weight, gate_up.bias, hidden.dtype)
+        return gelu_mul(both, pdl=pdl) if gelu else silu_mul(both, pdl=pdl)
+    out = hidden.new_empty(len(hidden), len(weight) // 2)
+    launch(x, weight, gate_up.bias, out, GATE_UP.value, pdl=pdl, gelu=gelu)
+    return out
+
+
+def linear_add(x: Tensor, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
+    """Adds x · weightᵀ + bias to hidden [T, N] in place."""
+    _add(quantized(x, None, 0.0, _scaled(linear), pdl=pdl), linear, hidden, pdl=pdl)
+
+
+def feed_forward(
+    hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, down: Linear, *, pdl: bool, activation: str
+) -> None:
+    """Adds a feed-forward network to hidden [T, H] in place, see `Kernels.feed_forward`.
+
+    Where a library computes gate and up, the activation is quantized in the launch that computes it.
+    """
+    weight = _scaled(gate_up)
+    if not uses_library(len(hidden), weight, hidden.dtype):
+        active = norm_gate_up(hidden, norm, eps, gate_up, pdl=pdl, activation=activation)
+        linear_add(active, down, hidden, pdl=pdl)
+        return
+    both = library_product(quantized(hidden, norm, eps, weight, pdl=pdl), weight, gate_up.bias, hidden.dtype)
+    _add(quantized(both, None, 0.0, _scaled(down), pdl=pdl, activation=activation), down, hidden, pdl=pdl)
+
+
+def _add(x: QuantizedInput, linear: Linear, hidden: Tensor, *, pdl: bool) -> None:
+    weight = _scaled(linear)
+    if uses_library(x.tokens, weight, hidden.dtype):
+        hidden += library_product(x, weight, linear.bias, hidden.dtype)
+    else:
+        launch(x, weight, linear.bias, hidden, ADD.value, pdl=pdl)
+
+
+def quantized(
+    x: Tensor, norm: Tensor | None, eps: float, weight: PackedWeight, *, pdl: bool, activation: str | None = None
+) -> QuantizedInput:
+    """Returns RMSNorm(x), or x [T, K] itself, as codes of the weight's dtype, with the scales of its groups.
+
+    With `activation` activation(g) · u of x = [g | u] [T, 2·K]. Computed in float32; scale = max |value| / largest
+    code.
+    """
+    tokens, columns = len(x), weight.shape[-1]
+    memory = triton.cdiv(tokens, ROW_TILE) * ROW_TILE
+    # The interpreter, on CPUs, warns of arithmetic with undefined numbers.
+    empty = torch.empty if x.is_cuda else torch.zeros
+    codes = empty(memory, columns, dtype=weight.codes.dtype, device=x.device)
+    scales = empty(columns // weight.group, memory, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(columns)
+    quantize_kernel[(tokens,)](
+        x, x if norm is None else norm, codes, scales, eps, memory,
+        K=columns, GROUP=block if weight.group == columns else weight.group, NORM=norm is not None,
+        GATED=activation is not None, GELU=activation == "gelu_tanh", FP8=codes.dtype == torch.float8_e4m3fn,
+        BLOCK=block, PDL=pdl, num_warps=min(max(block // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), launch_pdl=pdl,
+    )  # fmt: skip
+    return QuantizedInput(codes, scales, tokens)
+
+
+def launch(
+    x: QuantizedInput,
+    weight: ScaledWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    op: int,
+    *,
+    pdl: bool,
+    gelu: bool = False,
+    tile: Skinny | None = None,
+) -> None:
+    """Launches Triton's product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the rule's.
+
+    A tile's `tokens` divide `ROW_TILE`, and its `columns` those of `tile_for`.
+    """
+    tokens, n, k = len(out), out.shape[1], weight.shape[1]
+    if tile is None:
+        tile = tile_for(tokens, n, k, op == GATE_UP.value, weight.group)
+    grid = (triton.cdiv(tokens, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
+    partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(out.device)
+    scaled_kernel[grid](
+        x.codes, x.scales, weight.codes, weight.scales, out if bias is None else bias, out,
+        partials, counters, tokens, n, x.scales.stride(0), *weight.scales.stride(),
+        K=k, GROUP=weight.group, OP=op, GELU=gelu, BIAS=bias is not None,
+        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SPLITS=tile.splits, STAGES=tile.stages,
+        EARLY=early_bytes(weight.codes, tile) if pdl else 0, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def tile_for(tokens: int, n: int, k: int, paired: bool, group: int) -> Skinny:
+    """Returns the tile for a step of `tokens` and n outputs, of k columns of which `group` have a single scale.
+
+    As measured for llama-3-8b on an H100: six stages, and for more than 32 tokens only as many splits as keep two
+    thirds of the multiprocessors busy.
+    """
+    grouped = group < k
+    columns = min(_STEP, group) if grouped else _STEP
+    # The registers of eight warps hold as many sums, and those of a group beside them as half of it.
+    bucket = next((size for size in (16, 32, 64, 128) if tokens <= size), 128 if grouped else 256)
+    if bucket == 256:
+        return Skinny(64 if paired else 128, bucket, columns, splits=1, stages=4, warps=8)
+    rows, warps, stages = 64, 4, 6
+    if paired:  # twice the rows: two programs of up to 32 tokens, or of 128, fit on a multiprocessor
+        warps, stages = (8, 3) if bucket == 128 else (4, 5)
+    tiles = triton.cdiv(n, rows) * triton.cdiv(tokens, bucket)
+    least = 3 * MULTIPROCESSORS // 2 if bucket <= 32 else 2 * MULTIPROCESSORS // 3
+    splits = 1
+    while tiles * splits < least and k >= splits * 4 * _STEP and splits < _MOST_SPLITS:
+        splits *= 2
+    early = _EARLY_BYTES if tokens <= bucket else 0
+    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early), tiles, paired):
+        splits //= 2
+    return tile
+
+
+def _scaled(linear: Linear) -> ScaledWeight:
+    assert isinstance(linear.weight, ScaledWeight)
+    return linear.weight

@@ -1,0 +1,251 @@
+"""The kernels of `packed_products`: a product of some tokens with the codes of a weight, and the weight itself."""
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.linear.triton_linear_kernels import GATE_UP, call_into_l2, finish_split, fold
+from tandem.engine.kernels.packed.triton_codes import CENTRE, TILE, bytes_as, halves, in_word_order, words_as
+from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+
+@triton.jit
+def words_at(rows_at, at, inside, EVEN: tl.constexpr):
+    """Loads words of codes [rows, words]; without a mask, which would make loads narrow, where all are `inside`."""
+    if EVEN:
+        return tl.load(rows_at[:, None] + at[None, :], eviction_policy="evict_first")
+    return tl.load(rows_at[:, None] + at[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def columns_of(start, K: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of the codes in COLUMNS bytes from `start` on, in their order → [columns], and True for those < K."""
+    BYTES: tl.constexpr = K * BITS // 8
+    if BITS == 8 or (K // TILE * TILE == K and COLUMNS * 2 // TILE * TILE == COLUMNS * 2):
+        at = start * 8 // BITS + tl.arange(0, COLUMNS * 8 // BITS)
+        inside = at < K
+    else:
+        tile = start // (TILE // 2)
+        half = tl.minimum(TILE, K - tile * TILE) // 2
+        number = tl.arange(0, COLUMNS * 2)
+        at = start + tile * (TILE // 2) + number // COLUMNS * half + number % COLUMNS
+        at = tl.max_contiguous(tl.multiple_of(at, 8), 8)  # known to be so: loads are wide
+        inside = start + number % COLUMNS < BYTES
+    return at, inside
+
+
+@triton.jit
+def add_step(
+    sums, sums_up, totals, held, held_up, x, scales_at, up_scales_at, offsets_at, up_offsets_at, start, group_stride,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, OFFSETS: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of the tokens' columns x [tokens, columns] with words of codes → sums, sums_up, totals.
+
+    The words `held` and, if PAIRED, `held_up` [rows, words] begin with byte `start` of their rows; x has their columns,
+    those of `columns_of`. With one scale a row the sums are not scaled yet, and totals sum x: see `finish_sums`.
+    """
+    ROWS: tl.constexpr = held.shape[0]
+    PIECES: tl.constexpr = 2 if BITS == 4 and GROUP < K and GROUP // TILE * TILE != GROUP else 1
+    x = in_word_order(x)
+    weights = words_as(held, BITS, FP8, x.dtype)
+    weights_up = weights
+    if PAIRED:
+        weights_up = words_as(held_up, BITS, FP8, x.dtype)
+    first = start * 8 // BITS
+    distance = 0
+    if BITS == 4:
+        tile = start // (TILE // 2)
+        first = start + tile * (TILE // 2)
+        distance = tl.minimum(TILE, K - tile * TILE) // 2
+    ones = tl.full((ROWS, x.shape[1] // PIECES), 1.0, x.dtype)
+    for piece in tl.static_range(PIECES):
+        left, left_up, some = weights, weights_up, x
+        if PIECES == 2:
+            left, left_up, some = halves(left)[piece], halves(left_up)[piece], halves(some)[piece]
+        right = tl.trans(some)
+        if OFFSETS:
+            # In the layout of the sums, into which a sum along the columns would have to be brought.
+            totals = tl.dot(ones, right, totals if GROUP == K else None, input_precision="ieee")
+        group = tl.minimum((first + piece * distance) // GROUP, K // GROUP - 1) * group_stride
+        sums = _add_products(sums, left, right, totals, scales_at + group, offsets_at + group, K, GROUP, BITS, OFFSETS)
+        if PAIRED:
+            sums_up = _add_products(
+                sums_up, left_up, right, totals, up_scales_at + group, up_offsets_at + group, K, GROUP, BITS, OFFSETS
+            )
+    return sums, sums_up, totals
+
+
+@triton.jit
+def _add_products(
+    sums, weights, right, totals, scales_at, offsets_at,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    if GROUP == K:
+        sums = tl.dot(weights, right, sums, input_precision="ieee")
+    else:
+        scale = tl.load(scales_at).to(tl.float32)
+        sums += tl.dot(weights, right, input_precision="ieee") * scale[:, None]
+        if OFFSETS:
+            sums += _centred(tl.load(offsets_at), scale, BITS)[:, None] * totals
+    return sums
+
+
+@triton.jit
+def finish_sums(
+    sums, totals, scales_at, offsets_at,
+    K: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Applies the scale of a row and its offset to sums [rows, tokens], unless groups had their own."""
+    if GROUP == K:
+        scale = tl.load(scales_at).to(tl.float32)
+        sums *= scale[:, None]
+        if OFFSETS:
+            sums += _centred(tl.load(offsets_at), scale, BITS)[:, None] * totals
+    return sums
+
+
+@triton.jit
+def _centred(offset, scale, BITS: tl.constexpr):
+    """The offset that belongs to codes minus `CENTRE`."""
+    return offset.to(tl.float32) + (CENTRE * scale if BITS == 4 else 0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def packed_kernel(
+    x,
+    norm,
+    codes,
+    scales,
+    offsets,
+    bias,
+    out,
+    partials,
+    counters,
+    T,
+    N,
+    eps,
+    row_stride,
+    group_stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    FP8: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    OP: tl.constexpr,
+    GELU: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiplies some tokens; grid (ceil(N / ROWS), ceil(T / TOKENS), SPLITS).
+
+    out [T, N]; x [T, K]; codes [N or, with GATE_UP, 2·N, K / 32 · BITS] words of int32; scales and offsets: of row r
+    and group g at r · row_stride + g · group_stride; COLUMNS bytes of codes at a time: they have one scale, or 4-bit
+    codes two, one for the lower and one for the upper halves. partials and counters as of `skinny_kernel`.
+    """
+    BYTES: tl.constexpr = K * BITS // 8
+    STEPS: tl.constexpr = (BYTES + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
+    EVEN: tl.constexpr = BYTES % (COLUMNS * SPLITS) == 0
+    WIDTH: tl.constexpr = COLUMNS * 8 // BITS
+    dtype: tl.constexpr = x.dtype.element_ty
+    launch_dependents(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    split = tl.program_id(2)
+    held_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    up_rows = held_rows + N
+    rows_at, up_rows_at = codes + held_rows * (BYTES // 4), codes + up_rows * (BYTES // 4)
+    scales_at, up_scales_at = scales + held_rows * row_stride, scales + up_rows * row_stride
+    offsets_at, up_offsets_at = offsets + held_rows * row_stride, offsets + up_rows * row_stride
+    begin = split * (STEPS * COLUMNS)
+    if EARLY:
+        call_into_l2(rows_at, begin // 4, BYTES // 4, EARLY)
+        if OP == GATE_UP:
+            call_into_l2(up_rows_at, begin // 4, BYTES // 4, EARLY)
+    if NORM:
+        # For each token, so that no thread has to get its columns' factors from another.
+        every = tl.zeros((TOKENS, 1), tl.int32)
+        at, inside = columns_of(begin, K, BITS, COLUMNS)
+        factor = tl.load(norm + (at[None, :] + every), mask=inside[None, :], other=0.0)
+    wait_for_inputs(PDL)
+    present = (tokens < T)[:, None]
+    x_at = x + tokens.to(tl.int64)[:, None] * K
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    sums_up = tl.zeros((ROWS, TOKENS), tl.float32)
+    totals = tl.zeros((ROWS, TOKENS), tl.float32)
+    folded = tl.zeros((TOKENS, WIDTH // VECTOR), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        start = begin + step * COLUMNS
+        words = start // 4 + tl.arange(0, COLUMNS // 4)
+        held = words_at(rows_at, words, words < BYTES // 4, EVEN)
+        held_up = held
+        if OP == GATE_UP:
+            held_up = words_at(up_rows_at, words, words < BYTES // 4, EVEN)
+        at, inside = columns_of(start, K, BITS, COLUMNS)
+        if EVEN:
+            loaded = tl.load(x_at + at[None, :], mask=present, other=0.0)
+        else:
+            loaded = tl.load(x_at + at[None, :], mask=present & inside[None, :], other=0.0)
+        if NORM:
+            wide = loaded.to(tl.float32)
+            folded += fold(wide * wide, VECTOR)
+            loaded = (wide * factor.to(tl.float32)).to(dtype)
+            # Issued one step ahead here: the compiler's pipeline would take shared memory for it.
+            at, inside = columns_of(start + COLUMNS, K, BITS, COLUMNS)
+            factor = tl.load(norm + (at[None, :] + every), mask=inside[None, :], other=0.0)
+        sums, sums_up, totals = add_step(
+            sums, sums_up, totals, held, held_up, loaded, scales_at, up_scales_at, offsets_at, up_offsets_at, start,
+            group_stride, K, GROUP, BITS, FP8, OFFSETS, OP == GATE_UP,
+        )  # fmt: skip
+    sums = finish_sums(sums, totals, scales_at, offsets_at, K, GROUP, BITS, OFFSETS)
+    if OP == GATE_UP:
+        sums_up = finish_sums(sums_up, totals, up_scales_at, up_offsets_at, K, GROUP, BITS, OFFSETS)
+    squares = tl.sum(folded, axis=1)
+    finish_split(
+        sums, sums_up, squares, bias, out, partials, counters, rows, tokens, split, T, N, eps,
+        K, OP, GELU, NORM, BIAS, ROWS, TOKENS, SPLITS,
+    )  # fmt: skip
+
+
+@triton.jit
+def dequantize_kernel(
+    codes,
+    scales,
+    offsets,
+    out,
+    row_stride,
+    group_stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    FP8: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Computes a row of the weight [N, K] for a program, in float32 and rounded once; COLUMNS bytes at a time."""
+    BYTES: tl.constexpr = K * BITS // 8
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < BYTES
+    held = tl.load(codes + row * BYTES + at, mask=inside, other=0)
+    tile = at // (TILE // 2)
+    half = tl.minimum(TILE, K - tile * TILE) // 2
+    for part in tl.static_range(8 // BITS):
+        column = at
+        if BITS == 8:
+            code = bytes_as(held, FP8, tl.float32)
+        else:
+            column = tile * TILE + at % (TILE // 2) + part * half
+            code = ((held >> (4 * part)) & 15).to(tl.float32) - (0 if OFFSETS else CENTRE)
+        place = row * row_stride + column // GROUP * group_stride
+        weight = code * tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
+        if OFFSETS:
+            weight += tl.load(offsets + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * K + column, weight.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,177 @@
+"""The kernels of `scaled_products`: inputs quantized token by token, and products of 8-bit codes with 8-bit codes."""
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.linear.triton_activation import gated
+from tandem.engine.kernels.linear.triton_linear_kernels import GATE_UP, NO_NORM, call_into_l2, finish_split
+from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_codes
+
+
+@triton.jit
+def _to_codes(most, largest):
+    """Returns the factors from values whose largest magnitude is `most` to codes."""
+    return tl.div_rn(tl.zeros_like(most) + largest, tl.where(most > 0, most, 1.0))
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    norm,
+    codes,
+    scales,
+    eps,
+    stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Quantizes RMSNorm(x), x itself, or with GATED activation(g) · u of x = [g | u] [T, 2·K]; grid (T,).
+
+    The activation's product is rounded to x's dtype first, as other products store it.
+
+    Codes are those of x · norm: the root of the mean square is in the scales alone, as its last digit depends on the
+    order of a sum.
+
+    x [T, K], norm [K], codes [T, K]; the scale of token t and group g is at g · stride + t. BLOCK columns, the next
+    power of two from K on, are in GROUPs; a GROUP of BLOCK is a row.
+    """
+    launch_dependents(PDL)
+    column = tl.arange(0, BLOCK)
+    inside = column < K
+    if NORM:
+        # A weight is never written by an earlier kernel, so it is fetched while that one still runs.
+        weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    if GATED:
+        gate = tl.load(x + token * 2 * K + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + token * 2 * K + K + column, mask=inside, other=0.0).to(tl.float32)
+        values = gated(gate, up, GELU).to(x.dtype.element_ty).to(tl.float32)
+    else:
+        values = tl.load(x + token * K + column, mask=inside, other=0.0).to(tl.float32)
+    root = 1.0
+    if NORM:
+        root = tl.rsqrt(tl.sum(values * values, axis=0) / K + eps)
+        values *= weight
+    largest: tl.constexpr = LARGEST_FP8 if FP8 else LARGEST_INT8
+    grouped = tl.reshape(values, (BLOCK // GROUP, GROUP))
+    # The maximum of the bits, as that of numbers passes over NaN: its scale becomes NaN, whatever its code is.
+    most = tl.max(tl.abs(grouped).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
+    found = tl.reshape(grouped * _to_codes(most, largest)[:, None], (BLOCK,))
+    tl.store(codes + token * K + column, as_codes(found, largest, codes.dtype.element_ty), mask=inside)
+    groups = tl.arange(0, BLOCK // GROUP)
+    found_scales = tl.div_rn(most, tl.zeros_like(most) + largest) * root
+    tl.store(scales + groups * stride + token, found_scales, mask=groups * GROUP < K)
+
+
+@triton.jit
+def _columns_at(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
+    """Loads codes [rows, columns], 0 for columns that are not `inside`."""
+    if EVEN:
+        return tl.load(pointers, eviction_policy=POLICY)
+    return tl.load(pointers, mask=inside[None, :], other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def _products(held, taken, sums, scale, token_scale, GROUPED: tl.constexpr, SUM: tl.constexpr):
+    """Adds products of codes to `sums`; those of a group are scaled first."""
+    if GROUPED:
+        nothing = tl.zeros((held.shape[0], taken.shape[1]), SUM)
+        found = tl.dot(held, taken, nothing, out_dtype=SUM).to(tl.float32)
+        sums += found * (scale[:, None] * token_scale[None, :])
+    else:
+        sums = tl.dot(held, taken, sums, out_dtype=SUM)
+    return sums
+
+
+@triton.jit(do_not_specialize=["T"])
+def scaled_kernel(
+    x,
+    x_scales,
+    codes,
+    scales,
+    bias,
+    out,
+    partials,
+    counters,
+    T,
+    N,
+    token_stride,
+    row_stride,
+    group_stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    OP: tl.constexpr,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiplies codes of some tokens with codes of a weight; grid (ceil(T / TOKENS), ceil(N / ROWS), SPLITS).
+
+    out [T, N]; x [T, K] with memory for whole tiles of tokens; its scale of token t and group g is at
+    g · token_stride + t, likewise. codes [N or, with GATE_UP, 2·N, K] of the same type; the scale of row r and group g
+    is at r · row_stride + g · group_stride. COLUMNS at a time never cross a group. partials and counters as of
+    `skinny_kernel`.
+    """
+    EVEN: tl.constexpr = K % (COLUMNS * SPLITS) == 0
+    STEPS: tl.constexpr = (K + COLUMNS * SPLITS - 1) // (COLUMNS * SPLITS)
+    GROUPED: tl.constexpr = GROUP < K
+    kind: tl.constexpr = codes.dtype.element_ty
+    SUM: tl.constexpr = tl.int32 if kind == tl.int8 else tl.float32
+    launch_dependents(PDL)
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
+    held_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    rows_at, up_rows_at = codes + held_rows[:, None] * K, codes + (held_rows + N)[:, None] * K
+    scales_at, up_scales_at = scales + held_rows * row_stride, scales + (held_rows + N) * row_stride
+    x_at = x + tokens.to(tl.int64)[:, None] * K
+    columns = tl.arange(0, COLUMNS)
+    if EARLY:
+        call_into_l2(codes + held_rows * K, split * (STEPS * COLUMNS), K, EARLY)
+        if OP == GATE_UP:
+            call_into_l2(codes + (held_rows + N) * K, split * (STEPS * COLUMNS), K, EARLY)
+    wait_for_inputs(PDL)
+    sums = tl.zeros((ROWS, TOKENS), tl.float32 if GROUPED else SUM)
+    sums_up = tl.zeros((ROWS, TOKENS), tl.float32 if GROUPED else SUM)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        at = (split * STEPS + step) * COLUMNS + columns
+        inside = at < K
+        held = _columns_at(rows_at + at[None, :], inside, EVEN, "evict_first")
+        scale, scale_up, token_scale = 0.0, 0.0, 0.0
+        if GROUPED:
+            group = tl.minimum((split * STEPS + step) * COLUMNS // GROUP, K // GROUP - 1)
+            scale = tl.load(scales_at + group * group_stride)
+            token_scale = tl.load(x_scales + group * token_stride + tokens)
+        taken = tl.trans(_columns_at(x_at + at[None, :], inside, EVEN, "evict_last"))
+        sums = _products(held, taken, sums, scale, token_scale, GROUPED, SUM)
+        if OP == GATE_UP:
+            held_up = _columns_at(up_rows_at + at[None, :], inside, EVEN, "evict_first")
+            if GROUPED:
+                scale_up = tl.load(up_scales_at + group * group_stride)
+            sums_up = _products(held_up, taken, sums_up, scale_up, token_scale, GROUPED, SUM)
+    total = sums.to(tl.float32)
+    total_up = sums_up.to(tl.float32)
+    if not GROUPED:
+        token_scale = tl.load(x_scales + tokens)[None, :]
+        total *= tl.load(scales_at)[:, None] * token_scale
+        if OP == GATE_UP:
+            total_up *= tl.load(up_scales_at)[:, None] * token_scale
+    no_squares = tl.zeros((TOKENS,), tl.float32)
+    finish_split(
+        total, total_up, no_squares, bias, out, partials, counters, rows, tokens, split, T, N, 0.0,
+        K, OP, GELU, NO_NORM, BIAS, ROWS, TOKENS, SPLITS,
+    )  # fmt: skip

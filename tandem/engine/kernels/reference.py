@@ -1,0 +1,326 @@
+"""The plain PyTorch kernels: any device, any dtype, the reference of every other implementation.
+
+Rounding follows transformers: norms and softmax run in float32 (float64 inputs stay float64) and round back to
+the model's dtype where that code does.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.engine.config.attention import AttentionShape, LatentShape
+from tandem.engine.config.model import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertRouter, MixtureOfExperts
+from tandem.engine.kernels.base import Experts, Feed, Kernels, Linear, StepLayout
+from tandem.engine.kernels.kv_cache import KvCache, QuantizedKv, dequantize_kv, quantize_kv
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.unpacked import as_matrix
+
+
+class ReferenceKernels(Kernels):
+    """Every operation in plain PyTorch; holds no state. Packed weights are dequantized in each product."""
+
+    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        """Looks up the rows of `table`, with drawn tokens from the feed."""
+        if feed is not None:
+            token_ids = feed.tokens(token_ids)
+        return F.embedding(token_ids, table)
+
+    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        """Applies RMSNorm, then the product."""
+        return self.linear(rms_norm(hidden, norm, eps), linear)
+
+    def norm_gate_up(
+        self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear, activation: str = "silu"
+    ) -> Tensor:
+        """Applies RMSNorm, the product, then activation(gate) · up."""
+        return activate(self.norm_linear(hidden, norm, eps, gate_up), activation)
+
+    def linear(self, x: Tensor, linear: Linear) -> Tensor:
+        """Computes the product, with a quantized input where the weight says so."""
+        weight = linear.weight
+        if isinstance(weight, PackedWeight) and weight.quantized_inputs:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            bias = None if linear.bias is None else linear.bias.to(wide)
+            return F.linear(rounded_input(x, weight).to(wide), weight.dequantized(wide), bias).to(x.dtype)
+        return F.linear(x, as_matrix(weight, x.dtype), linear.bias)
+
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Computes the product and adds it to `hidden`."""
+        hidden += self.linear(x, linear)
+
+    def norm_add(self, x: Tensor, norm: Tensor, eps: float, hidden: Tensor) -> None:
+        """Applies RMSNorm and adds the result to `hidden`."""
+        hidden += rms_norm(x, norm, eps)
+
+    def experts(
+        self, hidden: Tensor, norm: Tensor, eps: float, experts: Experts, spec: MixtureOfExperts, slots: Tensor
+    ) -> None:
+        """Computes the chosen experts one after the other, each for all of its tokens."""
+        x = rms_norm(hidden, norm, eps)
+        logits = router_logits(x, experts.router, experts.router_bias)
+        weights, chosen = choose_experts(logits, experts.choice_bias, spec)
+        mixed = torch.zeros_like(hidden)
+        valid = (slots >= 0).unsqueeze(1)
+        count_experts(chosen[valid.squeeze(1)], experts)
+        for expert in sorted(set(chosen[valid.squeeze(1)].flatten().tolist())):
+            tokens, ranks = torch.where((chosen == expert) & valid)
+            inner = self.linear(x[tokens], Linear(experts.gate_up[expert], _row(experts.gate_up_bias, expert)))
+            down = Linear(experts.down[expert], _row(experts.down_bias, expert))
+            out = self.linear(activate(inner, spec.activation), down)
+            mixed.index_add_(0, tokens, out * weights[tokens, ranks, None].to(out.dtype))
+        if experts.shared_gate_up is not None and experts.shared_down is not None:
+            shared = self.linear(activate(self.linear(x, experts.shared_gate_up), "silu"), experts.shared_down)
+            if experts.shared_gate is not None:
+                shared = torch.sigmoid(F.linear(x, experts.shared_gate)) * shared
+            mixed += shared
+        hidden += mixed
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+    ) -> Tensor:
+        """Norms and rotates q and k, and stores k and v at their slots."""
+        heads, kv_heads = shape.heads, shape.kv_heads
+        per_head = qkv.view(-1, heads + 2 * kv_heads, shape.head_dim)
+        q, k, v = torch.split(per_head, [heads, kv_heads, kv_heads], dim=1)
+        if q_norm is not None:
+            q = _norm_heads(q, q_norm, eps)
+        if k_norm is not None:
+            k = _norm_heads(k, k_norm, eps)
+        cos, sin = rope[layout.positions.long()].to(qkv.dtype).unsqueeze(1).chunk(2, dim=-1)
+        page_tokens = cache.shape[4]
+        page, offset = layout.slots // page_tokens, layout.slots % page_tokens
+        for part, values in enumerate((rotate(k, cos, sin), v)):
+            if isinstance(cache, QuantizedKv):
+                codes, scales = quantize_kv(values, cache.codes.dtype)
+                cache.codes[page, layer, part, :, offset] = codes
+                cache.scales[page, layer, part, :, offset] = scales
+            else:
+                cache[page, layer, part, :, offset] = values
+        return rotate(q, cos, sin)
+
+    def attention(
+        self,
+        q: Tensor,
+        cache: KvCache,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Computes attention row by row over gathered keys and values."""
+        starts = layout.row_starts.tolist()
+        contexts = layout.context_lens.tolist()
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for row, context in enumerate(contexts):
+            tokens = slice(starts[row], starts[row + 1])
+            first = first_read(context, starts[row + 1] - starts[row], shape.window, cache.shape[4])
+            keys, values = gather_row(cache, layer, layout.page_table[row], context, first, q.dtype)
+            out[tokens] = attend(q[tokens], keys, values, layout.positions[tokens] - first, shape, sinks)
+        return out.flatten(1)
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rope: Tensor,
+        norm: Tensor,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: LatentShape,
+    ) -> Tensor:
+        """Norms and rotates the latents and stores them at their slots."""
+        cos, sin = rope[layout.positions.long()].to(q.dtype).unsqueeze(1).chunk(2, dim=-1)
+        page_tokens = cache.shape[4]
+        page, offset = layout.slots // page_tokens, layout.slots % page_tokens
+        cache[page, layer, 0, 0, offset, : shape.latent] = rms_norm(latents[:, : shape.latent], norm, eps)
+        cache[page, layer, 0, 0, offset, shape.latent :] = rotate(
+            latents[:, shape.latent :].unsqueeze(1), cos, sin
+        ).squeeze(1)
+        per_head = q.reshape(-1, shape.heads, shape.query)
+        return torch.cat((per_head[..., : shape.nope], rotate(per_head[..., shape.nope :], cos, sin)), dim=-1)
+
+    def latent_attention(
+        self, q: Tensor, kv_up: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: LatentShape
+    ) -> Tensor:
+        """Expands each row's latents to keys and values of all heads and attends to them."""
+        starts = layout.row_starts.tolist()
+        out = q.new_empty(len(q), shape.heads * shape.v_dim)
+        for row, context in enumerate(layout.context_lens.tolist()):
+            tokens = slice(starts[row], starts[row + 1])
+            stored = gather_latents(cache, layer, layout.page_table[row], context)
+            out[tokens] = attend_latents(q[tokens], stored, kv_up, layout.positions[tokens], shape)
+        return out
+
+
+def rounded_input(x: Tensor, weight: PackedWeight) -> Tensor:
+    """Returns x [T, K] as products with a weight of `quantized_inputs` see it, in float32: code · scale.
+
+    The codes have the type of the weight's and the scales its groups: those of 8-bit KV (`quantize_kv`).
+    """
+    grouped = x.view(len(x), -1, weight.group)
+    return dequantize_kv(*quantize_kv(grouped, weight.codes.dtype), torch.float32).view(x.shape)
+
+
+def activate(gate_up: Tensor, activation: str) -> Tensor:
+    """Returns activation(gate) · up for [gate | up] [T, 2·I] → [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+    return (F.gelu(gate, approximate="tanh") if activation == "gelu_tanh" else F.silu(gate)) * up
+
+
+def router_logits(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x · routerᵀ + bias in at least float32 → [T, experts]."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), router.to(wide), None if bias is None else bias.to(wide))
+
+
+def choose_experts(logits: Tensor, choice_bias: Tensor | None, spec: MixtureOfExperts) -> tuple[Tensor, Tensor]:
+    """Returns the weights [T, top_k] and the numbers [T, top_k] of each token's experts, as `ExpertRouter` says."""
+    router = spec.router
+    if router.score == "softmax_of_top_k":
+        found, chosen = logits.topk(spec.top_k, dim=-1)
+        return found.softmax(-1) * router.scaling, chosen
+    scores = logits.sigmoid() if router.score == "sigmoid" else logits.softmax(-1)
+    ranked = scores if choice_bias is None else scores + choice_bias
+    chosen = _within_groups(ranked, router).topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if router.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * router.scaling, chosen
+
+
+def count_experts(chosen: Tensor, experts: Experts) -> None:
+    """Adds the tokens of each expert in `chosen` [any, top_k] to the counter, if there is one."""
+    if experts.tokens is not None:
+        experts.tokens.add_(torch.bincount(chosen.flatten(), minlength=len(experts.tokens)))
+
+
+def _within_groups(ranked: Tensor, router: ExpertRouter) -> Tensor:
+    """Returns the scores with -inf for experts outside of each token's best groups."""
+    if router.groups == 1:
+        return ranked
+    grouped = ranked.view(len(ranked), router.groups, -1)
+    best = grouped.amax(-1) if router.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(router.top_groups, dim=-1).indices, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _row(stacked: Tensor | None, index: int) -> Tensor | None:
+    return None if stacked is None else stacked[index]
+
+
+def _norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norms x [T, heads, head_dim] by head, or by row if the weight is as long."""
+    if weight.numel() == x.shape[-1]:
+        return rms_norm(x, weight, eps)
+    return rms_norm(x.flatten(1), weight, eps).view(x.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x · rsqrt(mean(x²) + eps) · weight over the last dimension, computed in at least float32.
+
+    A weight wider than x multiplies before the result is rounded, another one after.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype != x.dtype:
+        return (weight * scaled).to(x.dtype)
+    return weight * scaled.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [T, heads, head_dim]; cos and sin [T, 1, rotated / 2]; dimension i pairs with i + rotated / 2.
+
+    Dimensions from `rotated` on stay as they are.
+    """
+    rotated = 2 * cos.shape[-1]
+    first, second = x[..., :rotated].chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rotated:]), dim=-1)
+
+
+def first_read(context: int, tokens: int, window: int | None, page_tokens: int) -> int:
+    """Returns the first position of the first page that the last `tokens` tokens of a context see.
+
+    Other requests may own the pages before.
+    """
+    return 0 if window is None else max(context - tokens - window + 1, 0) // page_tokens * page_tokens
+
+
+def gather_row(
+    cache: KvCache, layer: int, page_ids: Tensor, context: int, first: int = 0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns copies of a row's keys and values at positions `first`, which begins a page, to `context`.
+
+    Each is [kv_heads, context - first, head_dim]; of a quantized cache in `dtype`.
+    """
+    page_tokens = cache.shape[4]
+    used = page_ids[first // page_tokens : -(-context // page_tokens)].long()
+    if isinstance(cache, QuantizedKv):
+        assert dtype is not None
+        stored = dequantize_kv(cache.codes[used, layer], cache.scales[used, layer], dtype)
+    else:
+        stored = cache[used, layer]
+    pages = stored.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return pages[0, :, : context - first], pages[1, :, : context - first]
+
+
+def gather_latents(cache: Tensor, layer: int, page_ids: Tensor, context: int) -> Tensor:
+    """Returns a copy of the latents of a row's `context` tokens [context, latent + rope]."""
+    page_tokens = cache.shape[4]
+    used = page_ids[: -(-context // page_tokens)].long()
+    return cache[used, layer, 0, 0].flatten(0, 1)[:context]
+
+
+def attend_latents(q: Tensor, stored: Tensor, kv_up: Tensor, positions: Tensor, shape: LatentShape) -> Tensor:
+    """Computes causal attention of a row's q [tokens, heads, nope + rope] to its latents → [tokens, heads·v_dim].
+
+    stored [context, latent + rope] is expanded to keys and values of all heads by kv_up [heads, nope + v_dim, latent].
+    """
+    per_head = AttentionShape(shape.heads, shape.heads, shape.query, shape.scale)
+    expanded = torch.einsum("cl,hdl->hcd", stored[:, : shape.latent], kv_up)
+    rotated = stored[:, shape.latent :].expand(shape.heads, -1, -1)
+    keys = torch.cat((expanded[..., : shape.nope], rotated), dim=-1)
+    return attend(q, keys, expanded[..., shape.nope :], positions, per_head).flatten(1)
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, shape: AttentionShape, sinks: Tensor | None = None
+) -> Tensor:
+    """Computes causal attention of q [tokens, heads, head_dim] over keys and values [kv_heads, context, any dim].
+
+    A token at position p sees p - window + 1 .. p. → [tokens, heads, dim of values].
+    """
+    tokens, group = q.shape[0], shape.heads // shape.kv_heads
+    by_group = q.reshape(tokens, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3)
+    scores = by_group.flatten(1, 2) @ keys.transpose(1, 2) * shape.scale
+    if shape.softcap is not None:
+        scores = (scores / shape.softcap).tanh() * shape.softcap
+    seen = visible(positions, keys.shape[1], shape.window).repeat(group, 1)
+    wide = scores.to(torch.promote_types(q.dtype, torch.float32)).masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(wide.dtype).view(shape.kv_heads, group, 1).expand(-1, -1, tokens).flatten(1)
+        wide = torch.cat((wide, column.unsqueeze(-1)), dim=-1)
+    weights = torch.softmax(wide, dim=-1)[..., : keys.shape[1]]
+    mixed = weights.to(q.dtype) @ values
+    return mixed.view(shape.kv_heads, group, tokens, -1).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def visible(positions: Tensor, context: int, window: int | None) -> Tensor:
+    """Returns the mask of `context` cached positions that each token sees: bool [tokens, context]."""
+    query = positions.unsqueeze(1)
+    key = torch.arange(context, device=positions.device)
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)

@@ -1,0 +1,76 @@
+"""Checksums of KV pages in GPU memory (defined in `tandem/engine/cache/page_checksums.py`), and their reference."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLITS = 64
+"""Programs for each page: a few pages occupy the device for microseconds, many leave capacity for the running step."""
+BLOCK = 2048
+"""Words a program loads at a time."""
+WARPS = 4
+
+
+def partial_sums(words: Tensor, codes: int, token_words: int, chosen: Tensor, parts: Tensor) -> None:
+    """Computes rows of `parts` [n, SPLITS] int64 that add up to the checksums mod 2^64; does not wait.
+
+    words [pages, rows, words of a row] int32, contiguous: `codes` words of a row have `token_words` words of each
+    token, those behind them one. chosen [n, 2] int64: page, and its filled tokens. All on one device.
+    """
+    _, rows, row_words = words.shape
+    _sum_page[(len(chosen), SPLITS)](
+        words,
+        chosen,
+        parts,
+        rows * row_words,
+        ROW=row_words,
+        CODES=codes,
+        TOKEN=token_words,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+
+
+def reference_sums(words: Tensor, tokens: Tensor, pages: Sequence[int], filled: Sequence[int]) -> list[int]:
+    """Returns the checksums by their definition in plain PyTorch, on any device.
+
+    `words` as for `partial_sums`; tokens [words of a row]: the token position of each.
+    """
+    weights = 2 * torch.arange(words[0].numel(), device=words.device).view(words.shape[1:]) + 1
+    totals = [
+        (words[page].long() * weights * (tokens < count)).sum() for page, count in zip(pages, filled, strict=True)
+    ]
+    return [int(total) % 2**64 for total in totals]
+
+
+@triton.jit
+def _sum_page(
+    words_ptr,
+    chosen_ptr,
+    parts_ptr,
+    total,
+    ROW: tl.constexpr,
+    CODES: tl.constexpr,
+    TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (n, split) sums blocks split, split + SPLITS, … of page n.
+
+    ROW, CODES and TOKEN are words; `total`, those of a page.
+    """
+    number, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    page = tl.load(chosen_ptr + 2 * number)
+    filled = tl.load(chosen_ptr + 2 * number + 1)
+    first = words_ptr + page * total
+    sums = tl.zeros((BLOCK,), tl.int64)
+    for start in range(split * BLOCK, total, splits * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place % ROW
+        token = tl.where(inside < CODES, inside // TOKEN, inside - CODES)
+        counts = (place < total) & (token < filled)
+        word = tl.load(first + place, mask=counts, other=0).to(tl.int64)
+        sums += word * (2 * place.to(tl.int64) + 1)
+    tl.store(parts_ptr + number * splits + split, tl.sum(sums, 0))

@@ -1,0 +1,39 @@
+"""The store of keys and values, quantized in registers as `quantize_kv` defines it, bit for bit."""
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.triton_math import LARGEST_FP8, LARGEST_INT8, as_codes
+
+
+@triton.jit
+def store_head(at, scale_at, first, second, gap, mask, present, CODES: tl.constexpr, rounded: tl.constexpr):
+    """Stores one head of some tokens, if CODES as `_store_codes` does; `scale_at` has the type of `at`."""
+    if CODES:
+        scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
+        _store_codes(at, scale_at, first, second, gap, mask, present, rounded)
+    else:
+        dtype: tl.constexpr = at.dtype.element_ty
+        tl.store(at, first.to(dtype), mask=mask)
+        tl.store(at + gap, second.to(dtype), mask=mask)
+
+
+@triton.jit
+def _store_codes(at, scale_at, first, second, gap, mask, present, rounded: tl.constexpr):
+    """Stores one head of some tokens as 8-bit codes and a float32 scale.
+
+    first, second [tokens, lanes]: its numbers, stored at `at` and `gap` behind, 0 outside of the head's dimensions;
+    they are rounded to the dtype `rounded` before. scale_at, present [tokens, 1]. The scale is NaN if any number is not
+    finite.
+    """
+    kind: tl.constexpr = at.dtype.element_ty
+    largest: tl.constexpr = LARGEST_FP8 if kind == tl.float8e4nv else LARGEST_INT8
+    x, y = first.to(rounded).to(tl.float32), second.to(rounded).to(tl.float32)
+    # By bits, among which those of NaN are the most: a maximum of numbers would pass over it.
+    bits = tl.maximum(tl.abs(x).to(tl.int32, bitcast=True), tl.abs(y).to(tl.int32, bitcast=True))
+    most = tl.max(bits, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+    most_allowed = tl.full(most.shape, largest, tl.float32)
+    factor = tl.div_rn(most_allowed, tl.where(most > 0, most, 1.0))
+    tl.store(scale_at, tl.div_rn(most, most_allowed) + (most - most), mask=present)
+    tl.store(at, as_codes(x * factor, largest, kind), mask=mask)
+    tl.store(at + gap, as_codes(y * factor, largest, kind), mask=mask)

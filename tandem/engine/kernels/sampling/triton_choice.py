@@ -1,0 +1,198 @@
+"""The last launch of sampling: each row's token, from its best logit, its weights and its candidates."""
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.sampling.triton_sampling import (
+    ALIGNED,
+    CANDIDATES,
+    MIN_P,
+    ONE,
+    PARAMS,
+    SPLITS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+    best_of_row,
+    count_drawn,
+    is_filtered,
+    token_or_none,
+    units,
+)
+from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+
+@triton.jit
+def choose(
+    params_ptr,
+    best_ptr,
+    weights_ptr,
+    ids_ptr,
+    found_ptr,
+    masses_ptr,
+    counts_ptr,
+    out_ptr,
+    vocab,
+    blocks,
+    room,
+    split_tokens,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Chooses a row's token → out [rows] int64: its best where greedy, else by its inverse cumulative distribution."""
+    launch_dependents(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    params_ptr += row * PARAMS
+    token = token_or_none(best_of_row(best_ptr, row, blocks, BLOCKS))
+    parts = tl.arange(0, SPLITS)
+    masses = tl.load(masses_ptr + row * SPLITS + parts)
+    total = tl.sum(masses, axis=0)
+    # Without any mass, as where the best logit is not finite, the best stays.
+    if (tl.load(params_ptr + TEMPERATURE) > 0) & (total > 0):
+        weights_ptr += row * room
+        if is_filtered(params_ptr):
+            token = _draw_filtered(
+                params_ptr, weights_ptr, ids_ptr + row * CANDIDATES, found_ptr + row * 2, vocab, total, TILE, SHIFT
+            )
+        else:
+            target = _share(tl.load(params_ptr + UNIFORM), total)
+            before = tl.cumsum(masses, axis=0) - masses
+            here = (before <= target) & (target < before + masses)
+            first = tl.sum(tl.where(here, parts, 0), axis=0) * split_tokens
+            rest = target - tl.sum(tl.where(here, before, 0), axis=0)
+            length = tl.minimum(split_tokens, vocab - first)
+            part_ptr = weights_ptr + CANDIDATES + first
+            token = (first + _find(part_ptr, length, 0, ONE + 1, rest, False, TILE, SHIFT)).to(tl.int64)
+    tl.store(out_ptr + row, token)
+    if PENALTIES:
+        count_drawn(counts_ptr, params_ptr, vocab, token)
+
+
+@triton.jit
+def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
+    """Draws a token from those that the filters keep: the first in the order of falling weight and rising id."""
+    top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
+    top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
+    top_p = tl.load(params_ptr + TOP_P)
+    min_bits = tl.load(params_ptr + MIN_P).to(tl.float32).to(tl.int32, bitcast=True)
+    candidates, surely = tl.load(found_ptr), tl.load(found_ptr + 1)
+    _, candidate_mass = _measure(weights_ptr, candidates, 0, TILE, SHIFT)
+
+    whole = top_k == vocab
+    by_min_p = (min_bits >= surely) & ((top_p >= 1) | whole)
+    by_top_p = whole & (top_p < 1) & (_mass_of(top_p, total) <= candidate_mass)
+    settled = (top_k <= candidates) | by_min_p | by_top_p
+    weights_ptr += tl.multiple_of(tl.where(settled, 0, CANDIDATES), CANDIDATES)
+    length = tl.where(settled, candidates, vocab)
+    all_mass = tl.where(settled, candidate_mass, total)
+
+    kept = all_mass
+    if top_k < length:
+        heavier, heavier_mass, each, _, _ = _narrow(
+            weights_ptr, length, all_mass, (top_k - 1).to(tl.int64), True, TILE, SHIFT
+        )
+        kept = heavier_mass + (top_k - heavier) * each
+    top_p_mass = _mass_of(top_p, tl.where(whole, total, kept))
+    if min_bits > 0:
+        _, mass = _measure(weights_ptr, length, min_bits, TILE, SHIFT)
+        kept = tl.minimum(kept, mass)
+    if (top_p < 1) & (top_p_mass < kept):
+        _, heavier_mass, each, _, _ = _narrow(weights_ptr, length, all_mass, top_p_mass - 1, False, TILE, SHIFT)
+        equal = (top_p_mass - heavier_mass + each - 1) // each
+        kept = tl.minimum(kept, heavier_mass + equal * each)
+    # The best token is kept by any filter.
+    kept = tl.minimum(tl.maximum(kept, 1 << SHIFT), all_mass)
+
+    target = _share(tl.load(params_ptr + UNIFORM), kept)
+    _, heavier_mass, each, low, high = _narrow(weights_ptr, length, all_mass, target, False, TILE, SHIFT)
+    place = _find(weights_ptr, length, low, high, (target - heavier_mass) // each, True, TILE, SHIFT)
+    return tl.where(settled, tl.load(ids_ptr + place, mask=settled, other=0), place).to(tl.int64)
+
+
+@triton.jit
+def _share(number, mass):
+    """Returns number · mass for a number in [0, 1), rounded down and kept below mass."""
+    return tl.minimum((number * mass.to(tl.float64)).to(tl.int64), mass - 1)
+
+
+@triton.jit
+def _mass_of(top_p, mass):
+    """Returns the least mass that reaches top_p of `mass`."""
+    return tl.maximum(tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def _load(weights_ptr, place, length):
+    """Loads weights at `place`; up to ALIGNED - 1 of them beyond `length`, so that a mask never splits a wide load."""
+    return tl.load(weights_ptr + place, mask=place < tl.cdiv(length, ALIGNED) * ALIGNED, other=0.0)
+
+
+@triton.jit
+def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr):
+    """Returns the number (int32) and mass (int64) of those of `length` weights of at least the bits `least` (int32)."""
+    count = tl.zeros([TILE], dtype=tl.int32)
+    mass = tl.zeros([TILE], dtype=tl.int64)
+    start = 0
+    while start < length:
+        place = start + tl.arange(0, TILE)
+        weights = _load(weights_ptr, place, length)
+        taken = (place < length) & (weights.to(tl.int32, bitcast=True) >= least)
+        count += taken.to(tl.int32)
+        mass += tl.where(taken, units(weights, SHIFT), 0)
+        start += TILE
+    return tl.sum(count, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
+    """Finds the point, by falling weight, at which the running count or mass first exceeds `target`.
+
+    `target` is int64, below the whole. → the number and mass of the heavier tokens; the mass of each of the others that
+    the bits low ≤ bits < high still hold, which all weigh the same or are one; low; high.
+    """
+    low, low_count, low_mass = 0, length, all_mass
+    high, high_count, high_mass = ONE + 1, 0, all_mass * 0
+    while (high - low > 1) & (low_count - high_count > 1):
+        middle = (low + high) // 2
+        count, mass = _measure(weights_ptr, length, middle, TILE, SHIFT)
+        enough = (count.to(tl.int64) if BY_COUNT else mass) > target
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        low_count, high_count = tl.where(enough, count, low_count), tl.where(enough, high_count, count)
+        low_mass, high_mass = tl.where(enough, mass, low_mass), tl.where(enough, high_mass, mass)
+    return high_count, high_mass, (low_mass - high_mass) // (low_count - high_count), low, high
+
+
+@triton.jit
+def _find(weights_ptr, length, low, high, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
+    """Returns the first index whose running sum exceeds `target` (int64), over weights of bits low ≤ bits < high alone.
+
+    With BY_COUNT each of them counts as one, else as its mass.
+    """
+    rest, left = target, target
+    start, first = 0, 0
+    while start < length:
+        here = tl.sum(_amounts(weights_ptr, length, start, low, high, BY_COUNT, TILE, SHIFT), axis=0)
+        hit = (rest >= 0) & (rest < here)
+        first, left = tl.where(hit, start, first), tl.where(hit, rest, left)
+        rest -= here
+        start += TILE
+    running = tl.cumsum(_amounts(weights_ptr, length, first, low, high, BY_COUNT, TILE, SHIFT), axis=0)
+    return first + tl.min(tl.where(running > left, tl.arange(0, TILE), TILE - 1), axis=0)
+
+
+@triton.jit
+def _amounts(weights_ptr, length, start, low, high, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
+    place = start + tl.arange(0, TILE)
+    weights = _load(weights_ptr, place, length)
+    bits = weights.to(tl.int32, bitcast=True)
+    taken = (place < length) & (bits >= low) & (bits < high)
+    if BY_COUNT:
+        amounts = taken.to(tl.int64)
+    else:
+        amounts = tl.where(taken, units(weights, SHIFT), 0)
+    return amounts

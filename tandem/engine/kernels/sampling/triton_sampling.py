@@ -1,0 +1,282 @@
+"""Sampling in four launches that never wait for the host: best logits, weights, candidates, choice.
+
+A token weighs exp((logit - best) / temperature), in (0, 1]. Two properties make the choice exact without a sort and the
+same in any order of summation:
+
+- a weight's float bits grow with the weight, so the order of the filters, falling weight and then rising id, is found
+  by halving an interval of bits;
+- masses are summed as integers, in units of 2**-shift.
+
+Filters look at the most likely tokens, gathered by `collect`, and at the whole row only where these do not suffice.
+`tandem.engine.cuda.sampler_cuda` owns the scratch memory and launches these.
+"""
+
+import triton
+import triton.language as tl
+
+from tandem.engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+UNIFORM, REPETITION, PRESENCE, FREQUENCY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+COUNTED = tl.constexpr(8)
+PARAMS = tl.constexpr(9)
+"""Columns of a row's float64 parameters; COUNTED is its row of counts, -1 where it has no penalties."""
+IN_PROMPT = tl.constexpr(1 << 30)
+"""Added to a token's count where the prompt has it: the repetition penalty sees it, the two others do not."""
+CANDIDATES = tl.constexpr(4096)
+"""The maximum number of tokens gathered; a row of more kept tokens is scanned whole."""
+ALIGNED = tl.constexpr(16)
+"""A row's scratch memory starts and ends at multiples of as many weights, which lets loads be wide."""
+SPLITS = tl.constexpr(16)
+"""Parts of a row that are weighed and gathered by separate programs."""
+BINS = tl.constexpr(256)
+"""Bins of a part's histogram: eight for each factor of two, down from weight 1; the last holds all lighter ones."""
+BIN_SHIFT = tl.constexpr(20)
+"""Bits of a float32 below its sign, its exponent and three bits of its mantissa."""
+ONE = tl.constexpr(0x3F800000)
+"""The bits of the largest weight, 1.0."""
+BELOW_BINS = tl.constexpr((0x3F800000 >> 20) - 255)
+LEAST_TEMPERATURE = tl.constexpr(1e-30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOW_HALF = tl.constexpr(0x7FFFFFFF)
+NO_TOKEN = tl.constexpr(-1)
+"""`tandem.engine.steps.draws.NO_TOKEN`."""
+
+
+@triton.jit
+def load_logits(logits_ptr, counts_ptr, params_ptr, vocab, column, inside, PENALTIES: tl.constexpr):
+    """Loads a row's logits at `column` as float32, penalties applied; -inf outside."""
+    logits = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
+    if PENALTIES:
+        counted = tl.load(params_ptr + COUNTED).to(tl.int64)
+        count = tl.load(counts_ptr + counted * vocab + column, mask=inside & (counted >= 0), other=0)
+        drawn = (count & (IN_PROMPT - 1)).to(tl.float32)
+        repetition = tl.load(params_ptr + REPETITION).to(tl.float32)
+        presence = tl.load(params_ptr + PRESENCE).to(tl.float32)
+        frequency = tl.load(params_ptr + FREQUENCY).to(tl.float32)
+        repeated = tl.where(logits > 0, logits / repetition, logits * repetition)
+        logits = tl.where(count > 0, repeated, logits)
+        logits = logits - frequency * drawn - tl.where(drawn > 0, presence, 0.0)
+    return logits
+
+
+@triton.jit
+def pack(logit, token):
+    """Returns an int64 that is greater for a greater logit, and for the lower token among equal ones."""
+    bits = tl.where(logit == 0, 0.0, logit).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & LOW_HALF)
+    return (ordered.to(tl.int64) << 32) | (token ^ LOW_HALF).to(tl.int64)
+
+
+@triton.jit
+def unpack_logit(packed):
+    """Returns the float32 logit of `pack`."""
+    ordered = (packed >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & LOW_HALF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack_token(packed):
+    """Returns the token of `pack`, int64."""
+    return (packed & LOW_HALF) ^ LOW_HALF
+
+
+@triton.jit
+def token_or_none(best):
+    """Returns the token of a row's packed best logit, NO_TOKEN where that logit is not finite; int64."""
+    return tl.where(tl.abs(unpack_logit(best)) < float("inf"), unpack_token(best), NO_TOKEN)
+
+
+@triton.jit
+def best_of_block(
+    logits_ptr,
+    logits_stride,
+    counts_ptr,
+    params_ptr,
+    best_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes the packed best logit of BLOCK tokens of a row → best [rows, blocks] int64; infinite if any is NaN."""
+    launch_dependents(PDL)
+    wait_for_inputs(PDL)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    logits = load_logits(
+        logits_ptr + row * logits_stride,
+        counts_ptr,
+        params_ptr + row * PARAMS,
+        vocab,
+        column,
+        column < vocab,
+        PENALTIES,
+    )
+    # A maximum may ignore NaN, and does not ignore infinity.
+    logits = tl.where(logits < float("inf"), logits, float("inf"))
+    best = tl.max(logits, axis=0)
+    token = tl.min(tl.where(logits == best, column, LOW_HALF), axis=0)
+    tl.store(best_ptr + row * tl.num_programs(1) + block, pack(best, token))
+
+
+@triton.jit
+def best_of_row(best_ptr, row, blocks, BLOCKS: tl.constexpr):
+    """Returns the packed best logit of a row, of its `blocks` ≤ BLOCKS partial ones."""
+    block = tl.arange(0, BLOCKS)
+    partial = tl.load(best_ptr + row * blocks + block, mask=block < blocks, other=-(1 << 63))
+    return tl.max(partial, axis=0)
+
+
+@triton.jit
+def take_best(
+    best_ptr,
+    out_ptr,
+    counts_ptr,
+    params_ptr,
+    blocks,
+    vocab,
+    BLOCKS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Stores the token of the best logit of greedy rows → out [rows] int64."""
+    launch_dependents(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token = token_or_none(best_of_row(best_ptr, row, blocks, BLOCKS))
+    tl.store(out_ptr + row, token)
+    if PENALTIES:
+        count_drawn(counts_ptr, params_ptr + row * PARAMS, vocab, token)
+
+
+@triton.jit
+def count_drawn(counts_ptr, params_ptr, vocab, token):
+    """Counts the drawn token, for a row with penalties; no other program accesses its row of counts."""
+    counted = tl.load(params_ptr + COUNTED).to(tl.int64)
+    if (counted >= 0) & (token >= 0):
+        count_ptr = counts_ptr + counted * vocab + token
+        tl.store(count_ptr, tl.load(count_ptr) + 1)
+
+
+@triton.jit
+def is_filtered(params_ptr):
+    """Returns True if a row has a filter: its draw then goes by falling weight."""
+    top_k, top_p, min_p = tl.load(params_ptr + TOP_K), tl.load(params_ptr + TOP_P), tl.load(params_ptr + MIN_P)
+    return (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+
+@triton.jit
+def units(weights, SHIFT: tl.constexpr):
+    """Returns weights as integers, in units of 2**-SHIFT."""
+    return (weights * (2.0**SHIFT)).to(tl.int64)
+
+
+@triton.jit
+def bin_of(weights):
+    """Returns the histogram bin of each weight, the heaviest in the last."""
+    return tl.maximum((weights.to(tl.int32, bitcast=True) >> BIN_SHIFT) - BELOW_BINS, 0)
+
+
+@triton.jit
+def weigh(
+    logits_ptr,
+    logits_stride,
+    counts_ptr,
+    params_ptr,
+    best_ptr,
+    weights_ptr,
+    masses_ptr,
+    histograms_ptr,
+    vocab,
+    blocks,
+    room,
+    split_tokens,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes a part of a row: its weights, their mass and, for a filtered row, their histogram.
+
+    weights [rows, room] float32, a row's after the first CANDIDATES columns; masses [rows, SPLITS] int64; histograms
+    [rows, SPLITS, BINS] int32.
+    """
+    launch_dependents(PDL)
+    wait_for_inputs(PDL)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    params_ptr += row * PARAMS
+    temperature = tl.load(params_ptr + TEMPERATURE).to(tl.float32)
+    if tl.load(params_ptr + TEMPERATURE) > 0:
+        temperature = tl.maximum(temperature, LEAST_TEMPERATURE)
+        filtered = is_filtered(params_ptr)
+        best = unpack_logit(best_of_row(best_ptr, row, blocks, BLOCKS))
+        mass = tl.zeros([TILE], dtype=tl.int64)
+        histogram = tl.zeros([BINS], dtype=tl.int32)
+        start = split * split_tokens
+        end = tl.minimum(start + split_tokens, vocab)
+        while start < end:
+            column = start + tl.arange(0, TILE)
+            inside = column < vocab
+            logits = load_logits(
+                logits_ptr + row * logits_stride, counts_ptr, params_ptr, vocab, column, inside, PENALTIES
+            )
+            weights = tl.exp2((logits - best) / temperature * LOG2_E)
+            # NaN weighs nothing; and two kernels need not round a penalised best logit alike.
+            weights = tl.where(weights >= 0, tl.minimum(weights, 1.0), 0.0)
+            tl.store(weights_ptr + row * room + CANDIDATES + column, weights, mask=inside)
+            mass += units(weights, SHIFT)
+            if filtered:
+                histogram += tl.histogram(bin_of(weights), BINS, mask=inside)
+            start += TILE
+        part = row * SPLITS + split
+        tl.store(masses_ptr + part, tl.sum(mass, axis=0))
+        if filtered:
+            tl.store(histograms_ptr + part * BINS + tl.arange(0, BINS), histogram)
+
+
+@triton.jit
+def collect(
+    params_ptr,
+    weights_ptr,
+    ids_ptr,
+    found_ptr,
+    histograms_ptr,
+    vocab,
+    room,
+    split_tokens,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Gathers a part's share of a filtered row's candidates: the tokens of as many of the heaviest bins as fit.
+
+    Weights at the start of the row's scratch memory and ids [rows, CANDIDATES] int32, both by rising id; found [rows,
+    2] int32: how many, and the bits of the least weight that is surely among them.
+    """
+    launch_dependents(PDL)
+    wait_for_inputs(PDL)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    params_ptr += row * PARAMS
+    if (tl.load(params_ptr + TEMPERATURE) > 0) & is_filtered(params_ptr):
+        part, bins = tl.arange(0, SPLITS)[:, None], tl.arange(0, BINS)[None, :]
+        histograms = tl.load(histograms_ptr + (row * SPLITS + part) * BINS + bins)
+        at_least = tl.cumsum(tl.sum(histograms, axis=0), axis=0, reverse=True)
+        cut = tl.min(tl.where(at_least <= CANDIDATES, tl.arange(0, BINS), BINS), axis=0)
+        place = tl.sum(tl.sum(tl.where((part < split) & (bins >= cut), histograms, 0), axis=1), axis=0)
+        if split == 0:
+            found = tl.sum(tl.sum(tl.where(bins >= cut, histograms, 0), axis=1), axis=0)
+            tl.store(found_ptr + row * 2, found)
+            tl.store(found_ptr + row * 2 + 1, tl.where(cut == 0, 0, (cut + BELOW_BINS) << BIN_SHIFT))
+        start = split * split_tokens
+        end = tl.minimum(start + split_tokens, vocab)
+        while start < end:
+            column = start + tl.arange(0, TILE)
+            inside = column < vocab
+            weights = tl.load(weights_ptr + row * room + CANDIDATES + column, mask=inside, other=0.0)
+            taken = (inside & (bin_of(weights) >= cut)).to(tl.int32)
+            places = place + tl.cumsum(taken, axis=0) - 1
+            tl.store(weights_ptr + row * room + places, weights, mask=taken > 0)
+            tl.store(ids_ptr + row * CANDIDATES + places, column, mask=taken > 0)
+            place += tl.sum(taken, axis=0)
+            start += TILE

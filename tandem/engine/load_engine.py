@@ -1,0 +1,246 @@
+"""Loading of an engine: device, weights, paged cache, and the stepper of the device."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.adapters.load import LoadedAdapters, load_adapters, slot_bytes
+from tandem.engine.adapters.slots import AdapterSlots
+from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.device import (
+    check_weights,
+    choose_kernels,
+    parse_device,
+    parse_dtype,
+    parse_kv_dtype,
+    parse_page_tokens,
+)
+from tandem.engine.expert_tokens import ExpertTokens
+from tandem.engine.grammar_masks import AllowedDrafts, GrammarMasks
+from tandem.engine.graph_use import GraphUse
+from tandem.engine.host_stepper import HostStepper, forward_over
+from tandem.engine.kernels.base import Kernels, is_cpu
+from tandem.engine.kernels.lora.lora_kernels import LoraProducts
+from tandem.engine.memory import GIB, check_host_memory, ran_out_of_memory
+from tandem.engine.model_summary import model_summary
+from tandem.engine.models.allocation import allocate_parameters, weight_bytes
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.load_spec import bounded, load_spec, quantized_at_load
+from tandem.engine.sampler import sample
+from tandem.engine.speculation.draft_folder import draft_bytes
+from tandem.engine.speculation.load_draft import (
+    MakeKernels,
+    MakeProposer,
+    ModelWithDraft,
+    draft_model_of,
+    eagle_proposer,
+    model_with_draft,
+    split_kv,
+)
+from tandem.engine.speculation.load_draft_model import LoadModel
+from tandem.engine.steps.batch import PendingStep, StepBatch
+from tandem.engine.steps.draws import History
+from tandem.engine.steps.step_packer import StepPacker, step_limits
+from tandem.engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
+from tandem.engine.weights.random_weights import fill_randomly, random_revision
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import ModelFacts
+from tandem.tokenizers.grammars import LazyGrammars, shared_grammars
+
+_CPU_CACHE_BYTES = 1 << 30
+
+
+class Stepper(Protocol):
+    """The interface through which steps run on one kind of device."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if `launch` returns before the step has run."""
+
+    @property
+    def graph_use(self) -> GraphUse:
+        """The counters of CUDA graphs."""
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Launches a step and returns a function that waits for its result."""
+
+    def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor | None:
+        """Returns logits [draws, vocab] of a step, None if no row draws; or [tokens, vocab] of every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedParts:
+    """The parts of a `ModelRunner`."""
+
+    spec: ModelSpec
+    cache: PagedCache
+    dtype: torch.dtype
+    """The dtype of the activations, and of weights that are not quantized."""
+    facts: ModelFacts
+    revision: str
+    """The name of the weights."""
+    adapters: AdapterSlots
+    """The adapters of the start, and slots for others."""
+    stepper: Stepper
+    expert_tokens: ExpertTokens
+    begin_answer: Callable[[History, str], None]
+    """See `GrammarMasks.begin`."""
+    allowed_drafts: AllowedDrafts
+    """See `GrammarMasks.allowed_drafts`."""
+    draft_proposer: MakeProposer | None
+    """Makes a proposer of drafts with the trained weights of `EngineConfig.draft`; None without."""
+    drawn_hidden: Tensor | None
+    """The hidden states of the newest step, see `HiddenStateModel`; None where nobody needs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """The model to load, the device, and what is chosen for both."""
+
+    spec: ModelSpec
+    device: torch.device
+    page_tokens: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "_Setting":
+        """Check that the device serves the model."""
+        device = parse_device(config.device)
+        page_tokens = parse_page_tokens(config, device)
+        stored = load_spec(config.model) if config.random_weights else check_model(config.model)
+        spec = bounded(quantized_at_load(stored, config.quantization), config.max_model_len)
+        dtype, kv_dtype = parse_dtype(config, device, spec), parse_kv_dtype(config, device, spec)
+        check_weights(device, spec)
+        return cls(spec, device, page_tokens, dtype, kv_dtype)
+
+    def weight_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes of the weights, of the slots for adapters, and of the weights that propose drafts."""
+        weights = weight_bytes(self.spec, self.dtype, on_cpu=is_cpu(self.device))
+        drafts = draft_bytes(config, self.spec, self.dtype, self.device)
+        return weights + slot_bytes(config, self.spec, self.dtype) + drafts
+
+
+def load_parts(
+    config: EngineConfig,
+    progress: Progress | None,
+    *,
+    name: str | None,
+    kernels: Kernels | None,
+    load_another: LoadModel,
+) -> LoadedParts:
+    """Loads the parts of a runner; see `ModelRunner.load`, which is `load_another`: it loads a draft model."""
+    setting = _Setting.of(config)
+    spec, device, page_tokens, kv_dtype = setting.spec, setting.device, setting.page_tokens, setting.kv_dtype
+    on_cpu = is_cpu(device)
+    if on_cpu:
+        check_host_memory(setting.weight_bytes(config))
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    else:
+        torch.cuda.set_device(device)
+
+    def kernels_of(config: EngineConfig, spec: ModelSpec) -> Kernels:
+        return kernels or choose_kernels(config, spec, device, setting.dtype, page_tokens, kv_dtype=kv_dtype)
+
+    tokenizer, tokens = config.tokenizer or config.model, (spec.vocab_size, tuple(spec.eos_token_ids))
+    grammars = LazyGrammars(lambda: shared_grammars(tokenizer, *tokens))
+    # Now, beside the weights: loading holds the GIL for a third of a second or more, which no answer should wait for.
+    loading = threading.Thread(target=grammars.load, name="tokenizer", daemon=True)
+    loading.start()
+    loaded, adapters = _load_model(config, setting, kernels_of, progress)
+    kv = split_kv(config, spec, page_tokens, device, _CPU_CACHE_BYTES if on_cpu else None)
+    masks = GrammarMasks(grammars, spec.eos_token_ids)
+
+    def start(config: EngineConfig, model: DecoderModel) -> tuple[PagedCache, Stepper]:
+        if on_cpu or kernels is not None:
+            return _start_on_host(config, setting, model, masks)
+        from tandem.engine.cuda.cuda_start import start_on_gpu
+
+        return start_on_gpu(config, model, page_tokens, kv_dtype, device, masks=masks, progress=progress)
+
+    proposer = (
+        loaded.proposer
+        or eagle_proposer(loaded, start, config, page_tokens, kv)
+        or draft_model_of(load_another, config, spec, page_tokens, kv)
+    )
+    cache, stepper = start(replace(config, kv_cache_bytes=kv.target), loaded.model)
+    loading.join()
+    return LoadedParts(
+        spec,
+        cache,
+        setting.dtype,
+        _facts(name or config.model.resolve().name, setting, cache),
+        random_revision(config.model) if config.random_weights else revision_hash(config.model),
+        adapters.slots,
+        stepper,
+        loaded.model.expert_tokens,
+        masks.begin,
+        masks.allowed_drafts,
+        proposer,
+        loaded.drawn_hidden,
+    )
+
+
+def _load_model(
+    config: EngineConfig, setting: _Setting, kernels_of: MakeKernels, progress: Progress | None
+) -> tuple[ModelWithDraft, LoadedAdapters]:
+    spec = setting.spec
+    kernels = kernels_of(config, spec)
+    try:
+        with torch.inference_mode():
+            parameters = allocate_parameters(spec, setting.dtype, setting.device)
+            if config.random_weights:
+                fill_randomly(parameters)
+            else:
+                load_weights(config.model, spec, parameters, progress)
+            adapters = load_adapters(config, spec, parameters)
+            if adapters.tables:
+                assert isinstance(kernels, LoraProducts)
+                kernels.tables = adapters.tables
+            return model_with_draft(config, spec, parameters, kernels, kernels_of), adapters
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        size = setting.weight_bytes(config)
+        raise InvalidArgument(
+            "device",
+            f"{setting.device} has no memory for the weights, {size / GIB:.2f} GiB; free memory there, or"
+            " serve a smaller model.",
+        ) from error
+
+
+def _start_on_host(
+    config: EngineConfig, setting: _Setting, model: DecoderModel, masks: GrammarMasks
+) -> tuple[PagedCache, Stepper]:
+    """Allocate the cache, and make the stepper of a CPU, or of given kernels, which run step by step."""
+    spec = model.spec
+    # Outside of inference mode: the transfer and tests write into the cache as well.
+    capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes  # of a GPU, in tests
+    cache = PagedCache(
+        spec, setting.page_tokens, capacity, setting.kv_dtype, setting.device, step_tokens=config.max_step_tokens
+    )
+    draw = partial(sample, eos_token_ids=spec.eos_token_ids, masks=masks)
+    stepper = HostStepper(StepPacker(step_limits(spec, cache)), forward_over(model, cache), setting.device, draw)
+    return cache, stepper
+
+
+def _facts(name: str, setting: _Setting, cache: PagedCache) -> ModelFacts:
+    spec = setting.spec
+    return ModelFacts(
+        name=name,
+        vocab_size=spec.vocab_size,
+        max_context=step_limits(spec, cache).max_context,
+        eos_token_ids=spec.eos_token_ids,
+        dtype=str(setting.dtype).removeprefix("torch."),
+        summary=model_summary(spec, setting.dtype.itemsize, cache.element_bytes, on_cpu=is_cpu(setting.device)),
+        kv_windows=cache.kv_pages.windows,
+        kv_step_tokens=cache.kv_pages.step_tokens,
+    )

@@ -1,0 +1,78 @@
+"""Changes of logits before penalties and temperature, as in vLLM: biases, early ends of answers, and grammars.
+
+The request's `logit_bias` is added. Until an answer has `min_tokens` tokens, the model's end-of-sequence ids, even
+ignored ones, and the request's stop token ids have no probability. The number of a draw is the number of its token in
+the answer, whichever worker drew those before.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.engine.grammar_masks import GrammarMasks
+from tandem.engine.steps.draws import Draw, Draws
+
+
+def additions(draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> tuple[list[int], list[int], list[float]]:
+    """Return what is added to logits now: rows, token ids and addends, of the same length; each pair occurs once.
+
+    The addend of a token that would end an answer too early is -inf.
+    """
+    found: dict[tuple[int, int], float] = {}
+    for row, draw in enumerate(draws):
+        found.update({(row, token_id): bias for token_id, bias in draw.sampling.logit_bias})
+        if draw.index < draw.sampling.min_tokens:
+            ends = (*draw.sampling.stop_token_ids, *eos_token_ids)
+            found.update({(row, token_id): -math.inf for token_id in ends})
+    return [row for row, _ in found], [token_id for _, token_id in found], list(found.values())
+
+
+def masked(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> Tensor:
+    """Return logits [rows, vocab] with all `additions`, in float32, unchanged where there are none."""
+    rows, token_ids, addends = additions(draws, eos_token_ids)
+    if not rows:
+        return logits
+    changed = logits.to(torch.float32, copy=True)
+    changed[rows, token_ids] += torch.tensor(addends, device=logits.device)
+    return changed
+
+
+def within_grammars(logits: Tensor, draws: Draws, masks: GrammarMasks) -> Tensor:
+    """Return logits [rows, vocab] with -inf for tokens that the grammars of their rows forbid now."""
+    rows, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)
+    kept = logits.clone()
+    kept[rows] = kept[rows].masked_fill(forbidden, -torch.inf)
+    return kept
+
+
+class MaskedLogits:
+    """Logits of a step on the device that are changed while its tokens are drawn.
+
+    `restore` makes them the model's own again, for log probabilities. No launch waits for the device.
+    """
+
+    def __init__(self, logits: Tensor, draws: Draws, eos_token_ids: Sequence[int], masks: GrammarMasks | None) -> None:
+        """Change logits [rows, vocab] in place until `restore`; biases are rounded to their dtype."""
+        self._constrained: tuple[Tensor, Tensor] | None = None
+        if draws.constrained and masks is not None:
+            limited, forbidden = masks.forbidden(draws, logits.shape[1], logits.device)
+            own = logits[limited]
+            self._constrained = limited, own
+            logits[limited] = own.masked_fill(forbidden, -torch.inf)
+        # One transfer: float64 holds row numbers and token ids exactly.
+        columns = torch.tensor(
+            additions(draws, eos_token_ids), dtype=torch.float64, pin_memory=logits.device.type == "cuda"
+        ).to(logits.device, non_blocking=True)
+        rows, token_ids = columns[:2].long()
+        self._logits, self._masked = logits, (rows, token_ids)
+        self._were = logits[self._masked]
+        logits.index_put_(self._masked, (self._were + columns[2]).to(logits.dtype))
+
+    def restore(self) -> None:
+        """Restore the model's own logits."""
+        self._logits.index_put_(self._masked, self._were)
+        if self._constrained is not None:
+            rows, own = self._constrained
+            self._logits[rows] = own

@@ -1,0 +1,106 @@
+"""The engine: one model, one paged cache, one step at a time, on whatever device it was loaded on."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tandem.engine.cache.page_checksums import page_checksums
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.ceilings import measure_ceilings
+from tandem.engine.config import EngineConfig
+from tandem.engine.device import device_name
+from tandem.engine.graph_use import GraphUse
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.load_engine import LoadedParts, load_parts
+from tandem.engine.memory import naming_the_setting
+from tandem.engine.model_sizes import cost_guess, roofline
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult
+from tandem.engine.warm_up import check_activations, warm_up
+from tandem.engine.weights.checkpoint import Progress
+
+
+class ModelRunner:
+    """Computes steps. Not thread-safe but for `pool`: one thread runs it. Owns weights and cache for its lifetime."""
+
+    def __init__(self, loaded: LoadedParts) -> None:
+        """Use `load`."""
+        self.spec = spec = loaded.spec
+        self.facts, self.adapters, self.dtype = loaded.facts, loaded.adapters, loaded.dtype
+        self.cache = cache = loaded.cache
+        self.pool = PagePool(cache.pages)
+        self.page_tokens, self.kv_pages = cache.page_tokens, cache.kv_pages
+        self.page_sums = page_checksums(cache.tensor)
+        self.cost_guess = cost_guess(spec, cache, self.dtype.itemsize)
+        self.roofline = roofline(spec, cache, self.dtype.itemsize)
+        self.device_name = device_name(cache.device)
+        self._revision = loaded.revision
+        self.stepper, self.expert_tokens, self.drawn_hidden = loaded.stepper, loaded.expert_tokens, loaded.drawn_hidden
+        self.begin_answer, self.allowed_drafts = loaded.begin_answer, loaded.allowed_drafts
+        self.draft_proposer = loaded.draft_proposer
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        name: str | None = None,
+        kernels: Kernels | None = None,
+    ) -> "ModelRunner":
+        """Read the model and allocate the cache; `name` is what clients call it, by default the folder's name.
+
+        `kernels` are by default the fastest for the device; given ones run step by step, without CUDA graphs.
+        Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
+        """
+        loaded = load_parts(config, progress, name=name, kernels=kernels, load_another=cls.load)
+        runner = cls(loaded)
+        with naming_the_setting(loaded.cache.device):
+            if loaded.dtype == torch.float16:  # before anything is drawn
+                check_activations(runner.logits, loaded.cache, min(runner.facts.max_context, runner.facts.vocab_size))
+            warm_up(runner.run, loaded.cache, runner.facts.max_context, progress)
+        runner.expert_tokens.reset()
+        return runner
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if `launch` returns before the step has run, so that it pays to launch the next one meanwhile."""
+        return self.stepper.asynchronous
+
+    @property
+    def graph_use(self) -> GraphUse:
+        """The use of graphs so far; any thread may read it."""
+        return self.stepper.graph_use
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """Store the KV of every row and sample where a draw is asked for; raises Internal for a malformed batch."""
+        return self.launch(batch)()
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Launch a step without waiting for it where `asynchronous`; otherwise it is like `run`.
+
+        At most two steps may be in flight, and their results are asked for in the order of the launches; only then may
+        pages of their rows get another owner.
+        """
+        with torch.inference_mode():
+            return self.stepper.launch(batch)
+
+    def logits(self, batch: StepBatch, *, every_token: bool = False) -> Tensor:
+        """Return the logits [rows with a draw, vocab] in the model's dtype, on the device.
+
+        With `every_token` they are [tokens, vocab], of each token of each row, to score prompts. They are good until
+        the next step.
+        """
+        with torch.inference_mode():
+            logits = self.stepper.logits(batch, every_token=every_token)
+            if logits is None:
+                return torch.empty(0, self.spec.vocab_size)
+            return logits if every_token else logits[: len(batch.draws)]
+
+    def measure_ceilings(self, threads: int | None = None) -> None:
+        """Measure the ceilings in `roofline`, on CPUs with `threads`, None = all; nothing else may compute then."""
+        self.roofline = replace(self.roofline, ceilings=measure_ceilings(self.cache.device, self.dtype, threads))
+
+    def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
+        """Return what two workers must share, as (name, value), before KV may move between them."""
+        return (("model", self._revision), ("dtype", self.facts.dtype), *self.cache.facts)

@@ -1,0 +1,144 @@
+"""The weights, KV bytes and operations of a model's step, from the model's specification."""
+
+import torch
+
+from tandem.cost_model.roofline import CPU, GPU, ModelSizes, PackedWeights, Roofline, WindowedLayers, guess
+from tandem.cost_model.step_cost import CostParameters
+from tandem.cost_model.step_grid import EACH_TOKEN, StepGrid, gpu_grid
+from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.config.kv import kv_elements, window_of
+from tandem.engine.config.model import (
+    Attention,
+    GroupedQueryAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+)
+from tandem.engine.kernels.base import is_cpu
+from tandem.engine.models.allocation import packed_weights, saved_bytes
+
+_ATTENTION_FLOP = 2
+"""Operations per query, key and dimension of keys or values: a product and a sum."""
+
+
+def model_sizes(
+    spec: ModelSpec, item_bytes: int, kv_element_bytes: float | None = None, *, on_cpu: bool = False
+) -> ModelSizes:
+    """Returns the sizes of the matrices alone: norms, biases and the embedding of a few tokens are negligible.
+
+    `item_bytes` are those of a plain weight, `kv_element_bytes` those of an element of KV; None = the same. Packed
+    weights are as CPUs or GPUs keep them.
+    """
+    kv_bytes = item_bytes if kv_element_bytes is None else kv_element_bytes
+    output = spec.vocab_size * spec.hidden_size
+    experts = sum(expert_weights(layer, spec.hidden_size) for layer in spec.layers)
+    every_step = output + sum(_dense_weights(layer, spec.hidden_size) for layer in spec.layers)
+    saved = saved_bytes(spec, item_bytes, on_cpu=on_cpu)
+    windows = sorted({window for layer in spec.layers if (window := window_of(layer)) is not None})
+    return ModelSizes(
+        weights=active_weights(spec),
+        weight_bytes=every_step * item_bytes - saved.every_step,
+        kv_bytes_per_token=kv_bytes_per_token(spec, kv_bytes),
+        attention_flop_per_pair=sum(_pair_flop(layer.attention) for layer in spec.layers),
+        output_weights=output,
+        expert_bytes=experts * item_bytes - saved.experts,
+        expert_share=max(map(_expert_share, spec.layers)),
+        packed=PackedWeights() if on_cpu else packed_weights(spec),
+        windowed=tuple(_layers_of(spec, window, kv_bytes) for window in windows),
+    )
+
+
+def _layers_of(spec: ModelSpec, window: int, element_bytes: float) -> WindowedLayers:
+    """Returns the amounts of the layers with this window."""
+    layers = [layer for layer in spec.layers if window_of(layer) == window]
+    pair_flop = sum(_pair_flop(layer.attention) for layer in layers)
+    return WindowedLayers(window, round(kv_elements(layers) * element_bytes), pair_flop)
+
+
+def kv_bytes_per_token(spec: ModelSpec, element_bytes: float) -> int:
+    """Returns the bytes of one token's KV in all layers, from those of an element, scales included."""
+    return round(kv_elements(spec.layers) * element_bytes)
+
+
+def active_weights(spec: ModelSpec) -> int:
+    """Returns the elements of the matrices that one token is multiplied with, the output layer included."""
+    layers = sum(layer_weights(layer, spec.hidden_size) for layer in spec.layers)
+    return layers + spec.vocab_size * spec.hidden_size
+
+
+def total_weights(spec: ModelSpec) -> int:
+    """Returns the elements of all matrices, with the embedding; tied ones count once."""
+    matrices = spec.vocab_size * spec.hidden_size * (1 if spec.tied_embeddings else 2)
+    each = (_dense_weights(layer, spec.hidden_size) + expert_weights(layer, spec.hidden_size) for layer in spec.layers)
+    return matrices + sum(each)
+
+
+def matrix_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool = False) -> int:
+    """Returns the bytes of all matrices, packed ones as CPUs or GPUs keep them; `item_bytes` is a plain element's."""
+    return total_weights(spec) * item_bytes - sum(saved_bytes(spec, item_bytes, on_cpu=on_cpu))
+
+
+def layer_weights(layer: LayerSpec, hidden: int) -> int:
+    """Returns the elements of the matrices of one layer that a token is multiplied with."""
+    return _dense_weights(layer, hidden) + round(expert_weights(layer, hidden) * _expert_share(layer))
+
+
+def expert_weights(layer: LayerSpec, hidden: int) -> int:
+    """Returns the elements of a layer's experts without the shared one, 0 for a dense layer."""
+    moe = layer.feed_forward
+    return 3 * hidden * moe.width * moe.experts if isinstance(moe, MixtureOfExperts) else 0
+
+
+def roofline(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> Roofline:
+    """Returns the roofline of the model on this kind of device; `item_bytes` are those of a weight."""
+    on_cpu = is_cpu(cache.device)
+    sizes = model_sizes(spec, item_bytes, cache.element_bytes, on_cpu=on_cpu)
+    return Roofline(sizes, CPU if on_cpu else GPU)
+
+
+def cost_guess(spec: ModelSpec, cache: PagedCache, item_bytes: int) -> CostParameters:
+    """Returns the predicted cost of steps on this device, before one was measured."""
+    limits, grid = roofline(spec, cache, item_bytes), step_grid(spec, cache.device)
+    return guess(limits.sizes, limits.ceilings, grid)
+
+
+def step_grid(spec: ModelSpec, device: torch.device) -> StepGrid:
+    """Returns the granularity in which `device` computes prefill steps."""
+    if device.type != "cuda":
+        return EACH_TOKEN
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu_grid(spec.heads, multiprocessors)
+
+
+def _dense_weights(layer: LayerSpec, hidden: int) -> int:
+    """Returns the elements of a layer's matrices that every step reads."""
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, MixtureOfExperts):
+        inner = 3 * feed_forward.shared_width + feed_forward.experts
+    else:
+        inner = 3 * feed_forward.width
+    return _attention_weights(layer.attention, hidden) + hidden * inner
+
+
+def _attention_weights(attention: Attention, hidden: int) -> int:
+    if isinstance(attention, GroupedQueryAttention):
+        shape = attention.shape
+        return hidden * (shape.qkv_size + shape.heads * shape.head_dim)
+    latent, rank = attention.shape, attention.query_rank
+    queries = latent.heads * latent.query
+    down = hidden * ((queries if rank is None else rank) + latent.cached)
+    up = (0 if rank is None else queries * rank) + latent.heads * (latent.nope + latent.v_dim) * latent.latent
+    return down + up + hidden * latent.heads * latent.v_dim
+
+
+def _pair_flop(attention: Attention) -> int:
+    """Returns the operations of one token attending to one other in a layer."""
+    shape = attention.shape
+    if isinstance(attention, GroupedQueryAttention):
+        return _ATTENTION_FLOP * attention.shape.heads * 2 * attention.shape.head_dim
+    return _ATTENTION_FLOP * shape.heads * (attention.shape.query + attention.shape.v_dim)
+
+
+def _expert_share(layer: LayerSpec) -> float:
+    moe = layer.feed_forward
+    return moe.top_k / moe.experts if isinstance(moe, MixtureOfExperts) else 0.0

@@ -1,0 +1,308 @@
+"""Allocation of a model's weights: plain ones, and packed ones where the specification's quantization says so."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from tandem.cost_model.roofline import PackedWeights
+from tandem.engine.config.model import (
+    Attention,
+    DenseFeedForward,
+    LatentAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+)
+from tandem.engine.config.quantization import Codes, Packing, WeightFormat, WeightScheme
+from tandem.engine.kernels.base import Experts, Linear
+from tandem.engine.kernels.held_weight import held_bytes
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+from tandem.engine.models.families import places_of
+from tandem.engine.models.parameters import (
+    AttentionParameters,
+    DenseParameters,
+    LatentParameters,
+    LayerParameters,
+    Parameters,
+    Place,
+    named_weights,
+)
+
+Empty = Callable[..., Tensor]
+_T = TypeVar("_T")
+_META = torch.device("meta")
+_MATRIX = 2
+"""Dimensions of a weight that is not one of experts."""
+_PACKED_FIELDS = {"embedding", "lm_head", "qkv", "output", "down", "query_up", "gate_up", "weight"}
+"""Fields that may be packed."""
+_PLAIN_FIELDS = {"router", "shared_gate"}
+"""Fields that no tool quantizes, whatever its configuration says of linear layers."""
+_CODES = {Codes.INT8: torch.int8, Codes.FLOAT8: torch.float8_e4m3fn, Codes.INT4: torch.uint8}
+
+
+class QuantizedWeights(NamedTuple):
+    """The part of a model that is quantized."""
+
+    schemes: Mapping[str, WeightScheme]
+    """The schemes of a checkpoint's tensors, by the names that `places_of` has."""
+    packings: Mapping[str, Packing]
+    """The forms of the parameters that are packed, by the names that `named_weights` has."""
+    dequantized: tuple[str, ...]
+    """The names among `schemes` whose weights are dequantized at load."""
+
+
+def allocate_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
+    """Allocates uninitialised weights on `device`; the `meta` device gives the shapes alone."""
+    packings = quantized_weights(spec).packings
+    if not packings:
+        return _plain_parameters(spec, dtype, device)
+    made: dict[int, Weight] = {}
+
+    def make(path: str, shape: Tensor) -> Weight:
+        if id(shape) not in made:
+            packing = packings.get(path)
+            made[id(shape)] = torch.empty_like(shape, device=device) if packing is None else empty(shape, packing)
+        return made[id(shape)]
+
+    def empty(shape: Tensor, packing: Packing) -> PackedWeight:
+        return _empty_packed(tuple(shape.shape), packing, device)
+
+    return _mapped(_plain_parameters(spec, dtype, _META), make)
+
+
+def allocate_ends(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
+    """Allocates the embedding, the final norm and the output layer alone; of the other weights there are the shapes."""
+    shapes = allocate_parameters(spec, dtype, _META)
+
+    def empty(weight: Weight) -> Weight:
+        if isinstance(weight, Tensor):
+            return torch.empty_like(weight, device=device)
+        codes, scales, *offsets = (torch.empty_like(each, device=device) for each in weight.parts())
+        return replace(weight, codes=codes, scales=scales, offsets=offsets[0] if offsets else None)
+
+    embedding = empty(shapes.embedding)
+    head = embedding if shapes.lm_head is shapes.embedding else empty(shapes.lm_head)
+    norm = torch.empty_like(shapes.final_norm, device=device)
+    return replace(shapes, embedding=embedding, lm_head=head, final_norm=norm)
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, *, on_cpu: bool = False) -> int:
+    """Returns the bytes of all weights, packed ones as the kernels of CPUs or GPUs keep them."""
+    weights = named_weights(allocate_parameters(spec, dtype, _META))
+    return sum(
+        held_bytes(weight, dtype.itemsize, on_cpu=on_cpu) if isinstance(weight, PackedWeight) else weight.nbytes
+        for _, weight in weights
+    )
+
+
+class SavedBytes(NamedTuple):
+    """The bytes that packed weights take less than plain ones, as kernels keep them."""
+
+    every_step: int
+    """Those of the matrices that every step reads."""
+    experts: int
+    table: int
+    """Those of an embedding that is not the output layer as well."""
+
+
+def saved_bytes(spec: ModelSpec, item_bytes: int, *, on_cpu: bool) -> SavedBytes:
+    """Returns the bytes that quantization saves there; `item_bytes` is an element's of a plain weight."""
+    if spec.quantization is None:
+        return SavedBytes(0, 0, 0)
+    every_step = experts = table = 0
+    for path, weight in named_weights(allocate_parameters(spec, torch.float32, _META)):
+        if isinstance(weight, PackedWeight):
+            saved = weight.shape.numel() * item_bytes - held_bytes(weight, item_bytes, on_cpu=on_cpu)
+            if path == "embedding" and not spec.tied_embeddings:
+                table += saved
+            elif len(weight.shape) > 2:
+                experts += saved
+            else:
+                every_step += saved
+    return SavedBytes(every_step, experts, table)
+
+
+def packed_weights(spec: ModelSpec) -> PackedWeights:
+    """Returns the packed matrices, tables and experts aside, by how GPUs multiply them."""
+    if spec.quantization is None:
+        return PackedWeights()
+    packed = [
+        weight
+        for path, weight in named_weights(allocate_parameters(spec, torch.float32, _META))
+        if isinstance(weight, PackedWeight) and len(weight.shape) == _MATRIX and path != "embedding"
+    ]
+    unpacked = (each.shape.numel() for each in packed if not each.quantized_inputs)
+    float8 = (each.shape.numel() for each in packed if each.quantized_inputs and each.codes.dtype.is_floating_point)
+    return PackedWeights(len(packed), sum(unpacked), sum(float8))
+
+
+@cache
+def quantized_weights(spec: ModelSpec) -> QuantizedWeights:
+    """Returns the schemes of a checkpoint's tensors, and the parameters that are packed.
+
+    A parameter is packed if all tensors that are stacked in it have one form.
+    """
+    if spec.quantization is None:
+        return QuantizedWeights({}, {}, ())
+    shapes = _plain_parameters(spec, torch.float32, _META)
+    paths = {id(weight.untyped_storage()): path for path, weight in named_weights(shapes) if isinstance(weight, Tensor)}
+    schemes: dict[str, WeightScheme] = {}
+    found: dict[str, set[Packing | None]] = {}
+    stacked: dict[str, str] = {}
+    for name, place in places_of(spec, shapes).items():
+        assert isinstance(place.tensor, Tensor)
+        stacked[name] = path = paths[id(place.tensor.untyped_storage())]
+        scheme = _scheme(spec, name, place, path.rpartition(".")[2])
+        if scheme is not None:
+            schemes[name] = scheme
+        found.setdefault(path, set()).add(None if scheme is None else scheme.packing(place.tensor.shape[-1]))
+    packings = {}
+    for path, forms in found.items():
+        form = next(iter(forms))
+        if len(forms) == 1 and form is not None and path.rpartition(".")[2] in _PACKED_FIELDS:
+            packings[path] = form
+    return QuantizedWeights(schemes, packings, tuple(name for name in schemes if stacked[name] not in packings))
+
+
+def packing_of(weight: PackedWeight) -> Packing:
+    """Returns the form of a packed weight."""
+    codes = next(name for name, dtype in _CODES.items() if dtype == weight.codes.dtype)
+    scales = str(weight.scales.dtype).removeprefix("torch.")
+    return Packing(codes, weight.group, weight.offsets is not None, scales, weight.quantized_inputs)
+
+
+def _scheme(spec: ModelSpec, name: str, place: Place, field: str) -> WeightScheme | None:
+    """Returns the scheme of a tensor; None = it is not quantized."""
+    assert spec.quantization is not None
+    if field in _PLAIN_FIELDS or len(place.tensor.shape) < 2:
+        return None
+    scheme = spec.quantization.scheme_of(name.removesuffix(".weight"))
+    if scheme is None:
+        return None
+    if scheme.format is WeightFormat.ROUND_TO_NEAREST:
+        return scheme if field in _PACKED_FIELDS and scheme.packing(place.tensor.shape[-1]) else None
+    return scheme if name.endswith(".weight") and place.shape is None else None
+
+
+def _empty_packed(shape: tuple[int, ...], packing: Packing, device: torch.device) -> PackedWeight:
+    *outer, columns = shape
+    stored = columns // 2 if packing.codes is Codes.INT4 else columns
+    scales = partial(torch.empty, (*outer, columns // packing.group), dtype=getattr(torch, packing.scales))
+    return PackedWeight(
+        torch.empty(*outer, stored, dtype=_CODES[packing.codes], device=device),
+        scales(device=device),
+        scales(device=device) if packing.offsets else None,
+        packing.group,
+        # The products of experts take inputs as they are: an expert has few tokens.
+        quantized_inputs=packing.quantized_inputs and len(shape) == 2,
+    )
+
+
+def _mapped(found: _T, make: Callable[[str, Tensor], Weight], path: str = "") -> _T:
+    """Returns a copy of a tree of dataclasses and tuples with other weights; `path` as in `named_weights`."""
+    result: Any = found
+    if isinstance(found, Tensor):
+        result = make(path, found)
+    elif isinstance(found, tuple):
+        result = tuple(_mapped(each, make, f"{path}.{number}") for number, each in enumerate(found))
+    elif is_dataclass(found):
+        start = f"{path}." if path else ""
+        values = {each.name: _mapped(getattr(found, each.name), make, start + each.name) for each in fields(found)}
+        result = replace(found, **values)  # type: ignore[type-var]  # it is an instance
+    mapped: _T = result
+    return mapped
+
+
+def _plain_parameters(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Parameters:
+    empty = partial(_empty, dtype, device)
+    norm = partial(_empty, torch.float32 if spec.wide_norms else dtype, device)
+    hidden = spec.hidden_size
+    embedding = empty(spec.vocab_size, hidden)
+    return Parameters(
+        dtype=dtype,
+        embedding=embedding,
+        lm_head=embedding if spec.tied_embeddings else empty(spec.vocab_size, hidden),
+        final_norm=norm(hidden),
+        layers=tuple(_layer(layer, hidden, empty, norm) for layer in spec.layers),
+    )
+
+
+def _empty(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _layer(spec: LayerSpec, hidden: int, empty: Empty, norm: Empty) -> LayerParameters:
+    return LayerParameters(
+        input_norm=norm(hidden),
+        attention=_attention(spec.attention, hidden, empty, norm),
+        attention_output_norm=norm(hidden) if spec.output_norms else None,
+        feed_forward_norm=norm(hidden),
+        feed_forward=(
+            _experts(spec.feed_forward, hidden, empty)
+            if isinstance(spec.feed_forward, MixtureOfExperts)
+            else _dense(spec.feed_forward, hidden, empty)
+        ),
+        feed_forward_output_norm=norm(hidden) if spec.output_norms else None,
+    )
+
+
+def _attention(spec: Attention, hidden: int, empty: Empty, norm: Empty) -> AttentionParameters | LatentParameters:
+    if isinstance(spec, LatentAttention):
+        return _latent(spec, hidden, empty, norm)
+    shape = spec.shape
+    heads = spec.qk_norm // shape.head_dim  # 1, or all: the norm's elements over those of a head
+    kv_elements = shape.head_dim if heads == 1 else shape.kv_heads * shape.head_dim
+    return AttentionParameters(
+        qkv=empty(shape.qkv_size, hidden),
+        qkv_bias=empty(shape.qkv_size) if spec.qkv_bias else None,
+        output=empty(hidden, shape.heads * shape.head_dim),
+        output_bias=empty(hidden) if spec.output_bias else None,
+        q_norm=norm(spec.qk_norm) if spec.qk_norm else None,
+        k_norm=norm(kv_elements) if spec.qk_norm else None,
+        sinks=empty(shape.heads).float() if spec.sinks else None,
+    )
+
+
+def _latent(spec: LatentAttention, hidden: int, empty: Empty, norm: Empty) -> LatentParameters:
+    shape, rank = spec.shape, spec.query_rank
+    queries = shape.heads * shape.query
+    down = (queries if rank is None else rank) + shape.cached
+    return LatentParameters(
+        down=empty(down, hidden),
+        down_bias=empty(down) if spec.bias else None,
+        query_norm=None if rank is None else norm(rank),
+        query_up=None if rank is None else empty(queries, rank),
+        latent_norm=norm(shape.latent),
+        kv_up=empty(shape.heads, shape.nope + shape.v_dim, shape.latent),
+        output=empty(hidden, shape.heads * shape.v_dim),
+        output_bias=empty(hidden) if spec.bias else None,
+    )
+
+
+def _dense(spec: DenseFeedForward, hidden: int, empty: Empty) -> DenseParameters:
+    return DenseParameters(
+        gate_up=empty(2 * spec.width, hidden),
+        gate_up_bias=empty(2 * spec.width) if spec.bias else None,
+        down=empty(hidden, spec.width),
+        down_bias=empty(hidden) if spec.bias else None,
+    )
+
+
+def _experts(spec: MixtureOfExperts, hidden: int, empty: Empty) -> Experts:
+    experts, width, router = spec.experts, spec.width, spec.router
+    return Experts(
+        router=empty(experts, hidden),
+        router_bias=empty(experts) if router.bias else None,
+        choice_bias=empty(experts).float() if router.choice_bias else None,
+        gate_up=empty(experts, 2 * width, hidden),
+        gate_up_bias=empty(experts, 2 * width) if spec.bias else None,
+        down=empty(experts, hidden, width),
+        down_bias=empty(experts, hidden) if spec.bias else None,
+        shared_gate_up=Linear(empty(2 * spec.shared_width, hidden)) if spec.shared_width else None,
+        shared_down=Linear(empty(hidden, spec.shared_width)) if spec.shared_width else None,
+        shared_gate=empty(1, hidden) if spec.shared_gate else None,
+    )

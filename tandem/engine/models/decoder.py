@@ -1,0 +1,105 @@
+"""The decoder: a stack of layers that says what is computed and leaves how to the kernels."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.expert_tokens import ExpertTokens
+from tandem.engine.kernels.base import Feed, Kernels, Linear, StepLayout
+from tandem.engine.kernels.kv_cache import KvCache
+from tandem.engine.models.layers import DecoderLayer, prepare_layers
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.steps.prompt_scoring import StepScoring
+
+
+class DecoderModel:
+    """A model of any family. Keeps the prepared weights, no state of requests."""
+
+    def __init__(self, spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int) -> None:
+        self.spec = spec
+        self.dtype = parameters.dtype
+        """The dtype of the activations."""
+        self.kernels = kernels
+        self._final_norm = parameters.final_norm
+        self._lm_head = kernels.prepare(Linear(parameters.lm_head))
+        # A tied table that was rearranged for the last product is not kept twice.
+        tied = parameters.lm_head is parameters.embedding
+        self._embedding = self._lm_head.weight if tied else parameters.embedding
+        device = parameters.embedding.device
+        # Rounded once to the model's dtype, as transformers does.
+        scale = torch.tensor(spec.embedding_scale, dtype=parameters.dtype).item()
+        self._embedding_scale = None if scale == 1.0 else scale
+        self.expert_tokens = ExpertTokens(spec, device)
+        self._layers = prepare_layers(spec, parameters, kernels, max_context, self.expert_tokens)
+
+    def run_layer(self, number: int, hidden: Tensor, layouts: Sequence[StepLayout], cache: KvCache) -> None:
+        """Stores the KV of layer `number` and adds both of its halves to `hidden`, in place; see `forward`."""
+        layer = self._layers[number]
+        layout = layouts[layer.group]
+        q = layer.attention.store(hidden, layout, cache)
+        self._finish(layer, layer.attention.attend(q, layout, cache), hidden, layouts[0].slots)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        layouts: Sequence[StepLayout],
+        cache: KvCache,
+        drawn: Tensor | None,
+        feed: Feed | None = None,
+        *,
+        scoring: StepScoring | None = None,
+    ) -> Tensor | None:
+        """Stores the step's KV and returns logits [len(drawn), vocab] in the model's dtype.
+
+        token_ids [T] int64; layouts: of each group of layers; cache as in `Kernels.rope_and_store`; drawn [D] int64:
+        tokens whose logits are asked for, None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and
+        saves all that follows the last layer's store. With `scoring`, `drawn` has what it wants as well.
+        """
+        for layout in reversed(layouts):
+            self.kernels.begin_step(cache, layout)
+        hidden = self._embed(token_ids, feed)
+        if self._embedding_scale is not None:
+            hidden *= self._embedding_scale
+        for number in range(len(self._layers) - 1):
+            self.run_layer(number, hidden, layouts, cache)
+        last = self._layers[-1]
+        layout = layouts[last.group]
+        q = last.attention.store(hidden, layout, cache)
+        if drawn is not None and len(drawn) == 0:
+            return None
+        mixed = last.attention.attend(q, layout, cache)
+        slots = layouts[0].slots
+        if drawn is not None:
+            self.kernels.keep_tokens(drawn)
+            hidden, mixed, slots = hidden[drawn], mixed[drawn], slots[drawn]
+        self._finish(last, mixed, hidden, slots)
+        return self._logits(hidden) if scoring is None else scoring.logits(hidden, self._logits)
+
+    def _embed(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+        table = self._embedding
+        if isinstance(table, Tensor):
+            return self.kernels.embed(token_ids, table, feed)
+        # The rows of a step are few: kernels need not know packed tables.
+        if feed is not None:
+            token_ids = feed.tokens(token_ids)
+        return table.rows(token_ids).dequantized(self.dtype)
+
+    def _finish(self, layer: DecoderLayer, mixed: Tensor, hidden: Tensor, slots: Tensor) -> None:
+        """Adds attention's output and the feed-forward network to the residual stream, in place."""
+        kernels, eps = self.kernels, self.spec.norm_eps
+        if layer.attention_output_norm is None:
+            kernels.linear_add(mixed, layer.attention.output, hidden)
+        else:
+            kernels.norm_add(kernels.linear(mixed, layer.attention.output), layer.attention_output_norm, eps, hidden)
+        layer.feed_forward.add(hidden, slots, layer.feed_forward_output_norm)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        spec = self.spec
+        logits = self.kernels.norm_linear(hidden, self._final_norm, spec.norm_eps, self._lm_head)
+        if spec.logits_scale != 1.0:
+            logits *= spec.logits_scale
+        if spec.logits_softcap is not None:
+            logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
+        return logits

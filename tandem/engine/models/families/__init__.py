@@ -1,0 +1,54 @@
+"""The model families: each file of this folder is one, and is found by being there."""
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Any
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.family import Family, Json
+from tandem.engine.models.parameters import Parameters, Place
+from tandem.protocol.errors import ModelError
+
+_SHARED = {"family", "rows"}
+"""Files of the folder that are no family."""
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    """Returns the families, in the order of their files' names."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED)
+    return tuple(importlib.import_module(f"{__name__}.{name}").FAMILY for name in names)
+
+
+def family_of(config: Json) -> Family:
+    """Returns the family of a config.json, by its `architectures`, or by its `model_type` where it has none.
+
+    ModelError names the architecture and lists the supported ones.
+    """
+    found = next((family for family in families() if _matches(family, config)), None)
+    if found is not None:
+        return found
+    named, kind = list(config.get("architectures") or ()), config.get("model_type")
+    supported = sorted(name for family in families() for name in family.architectures)
+    raise ModelError(
+        f"architecture {named[0] if named else kind} (model_type {kind!r}) is not supported; "
+        f"supported are {', '.join(supported)}."
+    )
+
+
+def is_supported(config: Json) -> bool:
+    """Returns True if a family reads this config.json."""
+    return any(_matches(family, config) for family in families())
+
+
+def places_of(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
+    """Returns the destination of each tensor of a checkpoint of this model by its name."""
+    return family_of({"architectures": [spec.architecture]}).places(spec, parameters)
+
+
+def _matches(family: Family, config: Json) -> bool:
+    named: list[Any] = list(config.get("architectures") or ())
+    return bool(set(named) & set(family.architectures)) or (
+        not named and config.get("model_type") in family.model_types
+    )

@@ -1,0 +1,246 @@
+"""The interface of a model family, and what most of them read from config.json in the same way."""
+
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.engine.config.attention import AttentionShape
+from tandem.engine.config.model import (
+    DenseFeedForward,
+    ExpertRouter,
+    FeedForward,
+    GroupedQueryAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+)
+from tandem.engine.config.rope import RopeConfig, parse_rope, rotary_fraction
+from tandem.engine.models.parameters import Parameters, Place, standard_places
+from tandem.engine.models.size_limits import MAX_CONTEXT, check_limit
+from tandem.protocol.errors import ModelError
+
+Json = Mapping[str, Any]
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+"""The spelling of an activation in config.json → in `DenseFeedForward`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family: how its config.json and the names of its checkpoints are read.
+
+    `parse` raises ModelError for what is not supported, and KeyError, TypeError or ValueError for a configuration that
+    is incomplete.
+    """
+
+    architectures: tuple[str, ...]
+    """Classes of transformers, as `architectures` in config.json names them."""
+    model_types: tuple[str, ...]
+    """`model_type` in config.json, which counts where `architectures` is missing."""
+    parse: Callable[[Json], ModelSpec]
+    places: Callable[[ModelSpec, Parameters], dict[str, Place]] = standard_places
+    """Returns the destination of each tensor of a checkpoint by its name."""
+
+
+def parse_activation(config: Json, default: str = "silu") -> str:
+    """Returns the activation of the feed-forward networks; ModelError for one that is not supported."""
+    named = config.get("hidden_act") or config.get("hidden_activation") or default
+    if named not in ACTIVATIONS:
+        raise ModelError(f"hidden_act {named!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
+    return ACTIVATIONS[named]
+
+
+def parse_dense(config: Json, *, bias: bool = False, activation: str = "silu") -> DenseFeedForward:
+    """Returns the feed-forward network of a layer without experts; `activation` is the default of the family."""
+    return DenseFeedForward(int(config["intermediate_size"]), parse_activation(config, activation), bias)
+
+
+def with_dense(config: Json, layers: Sequence[LayerSpec], numbers: Container[int]) -> list[LayerSpec]:
+    """Returns the layers of a mixture of experts, of which those with these numbers have no experts."""
+    dense = [number for number in range(len(layers)) if number in numbers]
+    if not dense:
+        return list(layers)
+    feed_forward = parse_dense(config)
+    return [
+        replace(layer, feed_forward=feed_forward) if number in dense else layer for number, layer in enumerate(layers)
+    ]
+
+
+def parse_sigmoid_router(config: Json) -> ExpertRouter:
+    """Returns the router of DeepSeek-V3, which GLM-4.5 has as well: sigmoid scores, and a bias to choose by."""
+    return ExpertRouter(
+        score="sigmoid",
+        renormalize=bool(config.get("norm_topk_prob", True)),
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+        groups=int(config.get("n_group") or 1),
+        top_groups=int(config.get("topk_group") or 1),
+        group_score="top_2_sum",
+        choice_bias=True,
+    )
+
+
+def parse_expert_count(config: Json) -> int:
+    """Returns the number of experts, which transformers 4 and 5 name differently; KeyError if none is named."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next((config[name] for name in names if config.get(name)), None) or config[names[0]])
+
+
+def parse_shape(config: Json, *, head_dim: int | None = None, scale: float | None = None) -> AttentionShape:
+    """Returns heads, dimensions and scale, without a window; `head_dim` is the default of the family.
+
+    ModelError if the numbers do not fit together.
+    """
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    dim = int(config.get("head_dim") or head_dim or int(config["hidden_size"]) // heads)
+    check_sizes(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim)
+    if heads % kv_heads:
+        raise ModelError(f"{heads} attention heads do not divide into {kv_heads} key/value heads.")
+    rotary = int(dim * rotary_fraction(config))
+    if rotary % 2 or not 0 < rotary <= dim:
+        raise ModelError(f"{rotary} of {dim} dimensions are rotated; rotary embedding needs pairs of dimensions.")
+    return AttentionShape(
+        heads, kv_heads, dim, dim**-0.5 if scale is None else scale, rotary_dims=None if rotary == dim else rotary
+    )
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ModelError for the first of the sizes, by the names of their fields, that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ModelError(f"{name} {size} is not supported; it must be at least 1.")
+
+
+def parse_window(config: Json) -> int | None:
+    """Returns `sliding_window`; ModelError below 1."""
+    window = config.get("sliding_window")
+    if window is not None and int(window) < 1:
+        raise ModelError(f"sliding_window {window} is not supported; a token sees at least itself.")
+    return None if window is None else int(window)
+
+
+def parse_softcap(config: Json, name: str, default: float | None = None) -> float | None:
+    """Returns the soft cap of scores or logits in the field `name`, null = None; ModelError unless it is above 0."""
+    cap = config.get(name, default)
+    if cap is not None and not float(cap) > 0:
+        raise ModelError(f"{name} {cap} is not supported; it must be above 0, or null for none.")
+    return None if cap is None else float(cap)
+
+
+def windows_by_type(config: Json, window: int | None, default: Callable[[int], str]) -> tuple[int | None, ...]:
+    """Returns each layer's window from `layer_types`, or by `default` of its number where the file has none."""
+    layers = int(config["num_hidden_layers"])
+    kinds: Sequence[str] = config.get("layer_types") or [default(number) for number in range(layers)]
+    if len(kinds) != layers:
+        raise ModelError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}.")
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise ModelError(f"layer type {min(unknown)!r} is not supported; supported are full and sliding attention.")
+    if "sliding_attention" in kinds and window is None:
+        raise ModelError("layer_types names sliding attention, but sliding_window is not set.")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def parse_eos(config: Json) -> tuple[int, ...]:
+    """Returns the ids of end of sequence."""
+    found = config.get("eos_token_id")
+    if found is None:
+        return ()
+    return tuple(int(each) for each in found) if isinstance(found, list) else (int(found),)
+
+
+def make_model(
+    config: Json,
+    architecture: str,
+    layers: Sequence[LayerSpec],
+    *,
+    norm_eps: float | None = None,
+    tied_by_default: bool = False,
+    **changes: Any,
+) -> ModelSpec:
+    """Returns a specification with the fields that all families read alike.
+
+    ModelError for sizes below 1, and for experts that cannot be chosen or computed.
+
+    `changes` are further fields of `ModelSpec`.
+    """
+    ropes = [rope for layer in layers if (rope := layer.attention.rope) is not None]
+    spec = ModelSpec(
+        architecture=architecture,
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=int(config["hidden_size"]),
+        layers=tuple(layers),
+        norm_eps=float(config.get("rms_norm_eps") or 1e-6) if norm_eps is None else norm_eps,
+        max_context=_max_context(config, ropes),
+        tied_embeddings=bool(config.get("tie_word_embeddings", tied_by_default)),
+        eos_token_ids=parse_eos(config),
+        dtype=config.get("dtype") or config.get("torch_dtype"),
+        **changes,
+    )
+    check_sizes(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_hidden_layers=len(spec.layers),
+        max_position_embeddings=spec.max_context,
+    )
+    if not 0 <= spec.norm_eps < math.inf:
+        raise ModelError(f"the epsilon {spec.norm_eps} of the norms is not supported; it must be a number from 0 on.")
+    for experts in {layer.feed_forward for layer in layers}:
+        if isinstance(experts, MixtureOfExperts):
+            _check_experts(config, experts)
+    return spec
+
+
+def grouped_layers(
+    config: Json,
+    shape: AttentionShape,
+    windows: Sequence[int | None],
+    feed_forward: FeedForward,
+    *,
+    rope: RopeConfig | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: int = 0,
+) -> list[LayerSpec]:
+    """Returns layers of grouped-query attention that differ in their windows alone; `rope` None = config.json's."""
+    rope = parse_rope(config) if rope is None else rope
+    return [
+        LayerSpec(
+            GroupedQueryAttention(
+                replace(shape, window=window),
+                rope,
+                qkv_bias=qkv_bias,
+                output_bias=output_bias,
+                qk_norm=qk_norm,
+            ),
+            feed_forward,
+        )
+        for window in windows
+    ]
+
+
+def _max_context(config: Json, ropes: Sequence[RopeConfig]) -> int:
+    """Returns the largest context; files with YaRN may still state the context before stretching."""
+    stated = int(config["max_position_embeddings"])
+    stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn")
+    longest = max([stated, *stretched])
+    check_limit("the context", longest if longest <= MAX_CONTEXT else math.inf, MAX_CONTEXT)
+    return longest
+
+
+def _check_experts(config: Json, moe: MixtureOfExperts) -> None:
+    router = moe.router
+    check_sizes(num_experts=moe.experts, moe_intermediate_size=moe.width)
+    check_sizes(n_group=router.groups, topk_group=router.top_groups)
+    if moe.experts % router.groups:
+        raise ModelError(f"{moe.experts} experts do not divide into {router.groups} groups.")
+    if router.top_groups > router.groups:
+        raise ModelError(f"{router.top_groups} groups of experts cannot be chosen from {router.groups}.")
+    group = moe.experts // router.groups
+    if router.groups > 1 and router.group_score == "top_2_sum" and group < 2:
+        raise ModelError(f"{moe.experts} experts in {router.groups} groups: a group's score is that of two experts.")
+    reachable = group * router.top_groups
+    if not 1 <= moe.top_k <= reachable:
+        raise ModelError(f"{moe.top_k} experts a token cannot be chosen from {reachable}.")
+    if parse_activation(config) != "silu":
+        raise ModelError(f"hidden_act {config.get('hidden_act')!r} is not supported for experts; silu is.")

@@ -1,0 +1,68 @@
+"""Gemma 2: soft caps, norms of outputs, and a window in every other layer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from tandem.engine.config.model import LayerSpec, ModelSpec
+from tandem.engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_dense,
+    parse_shape,
+    parse_softcap,
+    parse_window,
+    windows_by_type,
+)
+from tandem.engine.models.parameters import Parameters, Place, renamed, standard_places
+
+
+def gemma_model(config: Json, architecture: str, layers: Sequence[LayerSpec]) -> ModelSpec:
+    """Returns a model whose norms multiply with 1 + weight in float32 and whose embeddings are scaled."""
+    return make_model(
+        config,
+        architecture,
+        [replace(layer, output_norms=True) for layer in layers],
+        tied_by_default=True,
+        wide_norms=True,
+        embedding_scale=float(int(config["hidden_size"]) ** 0.5),
+        logits_softcap=parse_softcap(config, "final_logit_softcapping"),
+    )
+
+
+def gemma_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
+    """Returns the places of a model with norms of outputs, whose norms are stored minus 1."""
+    found = standard_places(spec, parameters)
+    named = renamed(found, {"post_attention_layernorm": "pre_feedforward_layernorm"})
+    for number, weights in enumerate(parameters.layers):
+        prefix = f"model.layers.{number}."
+        assert weights.attention_output_norm is not None
+        assert weights.feed_forward_output_norm is not None
+        named[f"{prefix}post_attention_layernorm.weight"] = Place(weights.attention_output_norm)
+        named[f"{prefix}post_feedforward_layernorm.weight"] = Place(weights.feed_forward_output_norm)
+    return {
+        name: replace(place, transform=_plus_one) if name.endswith("norm.weight") else place
+        for name, place in named.items()
+    }
+
+
+def _plus_one(stored: Tensor) -> Tensor:
+    return stored + 1
+
+
+def _parse(config: Json) -> ModelSpec:
+    shape = parse_shape(config, head_dim=256, scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5)
+    shape = replace(shape, softcap=parse_softcap(config, "attn_logit_softcapping", 50.0))
+    windows = windows_by_type(
+        config, parse_window(config), lambda number: "full_attention" if number % 2 else "sliding_attention"
+    )
+    biased = bool(config.get("attention_bias"))
+    dense = parse_dense(config, activation="gelu_pytorch_tanh")
+    layers = grouped_layers(config, shape, windows, dense, qkv_bias=biased, output_bias=biased)
+    return gemma_model({"final_logit_softcapping": 30.0} | dict(config), "Gemma2ForCausalLM", layers)
+
+
+FAMILY = Family(("Gemma2ForCausalLM",), ("gemma2",), _parse, gemma_places)

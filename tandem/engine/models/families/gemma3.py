@@ -1,0 +1,69 @@
+"""Gemma 3, the text model: five layers with a window and a rope of their own to each one without."""
+
+from dataclasses import replace
+
+from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.config.rope import RopeConfig, parse_rope
+from tandem.engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    parse_dense,
+    parse_shape,
+    parse_softcap,
+    parse_window,
+    windows_by_type,
+)
+from tandem.engine.models.families.gemma2 import gemma_model, gemma_places
+
+_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+"""transformers' values of the fields that published files leave out."""
+_GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
+"""The thetas of layers without and with a window, where config.json names none."""
+
+
+def _parse(given: Json) -> ModelSpec:
+    config = _DEFAULTS | dict(given)
+    shape = parse_shape(config, scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5)
+    shape = replace(shape, softcap=parse_softcap(config, "attn_logit_softcapping"))
+    every = int(config.get("sliding_window_pattern") or 6)
+    windows = windows_by_type(
+        config,
+        parse_window(config),
+        lambda number: "sliding_attention" if (number + 1) % every else "full_attention",
+    )
+    full, local = _ropes(config)
+    biased = bool(config.get("attention_bias"))
+    dense = parse_dense(config, activation="gelu_pytorch_tanh")
+    layers = grouped_layers(
+        config, shape, windows, dense, rope=full, qkv_bias=biased, output_bias=biased, qk_norm=shape.head_dim
+    )
+    return gemma_model(config, "Gemma3ForCausalLM", [_with_rope(layer, local) for layer in layers])
+
+
+def _with_rope(layer: LayerSpec, local: RopeConfig) -> LayerSpec:
+    """Returns the layer with the rope of layers that have a window, if it has one."""
+    attention = layer.attention
+    assert isinstance(attention, GroupedQueryAttention)
+    return layer if attention.shape.window is None else replace(layer, attention=replace(attention, rope=local))
+
+
+def _ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
+    """Returns the ropes of layers without and with a window."""
+    named = config.get("rope_parameters") or {}
+    if "full_attention" in named:
+        full = {"rope_theta": _GLOBAL_THETA} | dict(named["full_attention"] or {})
+        local = {"rope_theta": _LOCAL_THETA} | dict(named.get("sliding_attention") or {})
+        return parse_rope(config, full), parse_rope(config, local)
+    full = {"rope_theta": config.get("rope_theta") or _GLOBAL_THETA} | dict(config.get("rope_scaling") or {})
+    return parse_rope(config, full), RopeConfig(theta=float(config.get("rope_local_base_freq") or _LOCAL_THETA))
+
+
+FAMILY = Family(("Gemma3ForCausalLM",), ("gemma3_text",), _parse, gemma_places)

@@ -1,0 +1,45 @@
+"""GLM-4 and GLM-Z1: norms of outputs, and heads of which a half is rotated."""
+
+from dataclasses import replace
+
+from tandem.engine.config.model import GroupedQueryAttention, ModelSpec
+from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
+from tandem.engine.models.families.rows import with_halves
+from tandem.engine.models.parameters import DenseParameters, Parameters, Place, standard_places
+
+
+def _parse(config: Json) -> ModelSpec:
+    shape = parse_shape({"partial_rotary_factor": 0.5} | dict(config), head_dim=128)
+    layers = grouped_layers(
+        config,
+        shape,
+        (None,) * int(config["num_hidden_layers"]),
+        parse_dense(config),
+        qkv_bias=bool(config.get("attention_bias", True)),
+    )
+    return make_model(config, "Glm4ForCausalLM", [replace(layer, output_norms=True) for layer in layers])
+
+
+def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
+    every = standard_places(spec, parameters).items()
+    found = {name: place for name, place in every if "gate_proj" not in name and "up_proj" not in name}
+    for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
+        assert isinstance(layer.attention, GroupedQueryAttention)
+        assert isinstance(weights.feed_forward, DenseParameters)
+        assert weights.attention_output_norm is not None
+        assert weights.feed_forward_output_norm is not None
+        shape, prefix = layer.attention.shape, f"model.layers.{number}."
+        for name, heads in (("q_proj", shape.heads), ("k_proj", shape.kv_heads)):
+            for kind in ("weight", "bias"):
+                key = f"{prefix}self_attn.{name}.{kind}"
+                if key in found:
+                    found[key] = with_halves(found[key], heads, shape.head_dim, slice(0, shape.rotated))
+        found |= {
+            f"{prefix}mlp.gate_up_proj.weight": Place(weights.feed_forward.gate_up),
+            f"{prefix}post_self_attn_layernorm.weight": Place(weights.attention_output_norm),
+            f"{prefix}post_mlp_layernorm.weight": Place(weights.feed_forward_output_norm),
+        }
+    return found
+
+
+FAMILY = Family(("Glm4ForCausalLM",), ("glm4",), _parse, _places)

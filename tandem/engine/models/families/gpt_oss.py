@@ -1,0 +1,110 @@
+"""gpt-oss-20b and gpt-oss-120b in bfloat16: attention sinks, and experts with biases."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.model import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    ExpertRouter,
+    GroupedQueryAttention,
+    LayerSpec,
+    MixtureOfExperts,
+    ModelSpec,
+)
+from tandem.engine.config.rope import parse_rope
+from tandem.engine.kernels.base import Experts
+from tandem.engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_expert_count,
+    parse_shape,
+    parse_window,
+    windows_by_type,
+)
+from tandem.engine.models.parameters import Parameters, Place, standard_places
+from tandem.protocol.errors import ModelError
+
+_ROPE_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""The scaling of the published models, which transformers applies where config.json names none."""
+
+
+def _parse(config: Json) -> ModelSpec:
+    computed = (SWIGLU_ALPHA, SWIGLU_LIMIT)
+    if (float(config.get("swiglu_alpha", SWIGLU_ALPHA)), float(config.get("swiglu_limit", SWIGLU_LIMIT))) != computed:
+        raise ModelError(
+            f"swiglu_alpha and swiglu_limit other than {SWIGLU_ALPHA} and {SWIGLU_LIMIT} are not supported."
+        )
+    experts = MixtureOfExperts(
+        experts=parse_expert_count(config),
+        top_k=int(config.get("num_experts_per_tok") or config["experts_per_token"]),
+        width=int(config["intermediate_size"]),
+        router=ExpertRouter(score="softmax_of_top_k", bias=True),
+        activation="clamped_swiglu",
+        bias=True,
+    )
+    windows = windows_by_type(
+        config,
+        parse_window({"sliding_window": 128} | dict(config)),
+        lambda number: "full_attention" if number % 2 else "sliding_attention",
+    )
+    biased = bool(config.get("attention_bias", True))
+    shape = parse_shape(config, head_dim=64)
+    scaled = config.get("rope_scaling") or config.get("rope_parameters")
+    rope = parse_rope({"rope_theta": 150000.0} | dict(config), None if scaled else _ROPE_SCALING)
+    layers = grouped_layers(config, shape, windows, experts, rope=rope, qkv_bias=biased, output_bias=biased)
+    return make_model(config, "GptOssForCausalLM", [_with_sinks(layer) for layer in layers])
+
+
+def _with_sinks(layer: LayerSpec) -> LayerSpec:
+    assert isinstance(layer.attention, GroupedQueryAttention)
+    return replace(layer, attention=replace(layer.attention, sinks=True))
+
+
+def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
+    found = {name: place for name, place in standard_places(spec, parameters).items() if ".mlp." not in name}
+    for number, weights in enumerate(parameters.layers):
+        experts = weights.feed_forward
+        assert isinstance(experts, Experts)
+        assert experts.router_bias is not None
+        assert experts.gate_up_bias is not None
+        assert experts.down_bias is not None
+        count, inner, hidden = experts.gate_up.shape
+        prefix = f"model.layers.{number}.mlp."
+        found |= {
+            f"{prefix}router.weight": Place(experts.router),
+            f"{prefix}router.bias": Place(experts.router_bias),
+            f"{prefix}experts.gate_up_proj": Place(experts.gate_up, _split_columns, (count, hidden, inner)),
+            f"{prefix}experts.gate_up_proj_bias": Place(experts.gate_up_bias, _split),
+            f"{prefix}experts.down_proj": Place(experts.down, _transposed, (count, inner // 2, hidden)),
+            f"{prefix}experts.down_proj_bias": Place(experts.down_bias),
+        }
+    return found
+
+
+def _split(stored: Tensor) -> Tensor:
+    """Returns [gate | up] for gate and up that alternate in the last dimension."""
+    return torch.cat((stored[..., 0::2], stored[..., 1::2]), dim=-1)
+
+
+def _split_columns(stored: Tensor) -> Tensor:
+    """Returns [E, 2·I, H], gate rows first, for [E, H, 2·I] with alternating columns."""
+    return _split(stored).transpose(1, 2)
+
+
+def _transposed(stored: Tensor) -> Tensor:
+    return stored.transpose(1, 2)
+
+
+FAMILY = Family(("GptOssForCausalLM",), ("gpt_oss",), _parse, _places)

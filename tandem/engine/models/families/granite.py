@@ -1,0 +1,33 @@
+"""Granite 3: multipliers of embeddings, residuals, scores and logits."""
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
+
+
+def _parse(config: Json) -> ModelSpec:
+    """Returns a model without a multiplier of residuals.
+
+    With hidden = m · h, the layers of hidden += m · f(norm(hidden)) are h += f(norm(h)), if the epsilon of each norm is
+    divided by m².
+    """
+    biased = bool(config.get("attention_bias"))
+    layers = grouped_layers(
+        config,
+        parse_shape(config, scale=float(config.get("attention_multiplier", 1.0))),
+        (None,) * int(config["num_hidden_layers"]),
+        parse_dense(config, bias=bool(config.get("mlp_bias"))),
+        qkv_bias=biased,
+        output_bias=biased,
+    )
+    residual = float(config.get("residual_multiplier", 1.0))
+    return make_model(
+        config,
+        "GraniteForCausalLM",
+        layers,
+        norm_eps=float(config.get("rms_norm_eps") or 1e-6) / residual**2,
+        embedding_scale=float(config.get("embedding_multiplier", 1.0)) / residual,
+        logits_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+    )
+
+
+FAMILY = Family(("GraniteForCausalLM",), ("granite",), _parse)

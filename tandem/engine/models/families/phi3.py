@@ -1,0 +1,42 @@
+"""Phi-3 and Phi-4, whose products are stored stacked."""
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_dense,
+    parse_shape,
+    parse_window,
+)
+from tandem.engine.models.parameters import (
+    AttentionParameters,
+    DenseParameters,
+    Parameters,
+    Place,
+    standard_places,
+)
+
+_APART = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+def _parse(config: Json) -> ModelSpec:
+    windows = (parse_window(config),) * int(config["num_hidden_layers"])
+    return make_model(
+        config, "Phi3ForCausalLM", grouped_layers(config, parse_shape(config), windows, parse_dense(config))
+    )
+
+
+def _places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
+    every = standard_places(spec, parameters).items()
+    found = {name: place for name, place in every if not any(part in name for part in _APART)}
+    for number, weights in enumerate(parameters.layers):
+        assert isinstance(weights.attention, AttentionParameters)
+        assert isinstance(weights.feed_forward, DenseParameters)
+        found[f"model.layers.{number}.self_attn.qkv_proj.weight"] = Place(weights.attention.qkv)
+        found[f"model.layers.{number}.mlp.gate_up_proj.weight"] = Place(weights.feed_forward.gate_up)
+    return found
+
+
+FAMILY = Family(("Phi3ForCausalLM",), ("phi3",), _parse, _places)

@@ -1,0 +1,35 @@
+"""Qwen2 and Qwen2.5: biases of queries, keys and values, and optionally a window in the upper layers."""
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.family import (
+    Family,
+    Json,
+    grouped_layers,
+    make_model,
+    parse_dense,
+    parse_shape,
+    parse_window,
+    windows_by_type,
+)
+
+_FULL_LAYERS = 28
+"""The number of lower layers without a window of a config.json that names none, as in transformers."""
+
+
+def qwen_windows(config: Json) -> tuple[int | None, ...]:
+    """Returns each layer's window, which Qwen's models have only with `use_sliding_window`."""
+    if not config.get("use_sliding_window"):
+        return (None,) * int(config["num_hidden_layers"])
+    window = parse_window({"sliding_window": 4096} | dict(config))
+    first = int(config.get("max_window_layers", _FULL_LAYERS))
+    return windows_by_type(
+        config, window, lambda number: "full_attention" if number < first or window is None else "sliding_attention"
+    )
+
+
+def _parse(config: Json) -> ModelSpec:
+    layers = grouped_layers(config, parse_shape(config), qwen_windows(config), parse_dense(config), qkv_bias=True)
+    return make_model(config, "Qwen2ForCausalLM", layers)
+
+
+FAMILY = Family(("Qwen2ForCausalLM",), ("qwen2",), _parse)

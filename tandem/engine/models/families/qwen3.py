@@ -1,0 +1,25 @@
+"""Qwen3: each head's queries and keys are normed."""
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.families.family import Family, Json, grouped_layers, make_model, parse_dense, parse_shape
+from tandem.engine.models.families.qwen2 import qwen_windows
+
+HEAD_DIM = 128
+"""The dimensions of a head of a config.json that names none, as in transformers."""
+
+
+def _parse(config: Json) -> ModelSpec:
+    shape, biased = parse_shape(config, head_dim=HEAD_DIM), bool(config.get("attention_bias"))
+    layers = grouped_layers(
+        config,
+        shape,
+        qwen_windows(config),
+        parse_dense(config),
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=shape.head_dim,
+    )
+    return make_model(config, "Qwen3ForCausalLM", layers)
+
+
+FAMILY = Family(("Qwen3ForCausalLM",), ("qwen3",), _parse)

@@ -1,0 +1,105 @@
+"""The layers of a decoder, prepared once for its kernels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.model import GroupedQueryAttention, MixtureOfExperts, ModelSpec
+from tandem.engine.config.rope import RopeConfig
+from tandem.engine.expert_tokens import ExpertTokens
+from tandem.engine.kernels.base import Experts, Kernels
+from tandem.engine.models.blocks import AttentionBlock, DenseBlock, ExpertsBlock, LatentBlock, Norm
+from tandem.engine.models.parameters import (
+    AttentionParameters,
+    DenseParameters,
+    LatentParameters,
+    LayerParameters,
+    Parameters,
+)
+from tandem.engine.models.rope import rope_table
+
+RopeTable = Callable[[RopeConfig | None, int], Tensor]
+
+
+class CachePlace(NamedTuple):
+    """The place of a layer in the KV cache: its group, and its index in that group's pages."""
+
+    group: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """The two halves of a layer, the norms of their outputs if it has any, and its group's number in the KV cache."""
+
+    attention: AttentionBlock | LatentBlock
+    attention_output_norm: Tensor | None
+    feed_forward: DenseBlock | ExpertsBlock
+    feed_forward_output_norm: Tensor | None
+    group: int
+
+
+def prepare_layers(
+    spec: ModelSpec, parameters: Parameters, kernels: Kernels, max_context: int, expert_tokens: ExpertTokens
+) -> list[DecoderLayer]:
+    """Prepares all layers; those with the same rotary embedding share its table."""
+    device = parameters.embedding.device
+    tables: dict[tuple[RopeConfig | None, int], Tensor] = {}
+
+    def table(rope: RopeConfig | None, dims: int) -> Tensor:
+        if (rope, dims) not in tables:
+            tables[rope, dims] = rope_table(rope, dims, max_context, device)
+        return tables[rope, dims]
+
+    places = {
+        layer: CachePlace(number, index)
+        for number, group in enumerate(kv_groups(spec))
+        for index, layer in enumerate(group.layers)
+    }
+    return [
+        _prepare_layer(spec, number, places[number], weights, kernels=kernels, table=table, expert_tokens=expert_tokens)
+        for number, weights in enumerate(parameters.layers)
+    ]
+
+
+def _prepare_layer(
+    spec: ModelSpec,
+    number: int,
+    place: CachePlace,
+    weights: LayerParameters,
+    *,
+    kernels: Kernels,
+    table: RopeTable,
+    expert_tokens: ExpertTokens,
+) -> DecoderLayer:
+    layer = spec.layers[number]
+    attention, feed_forward = layer.attention, layer.feed_forward
+    found, inner = weights.attention, weights.feed_forward
+    before, between = Norm(weights.input_norm, spec.norm_eps), Norm(weights.feed_forward_norm, spec.norm_eps)
+    attention_block: AttentionBlock | LatentBlock
+    if isinstance(attention, GroupedQueryAttention):
+        assert isinstance(found, AttentionParameters)
+        rope = table(attention.rope, attention.shape.rotated)
+        attention_block = AttentionBlock(attention, place.layer, before, found, rope=rope, kernels=kernels)
+    else:
+        assert isinstance(found, LatentParameters)
+        rope = table(attention.rope, attention.shape.rope)
+        attention_block = LatentBlock(attention, place.layer, before, found, rope=rope, kernels=kernels)
+    feed_forward_block: DenseBlock | ExpertsBlock
+    if isinstance(feed_forward, MixtureOfExperts):
+        assert isinstance(inner, Experts)
+        counted = replace(inner, tokens=expert_tokens.of_layer(number))
+        feed_forward_block = ExpertsBlock(feed_forward, between, counted, kernels)
+    else:
+        assert isinstance(inner, DenseParameters)
+        feed_forward_block = DenseBlock(feed_forward, between, inner, kernels)
+    return DecoderLayer(
+        attention_block,
+        weights.attention_output_norm,
+        feed_forward_block,
+        weights.feed_forward_output_norm,
+        place.group,
+    )

@@ -1,0 +1,162 @@
+"""Reading of a model's specification from a folder in Hugging Face layout."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.quantization import Codes, at_load, check_patterns
+from tandem.engine.models.families import family_of, is_supported
+from tandem.engine.models.families.family import Json, parse_eos
+from tandem.engine.models.quantization_config import parse_quantization
+from tandem.engine.models.size_limits import check_limits
+from tandem.protocol.errors import InvalidArgument, ModelError
+
+_QUANTIZED = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files in which quantized checkpoints may name their method, in place of config.json."""
+_TOWERS = ("vision_config", "audio_config", "speech_config", "image_config", "video_config", "sound_config")
+"""Fields of config.json that describe the parts of a multimodal model that are not text."""
+LARGEST_JSON = 24 << 20
+"""Bytes of config.json or of an index: more than 200,000 names of tensors, which take a second to read."""
+_SHARED_FIELDS = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+"""Fields that multimodal models may have beside `text_config` alone."""
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """Reads `config.json` and, if it exists, `generation_config.json`; ModelError names the file and the problem."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; give a folder in Hugging Face layout or a GGUF file.")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; a model folder needs config.json, safetensors and a tokenizer.")
+    config = read_json(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    with naming_the_file(folder / "config.json"):
+        if not _quantization(text_part(config)):
+            config |= _separate_quantization(folder)
+        return parse_spec(config, generation)
+
+
+@contextmanager
+def naming_the_file(file: Path) -> Iterator[None]:
+    """Raises ModelError, which names the file, for what `parse_spec` raises."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{file}: {error.message}") from error
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ModelError(f"{file}: {_reason(error)}; the file is not a complete model configuration.") from error
+
+
+def parse_spec(config: Json, generation: Json | None = None) -> ModelSpec:
+    """Returns the specification from the two parsed files, in the spelling of transformers 4 or 5.
+
+    Raises ModelError for what is not supported, KeyError, TypeError or ValueError for a malformed configuration.
+    """
+    config = text_part(config)
+    check_limits(config)
+    spec = family_of(config).parse(config)
+    if quantization := _quantization(config):
+        found = parse_quantization(dict(quantization))
+        try:
+            check_patterns(found)
+        except re.error as error:
+            raise ModelError(f"quantization_config names modules by {error.pattern!r}: {error}.") from error
+        spec = replace(spec, quantization=found)
+    # Chat models may end a turn with another token than a text, and the generation configuration names it.
+    ends = parse_eos(generation or {})
+    return replace(spec, eos_token_ids=ends) if ends else spec
+
+
+def quantized_at_load(spec: ModelSpec, name: str | None) -> ModelSpec:
+    """Returns the specification with the layers' weights quantized at load; `name` is one of `Codes`, None = as stored.
+
+    InvalidArgument for another name, and for a checkpoint that is quantized already.
+    """
+    if name is None:
+        return spec
+    if name not in set(Codes):
+        raise InvalidArgument("quantization", f"{name!r} is not known; use {', '.join(Codes)}.")
+    if spec.quantization is not None:
+        raise InvalidArgument(
+            "quantization",
+            f"{name} is for weights of 16 bits, and the checkpoint is quantized already ({spec.quantization.method});"
+            " leave it out.",
+        )
+    return replace(spec, quantization=at_load(name))
+
+
+def bounded(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
+    """Returns the specification with a context of `max_model_len` tokens; None = as it is.
+
+    InvalidArgument for a context that is longer than the model's, or than what linear RoPE scaling stretches it to.
+    """
+    if max_model_len is None:
+        return spec
+    ropes = [rope for layer in spec.layers if (rope := layer.attention.rope) is not None]
+    stretched = (int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "linear")
+    longest = max([spec.max_context, *stretched])
+    if not 1 <= max_model_len <= longest:
+        raise InvalidArgument("max_model_len", f"is {max_model_len}, and the model's context has 1 to {longest} tokens")
+    return replace(spec, max_context=max_model_len)
+
+
+def text_part(config: Json) -> Json:
+    """Returns the configuration of the text model: of a multimodal model its `text_config`, else `config` itself.
+
+    ModelError names the towers of a multimodal model whose text part is not supported.
+    """
+    towers, text = towers_of(config), config.get("text_config")
+    if is_supported(config) or not (towers or text):
+        return config
+    name = next(iter(config.get("architectures") or ()), config.get("model_type"))
+    if not text:
+        raise ModelError(f"{name} is a multimodal model ({towers}) without a text_config, which is not supported.")
+    outer = (*_SHARED_FIELDS, "quantization_config", "compression_config")
+    text = {field: config[field] for field in outer if field in config} | dict(text)
+    if config.get("tie_word_embeddings"):
+        # The output layer is the outer model's; the text part then has the default of text models (transformers 5).
+        text["tie_word_embeddings"] = True
+    try:
+        family_of(text)
+    except ModelError as error:
+        raise ModelError(f"{name} is a multimodal model ({towers or 'text_config'}): {error.message}") from error
+    return text
+
+
+def towers_of(config: Json) -> str:
+    """Returns the fields of config.json that describe a multimodal model's towers, "" for a model of text."""
+    return ", ".join(name for name in _TOWERS if config.get(name))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object of a file; ModelError if it has none, or is larger than any that is published."""
+    try:
+        if (size := path.stat().st_size) > LARGEST_JSON:
+            raise ModelError(f"{path} has {size} bytes, more than {LARGEST_JSON}; it is no file of a model.")
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{path} holds no JSON object.")
+    return parsed
+
+
+def _quantization(config: Json) -> Any:
+    return config.get("quantization_config") or config.get("compression_config")
+
+
+def _separate_quantization(folder: Path) -> dict[str, Any]:
+    """Returns the `quantization_config` of a folder that has it in a file of its own."""
+    for name, method in _QUANTIZED.items():
+        if (folder / name).is_file():
+            return {"quantization_config": {"quant_method": method} | read_json(folder / name)}
+    return {}
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

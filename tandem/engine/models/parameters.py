@@ -1,0 +1,237 @@
+"""A model's weights, layer by layer, with q/k/v and gate/up stacked for the kernels, and their places in a checkpoint.
+
+H is the hidden size, E the number of experts, I the inner size of a feed-forward network.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.model import GroupedQueryAttention, LayerSpec, ModelSpec
+from tandem.engine.kernels.base import Experts
+from tandem.engine.kernels.packed_weight import PackedWeight, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParameters:
+    """Grouped-query attention; rows of q, k and v follow one another."""
+
+    qkv: Weight
+    """[(heads + 2·kv_heads)·head_dim, H]."""
+    qkv_bias: Tensor | None
+    output: Weight
+    """[H, heads·head_dim]."""
+    output_bias: Tensor | None
+    q_norm: Tensor | None
+    """[head_dim] for each head by itself, or [heads·head_dim]."""
+    k_norm: Tensor | None
+    """[head_dim], or [kv_heads·head_dim]."""
+    sinks: Tensor | None
+    """[heads] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentParameters:
+    """Latent attention. The rotated rows have pairs half a width apart, as for grouped-query attention."""
+
+    down: Weight
+    """[query_rank + latent + rope, H]: the latents; without a query_rank [heads·(nope + rope) + latent + rope, H]."""
+    down_bias: Tensor | None
+    query_norm: Tensor | None
+    """[query_rank]."""
+    query_up: Weight | None
+    """[heads·(nope + rope), query_rank]."""
+    latent_norm: Tensor
+    """[latent]."""
+    kv_up: Tensor
+    """[heads, nope + v_dim, latent]: each head's keys, then its values."""
+    output: Weight
+    """[H, heads·v_dim]."""
+    output_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseParameters:
+    """A feed-forward network; gate rows come first."""
+
+    gate_up: Weight
+    """[2·I, H]."""
+    gate_up_bias: Tensor | None
+    down: Weight
+    """[H, I]."""
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParameters:
+    """One layer. Norms are [H]."""
+
+    input_norm: Tensor
+    attention: AttentionParameters | LatentParameters
+    attention_output_norm: Tensor | None
+    """The norm of attention's output, see `LayerSpec.output_norms`."""
+    feed_forward_norm: Tensor
+    feed_forward: DenseParameters | Experts
+    feed_forward_output_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """All weights of a model. Allocated once and written in place; this object owns the memory."""
+
+    dtype: torch.dtype
+    """The model's dtype, of activations and of weights that are not packed."""
+    embedding: Weight
+    """[vocab, H]."""
+    lm_head: Weight
+    """[vocab, H]; the very same weight as `embedding` where the model ties them."""
+    final_norm: Tensor
+    """[H]."""
+    layers: tuple[LayerParameters, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The destination of one tensor of a checkpoint."""
+
+    tensor: Weight
+    """A view into the parameters."""
+    transform: Callable[[Tensor], Tensor] | None = None
+    """Computes the destination's values from the checkpoint's, which have `shape`; None = they are the same.
+
+    Where the destination is a matrix of the same shape, it reorders rows, so that it applies to codes and scales, too.
+    """
+    shape: tuple[int, ...] | None = None
+    """The checkpoint's shape; None = the destination's."""
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the checkpoint."""
+        return tuple(self.tensor.shape) if self.shape is None else self.shape
+
+
+def tensors_of(parameters: object) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor once with the name of its field; tied embeddings are one tensor, a packed weight several."""
+    for path, weight in named_weights(parameters):
+        for tensor in weight.parts() if isinstance(weight, PackedWeight) else (weight,):
+            yield path.rpartition(".")[2], tensor
+
+
+def named_weights(parameters: object) -> Iterator[tuple[str, Weight]]:
+    """Yields every weight once with the path of its field (`layers.0.attention.qkv`)."""
+    seen: set[int] = set()
+    for path, weight in _walk(parameters, ""):
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            yield path, weight
+
+
+def standard_places(spec: ModelSpec, parameters: Parameters) -> dict[str, Place]:
+    """Returns the places under the names that Llama's checkpoints, and most others, have."""
+    found = {
+        "model.embed_tokens.weight": Place(parameters.embedding),
+        "model.norm.weight": Place(parameters.final_norm),
+    }
+    if not spec.tied_embeddings:
+        found["lm_head.weight"] = Place(parameters.lm_head)
+    for number, (layer, weights) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
+        prefix = f"model.layers.{number}."
+        found |= {prefix + name: place for name, place in layer_places(layer, weights).items()}
+    return found
+
+
+def layer_places(spec: LayerSpec, weights: LayerParameters) -> dict[str, Place]:
+    """Returns one layer's places by their names after `model.layers.N.`."""
+    found = {
+        "input_layernorm.weight": Place(weights.input_norm),
+        "post_attention_layernorm.weight": Place(weights.feed_forward_norm),
+    }
+    attention, feed_forward = spec.attention, weights.feed_forward
+    if isinstance(attention, GroupedQueryAttention) and isinstance(weights.attention, AttentionParameters):
+        found |= _attention_places(attention, weights.attention)
+    if isinstance(feed_forward, DenseParameters):
+        return found | dense_places("mlp.", feed_forward)
+    return found | expert_places(feed_forward)
+
+
+def dense_places(prefix: str, weights: DenseParameters) -> dict[str, Place]:
+    """Returns the places of a feed-forward network whose gate and up are stored apart."""
+    gate, up = weights.gate_up.chunk(2)
+    found = {
+        f"{prefix}gate_proj.weight": Place(gate),
+        f"{prefix}up_proj.weight": Place(up),
+        f"{prefix}down_proj.weight": Place(weights.down),
+    }
+    if weights.gate_up_bias is not None and weights.down_bias is not None:
+        gate, up = weights.gate_up_bias.chunk(2)
+        found |= {
+            f"{prefix}gate_proj.bias": Place(gate),
+            f"{prefix}up_proj.bias": Place(up),
+            f"{prefix}down_proj.bias": Place(weights.down_bias),
+        }
+    return found
+
+
+def expert_places(weights: Experts) -> dict[str, Place]:
+    """Returns the places of a mixture of experts whose experts are stored one by one."""
+    named: dict[str, Weight | None] = {
+        "mlp.gate.weight": weights.router,
+        "mlp.gate.bias": weights.router_bias,
+        "mlp.gate.e_score_correction_bias": weights.choice_bias,
+        "mlp.shared_expert_gate.weight": weights.shared_gate,
+    }
+    if weights.shared_gate_up is not None and weights.shared_down is not None:
+        gate, up = weights.shared_gate_up.weight.chunk(2)
+        named |= {"mlp.shared_experts.gate_proj.weight": gate, "mlp.shared_experts.up_proj.weight": up}
+        named |= {"mlp.shared_experts.down_proj.weight": weights.shared_down.weight}
+    for number in range(len(weights.gate_up)):
+        gate, up = weights.gate_up[number].chunk(2)
+        prefix = f"mlp.experts.{number}."
+        named |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        named |= {f"{prefix}down_proj.weight": weights.down[number]}
+    return {name: Place(tensor) for name, tensor in named.items() if tensor is not None}
+
+
+def renamed(places: dict[str, Place], names: Mapping[str, str]) -> dict[str, Place]:
+    """Returns the same places under other names: each key of `names` that occurs in one is replaced by its value."""
+    found = {}
+    for name, place in places.items():
+        for old, new in names.items():
+            if old in name:
+                name = name.replace(old, new)  # noqa: PLW2901
+                break
+        found[name] = place
+    return found
+
+
+def _attention_places(spec: GroupedQueryAttention, weights: AttentionParameters) -> dict[str, Place]:
+    shape = spec.shape
+    rows = [shape.heads * shape.head_dim] + [shape.kv_heads * shape.head_dim] * 2
+    names = [f"self_attn.{name}_proj" for name in "qkv"]
+    stacked: Sequence[Weight] = weights.qkv.split_with_sizes(rows)
+    found = {f"{name}.weight": Place(part) for name, part in zip(names, stacked, strict=True)}
+    if weights.qkv_bias is not None:
+        parts = weights.qkv_bias.split_with_sizes(rows)
+        found |= {f"{name}.bias": Place(part) for name, part in zip(names, parts, strict=True)}
+    single: dict[str, Weight | None] = {
+        "o_proj.weight": weights.output,
+        "o_proj.bias": weights.output_bias,
+        "q_norm.weight": weights.q_norm,
+        "k_norm.weight": weights.k_norm,
+        "sinks": weights.sinks,
+    }
+    return found | {f"self_attn.{name}": Place(tensor) for name, tensor in single.items() if tensor is not None}
+
+
+def _walk(found: object, path: str) -> Iterator[tuple[str, Weight]]:
+    start = f"{path}." if path else ""
+    if isinstance(found, Tensor | PackedWeight):
+        yield path, found
+    elif isinstance(found, tuple):
+        for number, each in enumerate(found):
+            yield from _walk(each, f"{start}{number}")
+    elif is_dataclass(found):
+        for field in fields(found):
+            yield from _walk(getattr(found, field.name), start + field.name)

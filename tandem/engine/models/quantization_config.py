@@ -1,0 +1,245 @@
+"""Reading of `quantization_config` in config.json, as each tool writes it.
+
+ModelError names the scheme where it is not supported.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tandem.engine.config.quantization import Codes, Quantization, WeightFormat, WeightScheme
+from tandem.protocol.errors import ModelError
+
+Json = Mapping[str, Any]
+
+_EVERY = ".*"
+_EMBEDDING = "model.embed_tokens"
+_OUTPUT = "lm_head"
+_BITS = {4: Codes.INT4, 8: Codes.INT8}
+_PACKED, _FLOAT, _INT = WeightFormat.PACK_QUANTIZED, WeightFormat.FLOAT_QUANTIZED, WeightFormat.INT_QUANTIZED
+GGUF_SCHEMES = {
+    "Q8_0": WeightScheme(WeightFormat.Q8_0, Codes.INT8, 32),
+    "Q4_0": WeightScheme(WeightFormat.Q4_0, Codes.INT4, 32),
+    "Q4_1": WeightScheme(WeightFormat.Q4_1, Codes.INT4, 32, symmetric=False),
+    "Q4_K": WeightScheme(WeightFormat.Q4_K, Codes.INT4, 32, symmetric=False),
+    "Q6_K": WeightScheme(WeightFormat.Q6_K, Codes.INT8, 16),
+}
+"""The types of blocks whose codes are kept; weights of other types are dequantized when a file is converted."""
+_SERVED = "awq, gptq, compressed-tensors, fp8, modelopt, fbgemm_fp8 and auto-round"
+_AUTO_ROUND_GPTQ = {
+    "auto_round:auto_gptq": WeightFormat.GPTQ,
+    "auto_round:gptqmodel": WeightFormat.GPTQ_V2,
+    "auto_round": WeightFormat.GPTQ_V2,
+}
+"""The packings of AutoRound that are GPTQ's, which differ in how zero points are stored."""
+_MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+"""FP8 with a scale a weight, and with a scale a row."""
+
+
+def parse_quantization(config: Json) -> Quantization:
+    """Returns the schemes of a `quantization_config`; ModelError names one that is not supported."""
+    # Exports of ModelOpt may name the tool alone.
+    method = config.get("quant_method") or (config.get("producer") or {}).get("name")
+    readers: dict[object, Callable[[Json], Quantization]] = {
+        "awq": _awq,
+        "gptq": _gptq,
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "modelopt": _modelopt,
+        "fbgemm_fp8": _fbgemm_fp8,
+        "auto-round": _auto_round,
+        "gguf": _gguf,
+    }
+    if method not in readers:
+        raise refusal(str(method), f"which is not supported; {_SERVED} are")
+    return readers[method](config)
+
+
+def refusal(scheme: str, reason: str) -> ModelError:
+    """Returns the error of a quantized checkpoint that cannot be served."""
+    return ModelError(f"the checkpoint is quantized ({scheme}), {reason}; use another one, or one in 16 bits.")
+
+
+def _awq(config: Json) -> Quantization:
+    version = str(config.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise refusal(f"awq, version {version}", "whose order of codes is not supported; gemm is")
+    bits = int(config.get("bits") or config.get("w_bit") or 4)
+    if bits != 4:
+        raise refusal(f"awq, {bits} bits", "which is not supported; 4 bits are")
+    group = _group("awq", config.get("group_size", config.get("q_group_size", 128)))
+    scheme = WeightScheme(WeightFormat.AWQ, Codes.INT4, group, symmetric=False)
+    return Quantization("awq", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
+
+
+def _gptq(config: Json) -> Quantization:
+    bits = int(config["bits"])
+    if bits not in _BITS:
+        raise refusal(f"gptq, {bits} bits", "which is not supported; 4 and 8 bits are")
+    if config.get("dynamic") and any(not str(pattern).startswith("-:") for pattern in config["dynamic"]):
+        raise refusal("gptq, dynamic", "whose modules differ in their settings, which is not supported")
+    stored = config.get("checkpoint_format") or "gptq"
+    if stored not in {WeightFormat.GPTQ, WeightFormat.GPTQ_V2}:
+        raise refusal(f"gptq, {stored}", "whose format is not supported; gptq and gptq_v2 are")
+    scheme = WeightScheme(
+        WeightFormat(stored),
+        _BITS[bits],
+        _group("gptq", config.get("group_size", 128)),
+        symmetric=bool(config.get("sym", True)),
+        scattered=bool(config.get("desc_act")) and not config.get("static_groups"),
+    )
+    skipped = tuple((_prefix(str(pattern).removeprefix("-:")), None) for pattern in config.get("dynamic") or ())
+    plain = _plain(config, _EMBEDDING, *(() if config.get("lm_head") else (_OUTPUT,)))
+    return Quantization("gptq", (*skipped, (_EVERY, scheme)), plain)
+
+
+def _fp8(config: Json) -> Quantization:
+    if (fmt := config.get("fmt") or "e4m3") != "e4m3":
+        raise refusal(f"fp8, {fmt}", "which is not supported; e4m3 is")
+    # Both of its values, static and dynamic, mean 8-bit activations.
+    scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=bool(config.get("activation_scheme")))
+    if config.get("weight_block_size"):
+        rows, columns = _block("fp8", "weight_block_size", config["weight_block_size"])
+        scheme = replace(scheme, format=WeightFormat.FP8_BLOCKS, group=columns, block_rows=rows)
+    return Quantization("fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
+
+
+def _modelopt(config: Json) -> Quantization:
+    """Reads the two forms of ModelOpt: in config.json, and within `quantization` in hf_quant_config.json."""
+    found = config.get("quantization") or config
+    algorithm = str(found.get("quant_algo") or "").upper()
+    if algorithm not in _MODELOPT_FP8:
+        served = " and ".join(_MODELOPT_FP8)
+        raise refusal(f"modelopt, {algorithm or 'no quant_algo'}", f"which is not supported; {served} are")
+    excluded = [str(each) for each in found.get("exclude_modules") or found.get("ignore") or ()]
+    skipped = tuple((_wildcards(each), None) for each in excluded if "*" in each)
+    plain = frozenset({_EMBEDDING, _OUTPUT, *(each for each in excluded if "*" not in each)})
+    scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True)
+    return Quantization("modelopt", (*skipped, (_EVERY, scheme)), plain)
+
+
+def _fbgemm_fp8(config: Json) -> Quantization:
+    """Reads FP8 with a scale a row; `activation_scale_ub`, a bound of the scales of inputs, is not in use."""
+    scheme = WeightScheme(_FLOAT, Codes.FLOAT8, quantized_inputs=True)
+    return Quantization("fbgemm_fp8", ((_EVERY, scheme),), _plain(config, _EMBEDDING, _OUTPUT))
+
+
+def _auto_round(config: Json) -> Quantization:
+    """Reads GPTQ's packing; `extra_config` has modules, by name or regular expression, with settings of their own."""
+    packing = config.get("packing_format") or config.get("backend")
+    if packing not in _AUTO_ROUND_GPTQ or (config.get("data_type") or "int") != "int":
+        packings = ", ".join(_AUTO_ROUND_GPTQ)
+        stored = f"auto-round, {packing}, {config.get('data_type') or 'int'}"
+        raise refusal(stored, f"which is not supported; int in {packings} is")
+    base = {**config, "checkpoint_format": _AUTO_ROUND_GPTQ[str(packing)], "desc_act": False, "dynamic": None}
+    rules: list[tuple[str, WeightScheme | None]] = []
+    for module, own in (config.get("extra_config") or {}).items():
+        scheme = None if int(own.get("bits") or config["bits"]) >= 16 else _gptq({**base, **own}).rules[-1][1]
+        rules.append((re.escape(module) if re.fullmatch(r"[\w.-]+", module) else module, scheme))
+    found = _gptq(base)
+    return Quantization("auto-round", (*rules, *found.rules), found.plain)
+
+
+def _gguf(config: Json) -> Quantization:
+    """Reads what `tandem.engine.weights.gguf` writes: `types`, the names of the modules of each type of blocks."""
+    rules = []
+    for kind, modules in config["types"].items():
+        if kind not in GGUF_SCHEMES:
+            raise refusal(f"gguf, {kind}", f"which is not supported; {', '.join(GGUF_SCHEMES)} are")
+        rules.append(("|".join(map(re.escape, modules)), GGUF_SCHEMES[kind]))
+    return Quantization("gguf", tuple(rules))
+
+
+def _compressed_tensors(config: Json) -> Quantization:
+    sparsity = (config.get("sparsity_config") or {}).get("format") or "dense"
+    if sparsity != "dense":
+        raise refusal(f"compressed-tensors, {sparsity}", "whose sparsity is not supported")
+    if config.get("transform_config"):
+        raise refusal("compressed-tensors, transform_config", "whose rotations are not supported")
+    rules: list[tuple[str, WeightScheme | None]] = []
+    plain = {_EMBEDDING}
+    for ignored in config.get("ignore") or ():
+        if ignored.startswith("re:"):
+            rules.append((_prefix(ignored), None))
+        else:
+            plain.add(ignored)
+    groups = config.get("config_groups")
+    if not groups:
+        raise refusal("compressed-tensors", "whose config_groups are missing")
+    for group in groups.values():
+        scheme = _scheme_of_group(group, group.get("format") or config.get("format"))
+        rules += [(_target(target), scheme) for target in group.get("targets") or ["Linear"]]
+    # Names count before kinds of modules.
+    rules.sort(key=lambda rule: rule[0] == _EVERY)
+    return Quantization("compressed-tensors", tuple(rules), frozenset(plain))
+
+
+def _scheme_of_group(group: Json, stored: object) -> WeightScheme:
+    weights = group.get("weights") or {}
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy") or "tensor"
+    name = f"compressed-tensors, {stored}"
+    if bits not in _BITS or kind not in {"int", "float"} or (bits, kind) == (4, "float"):
+        raise refusal(f"{name}, {kind}{bits}", "which is not supported; int4, int8 and float8 are")
+    codes = _BITS[bits] if kind == "int" else Codes.FLOAT8
+    formats = {_PACKED: {Codes.INT4, Codes.INT8}, _INT: {Codes.INT8}, _FLOAT: {Codes.FLOAT8}}
+    found = (_FLOAT if kind == "float" else _INT) if stored == "naive-quantized" else stored
+    if found not in formats or codes not in formats[WeightFormat(str(found))]:
+        raise refusal(f"{name}, {codes}", f"whose format is not supported; {', '.join(formats)} are")
+    if strategy not in {"tensor", "channel", "group", "block"}:
+        raise refusal(f"{name}, strategy {strategy}", "which is not supported")
+    columns, block_rows = weights.get("group_size"), 1
+    if strategy == "block":
+        block_rows, columns = _block(name, "block_structure", weights.get("block_structure"))
+    return WeightScheme(
+        WeightFormat(str(found)),
+        codes,
+        _group(name, columns) if strategy in {"group", "block"} else None,
+        block_rows,
+        symmetric=bool(weights.get("symmetric", True)),
+        scattered=weights.get("actorder") in {"group", "dynamic", True},
+        quantized_inputs=_quantizes_inputs(weights, group.get("input_activations") or {}),
+    )
+
+
+def _quantizes_inputs(weights: Json, inputs: Json) -> bool:
+    """Returns True if activations have 8-bit codes of the weights' type; others stay in 16 bits, which loses less."""
+    types = {(each.get("num_bits"), each.get("type") or "int") for each in (weights, inputs)}
+    return types in ({(8, "int")}, {(8, "float")})
+
+
+def _block(scheme: str, name: str, size: object) -> tuple[int, int]:
+    """Returns rows and columns of a block, from two numbers or `128x128`; ModelError unless both are at least 1."""
+    parts = size.split("x") if isinstance(size, str) else size
+    if not isinstance(parts, list) or len(parts) != 2 or min(found := [int(part) for part in parts]) < 1:
+        raise refusal(f"{scheme}, {name} {size}", "which is not the size of a block, two numbers from 1 on")
+    return found[0], found[1]
+
+
+def _group(scheme: str, size: object) -> int | None:
+    """Returns the columns that share a scale, -1 = None; ModelError for others below 1."""
+    columns = -1 if size is None else int(str(size))
+    if columns < 1 and columns != -1:
+        raise refusal(f"{scheme}, group_size {columns}", "which is no size of a group")
+    return None if columns == -1 else columns
+
+
+def _plain(config: Json, *names: str) -> frozenset[str]:
+    """Returns the modules that are not quantized: `names`, and those of `modules_to_not_convert`."""
+    return frozenset({*names, *(config.get("modules_to_not_convert") or ())})
+
+
+def _wildcards(pattern: str) -> str:
+    """Returns a name in which `*` stands for anything as an expression of whole names."""
+    return ".*".join(map(re.escape, pattern.split("*")))
+
+
+def _prefix(pattern: str) -> str:
+    """Returns `re:pattern`, which need only match the beginning of a name, as an expression of whole names."""
+    return f"(?:{pattern.removeprefix('re:')}).*"
+
+
+def _target(target: str) -> str:
+    if target.startswith("re:"):
+        return _prefix(target)
+    return _EVERY if target == "Linear" else re.escape(target)

@@ -1,0 +1,65 @@
+"""The table of cosines and sines for rotary position embedding (Su et al. 2021), with context scaling."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.rope import RopeConfig
+
+
+def rope_table(rope: RopeConfig | None, dims: int, max_context: int, device: torch.device) -> Tensor:
+    """Returns [max_context, dims] float32: cos of half the dimensions, then sin, times the attention factor.
+
+    Without a `rope` nothing is rotated: each cosine is 1, each sine 0.
+    """
+    if rope is None:
+        return torch.cat((torch.ones(max_context, dims // 2), torch.zeros(max_context, dims // 2)), dim=-1).to(device)
+    frequencies = rope_frequencies(rope, dims)
+    angles = torch.outer(torch.arange(max_context, dtype=torch.float32), frequencies)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return (table * rope.attention_factor).to(device)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Returns radians per position for each pair of dimensions: float32 [head_dim / 2] on the host.
+
+    They are scaled by `rope.kind`.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, head_dim)
+    return plain
+
+
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """Scales as Llama 3.1 does: slow frequencies divided by the factor, fast ones kept, a linear blend between."""
+    wavelength = 2 * math.pi / plain
+    turns = rope.original_context / wavelength
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    slow = wavelength > rope.original_context / rope.low_freq_factor
+    fast = wavelength < rope.original_context / rope.high_freq_factor
+    return torch.where(slow, plain / rope.factor, torch.where(fast, plain, blended))
+
+
+def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """Scales as YaRN does (arXiv:2309.00071, section 3.2): a ramp over the dimensions, from kept to divided."""
+
+    def dimension(rotations: float) -> float:
+        inner = rope.original_context / (rotations * 2 * math.pi)
+        return head_dim * math.log(inner) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    # Equal ends would divide by zero; any tiny width gives the same step function.
+    width = (high - low) or 0.001
+    divided = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / rope.factor * divided + plain * (1 - divided)

@@ -1,0 +1,31 @@
+"""Loading of an engine for a comparison: with KV pages for what is compared, so that two fit onto one device."""
+
+from dataclasses import replace
+
+from tandem.engine.cache.paged_cache import cache_bytes
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.device import parse_device, parse_kv_dtype, parse_page_tokens
+from tandem.engine.kernels.base import Kernels
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.quality.teacher_forced import COMPANY
+from tandem.engine.weights.checkpoint import Progress
+
+_SPARE_PAGES = 4
+"""Pages of what answers add to a prompt."""
+
+
+def load_for_comparison(
+    config: EngineConfig, tokens: int, progress: Progress | None = None, *, kernels: Kernels | None = None
+) -> ModelRunner:
+    """Loads an engine whose cache holds `tokens` tokens, over at most `COMPANY` samples; raises as `ModelRunner.load`.
+
+    The setting `kv_cache_bytes` is replaced, and so is `max_batch_requests`. `kernels` as for `ModelRunner.load`.
+    """
+    spec, device = load_spec(config.model), parse_device(config.device)
+    page_tokens = parse_page_tokens(config, device)
+    pages = (-(-tokens // page_tokens) + COMPANY + _SPARE_PAGES) * len(kv_groups(spec))
+    capacity = cache_bytes(spec, pages, page_tokens, parse_kv_dtype(config, device, spec))
+    sized = replace(config, kv_cache_bytes=capacity, max_batch_requests=COMPANY)
+    return ModelRunner.load(sized, progress, kernels=kernels)

@@ -1,0 +1,111 @@
+"""Teacher-forced comparison of two engines: both read the same text, step by step, and predict each next token.
+
+The first half of each sample is scored as a prompt, in chunks; the second half as decode steps of one known token for
+each of several samples. So the kernels of both phases are compared, over a KV cache that prefill has filled. Both
+engines run the same step one after the other, so that only the logits of one step are held.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.quality.divergence import Divergence, DivergenceSum
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.messages import SamplingParams
+
+Sample = Sequence[int]
+Scored = Callable[[float], None]
+"""Called with the completed part, 0 to 1."""
+
+CHUNK_TOKENS = 256
+"""Prompt tokens of a step: it bounds the logits that are held, 131 MB for 128k tokens of vocabulary in float32."""
+COMPANY = 16
+"""Samples that are decoded in one step."""
+_DRAW = Draw(SamplingParams(max_tokens=1), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The comparison of the positions that were scored in each phase."""
+
+    prefill: Divergence
+    decode: Divergence
+
+
+class StepRows:
+    """Makes rows of samples, whose pages follow one another in a runner's cache. Nobody else may use the runner."""
+
+    def __init__(self, runner: ModelRunner, tokens: int, samples: int) -> None:
+        """Room for `samples` samples of `tokens` tokens; InvalidArgument if the cache has fewer pages."""
+        self._pages = -(-tokens // runner.page_tokens) * len(runner.cache.groups)
+        if self._pages * samples > runner.cache.pages:
+            raise InvalidArgument(
+                "kv_cache_bytes",
+                f"{samples} samples of {tokens} tokens need {self._pages * samples} pages of KV, "
+                f"the cache has {runner.cache.pages}; give it more memory.",
+            )
+
+    def row(self, number: int, token_ids: Sample, start: int, *, drawn: bool = True) -> StepRow:
+        """Returns tokens of sample `number` from position `start` on."""
+        pages = range(number * self._pages, (number + 1) * self._pages)
+        return StepRow(token_ids, start, pages, _DRAW if drawn else None)
+
+
+def compare(
+    reference: ModelRunner, candidate: ModelRunner, samples: Sequence[Sample], progress: Scored | None = None
+) -> Quality:
+    """Compares two engines on samples [tokens], all of one length of at least 4 tokens.
+
+    InvalidArgument if they predict different vocabularies, or a sample does not fit into a context or a cache.
+    """
+    runners = (reference, candidate)
+    length = len(samples[0])
+    if reference.spec.vocab_size != candidate.spec.vocab_size:
+        raise InvalidArgument(
+            "candidate",
+            f"its vocabulary has {candidate.spec.vocab_size} tokens, the reference's {reference.spec.vocab_size}; "
+            "only models that predict the same tokens can be compared.",
+        )
+    if length > (context := min(runner.facts.max_context for runner in runners)):
+        raise InvalidArgument("tokens", f"samples of {length} tokens do not fit into a context of {context} tokens.")
+    rows = [StepRows(runner, length, min(COMPANY, len(samples))) for runner in runners]
+    sums = {"prefill": DivergenceSum(), "decode": DivergenceSum()}
+    done = 0
+    for phase, tokens, following in _steps(samples):
+        batches = [StepBatch([each.row(number, ids, start) for number, start, ids in tokens]) for each in rows]
+        first, second = (
+            runner.logits(batch, every_token=phase == "prefill") for runner, batch in zip(runners, batches, strict=True)
+        )
+        with torch.inference_mode():
+            sums[phase].add(first, second, torch.tensor(following))
+        done += len(following)
+        if progress is not None:
+            progress(done / (len(samples) * (length - 1)))
+    return Quality(sums["prefill"].result(), sums["decode"].result())
+
+
+Piece = tuple[int, int, Sample]
+"""A sample's number in its group, a position, and the tokens from there on."""
+
+
+def _steps(samples: Sequence[Sample]) -> Iterator[tuple[str, list[Piece], list[int]]]:
+    """Yields the phase, the pieces and the tokens that follow each token, of every step."""
+    half = len(samples[0]) // 2
+    for first in range(0, len(samples), COMPANY):
+        group = samples[first : first + COMPANY]
+        yield from chain.from_iterable(_prompt_steps(number, each[: half + 1]) for number, each in enumerate(group))
+        for position in range(half, len(group[0]) - 1):
+            pieces = [(number, position, each[position : position + 1]) for number, each in enumerate(group)]
+            yield "decode", pieces, [each[position + 1] for each in group]
+
+
+def _prompt_steps(number: int, prompt: Sample) -> Iterator[tuple[str, list[Piece], list[int]]]:
+    """Yields the steps of a prompt, whose last token is only predicted."""
+    for start in range(0, len(prompt) - 1, CHUNK_TOKENS):
+        end = min(start + CHUNK_TOKENS, len(prompt) - 1)
+        yield "prefill", [(number, start, prompt[start:end])], list(prompt[start + 1 : end + 1])

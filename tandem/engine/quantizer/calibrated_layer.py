@@ -1,0 +1,143 @@
+"""One layer of a model in float32, computed on sample text by the project's own decoder, and its tensors."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.model import DenseFeedForward, GroupedQueryAttention, ModelSpec
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.kernels.packed_weight import Weight
+from tandem.engine.models.allocation import allocate_parameters
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.families import places_of
+from tandem.engine.models.parameters import AttentionParameters, DenseParameters
+from tandem.engine.quantizer.calibration import CalibrationKernels, InputStatistics
+from tandem.engine.quantizer.codes import QuantizedWeight
+from tandem.engine.quantizer.source import Source
+from tandem.protocol.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A weight of the layer, which may stack several of the checkpoint's: q, k and v, or gate and up."""
+
+    weight: Tensor
+    """[N, K] float32, in place."""
+    parts: dict[str, slice]
+    """The rows of each tensor of the checkpoint, by its name."""
+
+
+class CalibratedLayer:
+    """The weights of one layer of grouped-query attention and a dense feed-forward network. Owns them."""
+
+    def __init__(self, source: Source, number: int, kernels: CalibrationKernels, device: torch.device) -> None:
+        spec = source.spec
+        self.spec = replace(spec, layers=(spec.layers[number],), vocab_size=1, tied_embeddings=True)
+        parameters = allocate_parameters(self.spec, torch.float32, device)
+        (layer,) = parameters.layers
+        assert isinstance(layer.attention, AttentionParameters)
+        assert isinstance(layer.feed_forward, DenseParameters)
+        self.weights, self.attention, self.feed_forward = layer, layer.attention, layer.feed_forward
+        self.qkv, self.output = _plain(layer.attention.qkv), _plain(layer.attention.output)
+        self.gate_up, self.down = _plain(layer.feed_forward.gate_up), _plain(layer.feed_forward.down)
+        prefix, own = f"model.layers.{number}.", "model.layers.0."
+        places = places_of(self.spec, parameters).items()
+        self._places = {prefix + name.removeprefix(own): place for name, place in places if name.startswith(own)}
+        for name, place in self._places.items():
+            stored = source.read(name).to(device).float()
+            _plain(place.tensor).copy_(stored if place.transform is None else place.transform(stored))
+        self._model = DecoderModel(self.spec, parameters, kernels, spec.max_context)
+        self._kernels = kernels
+
+    def run(self, hidden: Sequence[Tensor]) -> None:
+        """Adds the layer's output to each sample's hidden states [T, hidden size] float32, in place."""
+        for sample in hidden:
+            layout, cache = _whole(self.spec, len(sample), sample.device)
+            self._model.run_layer(0, sample, (layout,), cache)
+
+    def statistics(self, hidden: Sequence[Tensor]) -> dict[int, InputStatistics]:
+        """Returns the inputs' statistics of each product by its weight's address; `hidden` stays as it is."""
+        self._kernels.statistics = {
+            each.weight.data_ptr(): InputStatistics.zero(each.weight.shape[1], each.weight.device)
+            for each in self.products()
+        }
+        for sample in hidden:
+            self.run([sample.clone()])
+        found, self._kernels.statistics = self._kernels.statistics, {}
+        return found
+
+    def products(self) -> Iterator[Product]:
+        """Yields the layer's products in the order of the computation."""
+        for weight in (self.qkv, self.output, self.gate_up, self.down):
+            parts = {}
+            for name, place in self._places.items():
+                part = _plain(place.tensor)
+                if _inside(part, weight):
+                    first = (part.data_ptr() - weight.data_ptr()) // (weight.shape[1] * weight.itemsize)
+                    parts[name] = slice(first, first + len(part))
+            yield Product(weight, parts)
+
+    def others(self) -> dict[str, Tensor]:
+        """Returns the checkpoint's tensors of the layer that are not products, with their values now, in float32."""
+        quantized = {name for product in self.products() for name in product.parts}
+        return {name: _plain(place.tensor) for name, place in self._places.items() if name not in quantized}
+
+
+def store(product: Product, found: QuantizedWeight) -> dict[str, QuantizedWeight]:
+    """Sets a product's weight to its codes' values, and returns the codes by the checkpoint's names."""
+    product.weight.copy_(found.values())
+    return {name: found.rows(rows.start, rows.stop - rows.start) for name, rows in product.parts.items()}
+
+
+def check_calibrated(spec: ModelSpec, source: Source) -> None:
+    """Raises ModelError for a model whose layers `CalibratedLayer` is not made for."""
+    dense = all(isinstance(layer.feed_forward, DenseFeedForward) for layer in spec.layers)
+    grouped = all(isinstance(layer.attention, GroupedQueryAttention) for layer in spec.layers)
+    if not dense or not grouped or spec.wide_norms:
+        what = "norms that are stored minus 1" if dense and grouped else "experts"
+        raise ModelError(
+            f"{source.folder} ({spec.architecture}) has {what}, for which there is no calibration; use --method rtn."
+        )
+    places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+    changed = sorted(name for name, place in places.items() if place.transform is not None and "layers." in name)
+    if changed:  # what a layer holds could not be written under its name
+        raise ModelError(
+            f"{source.folder} ({spec.architecture}) stores {changed[0]} in another form than layers compute with, for"
+            " which there is no calibration; use --method rtn."
+        )
+
+
+def embedded(source: Source, samples: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Returns the hidden states [T, hidden size] float32 of samples before the first layer."""
+    table = source.read("model.embed_tokens.weight")
+    scale = torch.tensor(source.spec.embedding_scale, dtype=table.dtype).item()
+    return [table[torch.tensor(sample)].to(device).float() * scale for sample in samples]
+
+
+def _whole(spec: ModelSpec, tokens: int, device: torch.device) -> tuple[StepLayout, Tensor]:
+    """Returns the layout of one row of `tokens` tokens and a cache of one page for them."""
+    (group,) = kv_groups(spec)
+    positions = torch.arange(tokens, dtype=torch.int32, device=device)
+    layout = StepLayout(
+        positions=positions,
+        slots=positions.long(),
+        row_starts=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        page_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        max_row_tokens=tokens,
+        max_context=tokens,
+    )
+    return layout, torch.empty(1, group.depth, group.parts, group.heads, tokens, group.dim, device=device)
+
+
+def _plain(weight: Weight) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _inside(part: Tensor, whole: Tensor) -> bool:
+    """Returns True if `part` is a view into `whole`."""
+    return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes

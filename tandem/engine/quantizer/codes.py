@@ -1,0 +1,83 @@
+"""Codes, scales and zero points of a weight, and rounding to them. A weight is [N, K]: N outputs, K inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.engine.quantizer.scheme import OutputScheme
+from tandem.engine.weights.quantized.rounding import symmetric_scales
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The values that each weight can take: (code - zero) · scale, with a scale for each row and group of columns."""
+
+    scheme: OutputScheme
+    scales: Tensor
+    """[N, K / group] float32, whose values the written dtype has exactly."""
+    zeros: Tensor | None
+    """Likewise, whole numbers; None = all zero."""
+    group: int
+
+    def codes(self, weight: Tensor, first: int = 0) -> Tensor:
+        """Returns the codes nearest to `weight` [N, columns] float32, columns from number `first` on, as float32.
+
+        Float codes are rounded as E4M3 rounds: to the nearest, ties to even.
+        """
+        scales, zeros = self._of_columns(first, weight.shape[1])
+        scaled = weight / scales
+        if self.scheme.kind == "float":
+            limit = self.scheme.largest
+            return scaled.clamp(-limit, limit).to(torch.float8_e4m3fn).float()
+        shifted = scaled.round() if zeros is None else scaled.round() + zeros
+        return shifted.clamp(self.scheme.lowest, self.scheme.largest)
+
+    def values(self, codes: Tensor, first: int = 0) -> Tensor:
+        """Returns the weights [N, columns] float32 of codes, columns from number `first` on."""
+        scales, zeros = self._of_columns(first, codes.shape[1])
+        return (codes if zeros is None else codes - zeros) * scales
+
+    def _of_columns(self, first: int, columns: int) -> tuple[Tensor, Tensor | None]:
+        groups = torch.arange(first, first + columns, device=self.scales.device) // self.group
+        return self.scales[:, groups], None if self.zeros is None else self.zeros[:, groups]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight's codes [N, K], float32 with the values of codes, on their grid."""
+
+    codes: Tensor
+    grid: Grid
+
+    def values(self) -> Tensor:
+        """Returns the weight [N, K] float32 that the codes stand for."""
+        return self.grid.values(self.codes)
+
+    def rows(self, first: int, count: int) -> QuantizedWeight:
+        """Returns some rows, as views."""
+        zeros = None if self.grid.zeros is None else self.grid.zeros[first : first + count]
+        scales = self.grid.scales[first : first + count]
+        return QuantizedWeight(
+            self.codes[first : first + count], Grid(self.grid.scheme, scales, zeros, self.grid.group)
+        )
+
+
+def fit_grid(weight: Tensor, scheme: OutputScheme, group: int | None, dtype: torch.dtype) -> Grid:
+    """Returns the grid that covers each group's range; scales are rounded to `dtype`, in which they are written."""
+    width = weight.shape[1] if group is None else group
+    grouped = weight.view(len(weight), -1, width)
+    if scheme.symmetric:
+        return Grid(scheme, _rounded(symmetric_scales(grouped, scheme.reach).squeeze(-1), dtype), None, width)
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = _rounded((high - low) / (scheme.largest - scheme.lowest), dtype)
+    zeros = (scheme.lowest - low / scales).round().clamp(scheme.lowest, scheme.largest)
+    return Grid(scheme, scales, zeros, width)
+
+
+def _rounded(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns scales that `dtype` has; one that would be 0 there, as of a group of zeros alone, is 1."""
+    stored = scales.to(dtype).float()
+    return torch.where(stored > 0, stored, 1.0)

@@ -1,0 +1,52 @@
+"""GPTQ (Frantar et al., arXiv:2210.17323): columns are rounded one by one, and those that follow make up for the error.
+
+Columns come in the order of falling input power, while each keeps the group of its place, whose scale is fitted before:
+so a checkpoint needs no order of its columns.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.engine.quantizer.calibration import InputStatistics
+from tandem.engine.quantizer.codes import QuantizedWeight, fit_grid
+from tandem.engine.quantizer.scheme import OutputScheme
+
+DAMPING = 0.01
+"""Part of the mean of the Gram matrix's diagonal that is added to it, as in the paper."""
+_BLOCK = 128
+"""Columns after which the error is passed on to all others by one product."""
+
+
+def gptq(
+    weight: Tensor, inputs: InputStatistics, scheme: OutputScheme, group: int | None, scale_dtype: torch.dtype
+) -> QuantizedWeight:
+    """Returns codes of `weight` [N, K] float32 for inputs of these statistics; `group` as in `fit_grid`."""
+    grid = fit_grid(weight, scheme, group, scale_dtype)
+    order = inputs.gram.diagonal().argsort(descending=True)
+    upper = _inverse_root(inputs.gram[order][:, order])
+    columns = order.tolist()
+    rest, codes = weight[:, order].clone(), torch.empty_like(weight)
+    for first in range(0, len(columns), _BLOCK):
+        last = min(first + _BLOCK, len(columns))
+        block, root = rest[:, first:last], upper[first:last, first:last]
+        errors = torch.empty_like(block)
+        for index in range(last - first):
+            column = columns[first + index]
+            code = grid.codes(block[:, index, None], column)
+            codes[:, column] = code[:, 0]
+            errors[:, index] = (block[:, index] - grid.values(code, column)[:, 0]) / root[index, index]
+            block[:, index + 1 :] -= errors[:, index, None] * root[index, index + 1 :]
+        rest[:, last:] -= errors @ upper[first:last, last:]
+    return QuantizedWeight(codes, grid)
+
+
+def _inverse_root(gram: Tensor) -> Tensor:
+    """Returns the upper Cholesky factor of the damped Gram matrix's inverse, [K, K] float32."""
+    damped = gram.double()
+    diagonal = damped.diagonal()
+    diagonal += DAMPING * diagonal.mean()
+    # Inputs that no token has: their columns are rounded to nearest.
+    diagonal[diagonal == 0] = 1.0
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    root: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return root.float()

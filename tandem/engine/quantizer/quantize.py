@@ -1,0 +1,163 @@
+"""Quantizes a model folder: reads it layer by layer, and writes a folder in compressed-tensors' formats.
+
+Calibrated methods see each layer's inputs as the layers before it, quantized, compute them from sample text. Held are
+one layer's weights in float32 and the hidden states of all samples.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.engine.quantizer.awq import scale_for_activations
+from tandem.engine.quantizer.calibrated_layer import CalibratedLayer, Product, check_calibrated, embedded, store
+from tandem.engine.quantizer.calibration import CalibrationKernels, InputStatistics
+from tandem.engine.quantizer.codes import QuantizedWeight
+from tandem.engine.quantizer.compressed_tensors import stored_tensors
+from tandem.engine.quantizer.folder_writer import FolderWriter
+from tandem.engine.quantizer.folding import folds
+from tandem.engine.quantizer.gptq import gptq
+from tandem.engine.quantizer.rtn import round_to_nearest
+from tandem.engine.quantizer.scheme import OutputScheme, choose_group
+from tandem.engine.quantizer.smoothquant import smooth
+from tandem.engine.quantizer.source import Source, layer_of
+from tandem.engine.weights.checkpoint import Progress
+from tandem.protocol.errors import InvalidArgument
+
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The scheme, method and group size with which a model is quantized."""
+
+    scheme: OutputScheme
+    method: str = "rtn"
+    """One of `METHODS`; all but `rtn` need samples."""
+    group_size: int | None = None
+    """Inputs that share a scale; None = the largest that fits, or all for a scheme without groups."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise InvalidArgument("method", f"{self.method!r} is not known; use {', '.join(METHODS)}.")
+        if self.method == "smoothquant" and not self.scheme.activations:
+            raise InvalidArgument(
+                "method", f"smoothquant is for 8-bit activations, which {self.scheme.name} has not; use gptq or awq."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The folder that was written, and its size."""
+
+    folder: Path
+    group: int | None
+    """Inputs that share a scale; None = all of an output."""
+    read_bytes: int
+    written_bytes: int
+
+
+def quantize(
+    folder: Path,
+    output: Path,
+    recipe: Recipe,
+    samples: Sequence[Sequence[int]] = (),
+    *,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Writes `folder` with the weights of its layers' products quantized to `output`, which must not exist.
+
+    Embeddings, output layer, norms, biases and routers stay as they are, but for what AWQ and SmoothQuant fold into
+    norms and biases. samples: token ids of the texts that calibration reads.
+
+    Raises ModelError for a model that cannot be quantized, InvalidArgument for a setting that cannot be met and where
+    `output` cannot be written.
+    """
+    with Source(folder) as source, torch.no_grad():
+        inputs = {source.shape(name)[1] for name in source.products}
+        group = choose_group(recipe.scheme, recipe.group_size, inputs)
+        if recipe.method == "rtn":
+            steps = _rounded(source, recipe, group, device)
+        else:
+            check_calibrated(source.spec, source)
+            steps = _calibrated(source, recipe, group, samples, device)
+        with FolderWriter(output) as writer:
+            for done, tensors in steps:
+                writer.add(tensors)
+                if progress is not None:
+                    progress("quantizing", done)
+            config = {**source.config, "quantization_config": recipe.scheme.config(group, source.ignored)}
+            writer.finish(config, folder, source.side_files)
+        return Quantized(output, group, source.total_bytes, writer.total_bytes)
+
+
+def scale_dtype(scheme: OutputScheme, stored: torch.dtype) -> torch.dtype:
+    """Returns the dtype of scales: the model's where products compute in it, float32 where they compute in 8 bits."""
+    return torch.float32 if scheme.activations else stored
+
+
+def _rounded(
+    source: Source, recipe: Recipe, group: int | None, device: torch.device
+) -> Iterator[tuple[float, Tensors]]:
+    """Yields the completed part and the tensors to write, for each of the checkpoint's."""
+    products, names = set(source.products), source.names
+    for number, name in enumerate(names, 1):
+        tensor = source.read(name)
+        found: Tensors = {name: tensor}
+        if name in products:
+            dtype = scale_dtype(recipe.scheme, tensor.dtype)
+            rounded = round_to_nearest(tensor.to(device).float(), recipe.scheme, group, dtype)
+            found = stored_tensors(name, rounded, dtype)
+        yield number / len(names), found
+
+
+def _calibrated(
+    source: Source, recipe: Recipe, group: int | None, samples: Sequence[Sequence[int]], device: torch.device
+) -> Iterator[tuple[float, Tensors]]:
+    """Yields the completed part and the tensors to write, for each layer."""
+    yield 0.0, {name: source.read(name) for name in source.names if layer_of(name) is None}
+    hidden, kernels = embedded(source, samples, device), CalibrationKernels()
+    layers = len(source.spec.layers)
+    stored = source.read(source.products[0]).dtype
+    dtype = scale_dtype(recipe.scheme, stored)
+    for number in range(layers):
+        layer = CalibratedLayer(source, number, kernels, device)
+        statistics = layer.statistics(hidden)
+        if recipe.method in {"awq", "smoothquant"}:
+            _fold(layer, statistics, recipe, group, stored)
+        written: dict[str, Tensor] = {}
+        for product in layer.products():
+            quantized = _quantized(product, statistics[product.weight.data_ptr()], recipe, group, dtype)
+            for name, weight in store(product, quantized).items():
+                written |= stored_tensors(name, weight, dtype)
+        layer.run(hidden)
+        written |= {name: tensor.to(source.read(name).dtype) for name, tensor in layer.others().items()}
+        yield (number + 1) / layers, written
+
+
+def _fold(
+    layer: CalibratedLayer,
+    statistics: Mapping[int, InputStatistics],
+    recipe: Recipe,
+    group: int | None,
+    stored: torch.dtype,
+) -> None:
+    """Scales the inputs of the layer's products as AWQ or SmoothQuant chooses."""
+    for fold in folds(layer, stored):
+        inputs = statistics[fold.weight.data_ptr()]
+        if recipe.method == "smoothquant":
+            smooth(fold, inputs)
+        else:
+            scale_for_activations(fold, inputs, recipe.scheme, group, scale_dtype(recipe.scheme, stored))
+
+
+def _quantized(
+    product: Product, inputs: InputStatistics, recipe: Recipe, group: int | None, dtype: torch.dtype
+) -> QuantizedWeight:
+    if recipe.method == "gptq":
+        return gptq(product.weight, inputs, recipe.scheme, group, dtype)
+    return round_to_nearest(product.weight, recipe.scheme, group, dtype)

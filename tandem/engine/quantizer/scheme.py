@@ -1,0 +1,114 @@
+"""The schemes that a checkpoint can be quantized to, under compressed-tensors' names for what they store."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.protocol.errors import InvalidArgument
+
+GROUPS = (128, 64, 32)
+"""Group sizes, the default first: the largest that divides the inputs of every product."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputScheme:
+    """The form that a linear layer's weight is written in."""
+
+    name: str
+    bits: int
+    layout: str
+    """compressed-tensors' `format`."""
+    kind: str = "int"
+    """`int` or `float` (E4M3)."""
+    symmetric: bool = True
+    """False = codes have a zero point for each scale."""
+    grouped: bool = False
+    """True = a scale for each group of inputs, False = one for each output."""
+    activations: bool = False
+    """True = activations are quantized as weights are, with a scale for each token, while serving."""
+
+    @property
+    def largest(self) -> float:
+        """The largest code."""
+        return 448.0 if self.kind == "float" else 2 ** (self.bits - 1) - 1
+
+    @property
+    def lowest(self) -> float:
+        """The lowest code."""
+        return -self.largest if self.kind == "float" else -self.largest - 1
+
+    @property
+    def reach(self) -> float:
+        """The steps of the largest weight without zero points: half of the range of integers, of compressed-tensors.
+
+        Each weight is then within half a step of a code, whichever its sign.
+        """
+        return (self.largest - self.lowest) / 2
+
+    @property
+    def packed(self) -> bool:
+        """True if several codes share a 32-bit word."""
+        return self.layout == "pack-quantized"
+
+    def config(self, group: int | None, ignore: list[str]) -> dict[str, Any]:
+        """Returns `quantization_config` of config.json; `ignore` names the linear modules that stay as they are."""
+        weights = self._arguments("group" if self.grouped else "channel", dynamic=False) | {"group_size": group}
+        inputs = self._arguments("token", dynamic=True) if self.activations else None
+        groups = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.layout,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": groups},
+            "ignore": ignore,
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+        }
+
+    def _arguments(self, strategy: str, *, dynamic: bool) -> dict[str, Any]:
+        return {
+            "num_bits": self.bits,
+            "type": self.kind,
+            "symmetric": self.symmetric,
+            "strategy": strategy,
+            "group_size": None,
+            "dynamic": dynamic,
+        }
+
+
+SCHEMES = {
+    each.name: each
+    for each in (
+        OutputScheme("w4a16", 4, "pack-quantized", grouped=True),
+        OutputScheme("w4a16-asym", 4, "pack-quantized", symmetric=False, grouped=True),
+        OutputScheme("w8a16", 8, "pack-quantized"),
+        OutputScheme("w8a8", 8, "int-quantized", activations=True),
+        OutputScheme("fp8", 8, "float-quantized", kind="float", activations=True),
+    )
+}
+
+
+def parse_scheme(name: str) -> OutputScheme:
+    """Returns the scheme of this name; InvalidArgument for an unknown one."""
+    if name not in SCHEMES:
+        raise InvalidArgument("scheme", f"{name!r} is not known; use {', '.join(SCHEMES)}.")
+    return SCHEMES[name]
+
+
+def choose_group(scheme: OutputScheme, asked: int | None, inputs: set[int]) -> int | None:
+    """Returns the group size for products with these numbers of inputs, None for a scheme without groups.
+
+    InvalidArgument if `asked` does not divide all of them, or no size does.
+    """
+    if not scheme.grouped:
+        if asked is not None:
+            raise InvalidArgument("group_size", f"{scheme.name} has one scale for each output; leave the option out.")
+        return None
+    for group in GROUPS if asked is None else (asked,):
+        if group % 8 == 0 and not any(width % group for width in inputs):
+            return group
+    sizes = ", ".join(map(str, sorted(inputs)))
+    raise InvalidArgument(
+        "group_size",
+        f"the model's products have {sizes} inputs, which groups of {asked or ' or '.join(map(str, GROUPS))} do not"
+        " divide; choose a divisor that is a multiple of 8, or a scheme with 8 bits.",
+    )

@@ -1,0 +1,91 @@
+"""The folder of `--draft`: weights that propose drafts; its config.json says of which kind they are."""
+
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.load_spec import load_spec, read_json
+from tandem.engine.speculation.eagle.folder import STATES_A_ROW, is_eagle, read_eagle
+from tandem.engine.speculation.heads.folder import CONFIG, read_heads
+from tandem.engine.speculation.heads.hidden_states import hidden_rows
+from tandem.engine.speculation.load_draft_model import check_draft_model, draft_config, draft_model_bytes
+from tandem.protocol.errors import ModelError
+
+_HEADS_FIELD = "medusa_num_heads"
+
+
+class DraftKind(Enum):
+    """The kinds of trained weights."""
+
+    HEADS = "heads"
+    """Medusa heads over the model's own hidden states."""
+    EAGLE = "eagle"
+    """A layer that goes on from the model's own hidden states."""
+    MODEL = "model"
+    """A complete model with the same vocabulary."""
+
+
+def draft_kind(folder: Path) -> DraftKind:
+    """Return the kind of weights that config.json describes; ModelError if there is none that is served."""
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder} has no {CONFIG}; --draft needs the folder of a model, or of heads.")
+    config = read_json(folder / CONFIG)
+    if _HEADS_FIELD in config or config.get("model_type") == "medusa":
+        return DraftKind.HEADS
+    if is_eagle(folder, config):
+        return DraftKind.EAGLE
+    try:
+        load_spec(folder)
+    except ModelError as error:
+        described = config.get("architectures") or config.get("model_type") or "no known weights"
+        raise ModelError(
+            f"{folder / CONFIG} describes {described}; served as drafts are complete models, Medusa heads"
+            f" ({_HEADS_FIELD}), and EAGLE heads (fc.weight)."
+        ) from error
+    return DraftKind.MODEL
+
+
+def check_draft_folder(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
+    """Check the headers of all files; ModelError says what does not fit the model, or is missing.
+
+    `tokenizer` is the folder with the tokenizer of the model.
+    """
+    kind = draft_kind(folder)
+    if kind is DraftKind.HEADS:
+        read_heads(folder, spec)
+    elif kind is DraftKind.EAGLE:
+        read_eagle(folder, spec)
+    else:
+        check_draft_model(folder, spec, tokenizer)
+
+
+def drafting_model(folder: Path, spec: ModelSpec) -> ModelSpec | None:
+    """Return the model, for an EAGLE head one of its layer, that has KV of its own for drafts; None for other heads.
+
+    `spec` is the model that verifies them.
+    """
+    kind = draft_kind(folder)
+    if kind is DraftKind.HEADS:
+        return None
+    return read_eagle(folder, spec).spec if kind is DraftKind.EAGLE else load_spec(folder)
+
+
+def draft_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes that the weights of `config.draft` take beside a model with `dtype`; 0 without.
+
+    They are those of a draft model, which has a part of the KV memory as well, or those of heads with the hidden states
+    that they compute on; an EAGLE head has both.
+    """
+    if config.draft is None:
+        return 0
+    kind = draft_kind(config.draft)
+    if kind is DraftKind.MODEL:
+        return draft_model_bytes(config, device)
+    hidden = hidden_rows(config) * spec.hidden_size * dtype.itemsize
+    if kind is DraftKind.EAGLE:
+        its = STATES_A_ROW * hidden_rows(draft_config(config)) * spec.hidden_size * dtype.itemsize
+        return read_eagle(config.draft, spec).memory_bytes(dtype.itemsize) + hidden + its
+    return read_heads(config.draft, spec).memory_bytes(spec, dtype.itemsize) + hidden

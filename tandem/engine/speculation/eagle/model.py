@@ -1,0 +1,117 @@
+"""The EAGLE head (arXiv 2401.15077) as a decoder of one layer.
+
+Its input at a position is a product of the embedding of the token there and of the hidden state that drew the token;
+its output is the hidden state that is expected to draw the next one, for the model's own projection. Hidden states are
+those behind the model's final norm, so that the layer has none before it and none behind it.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.base import Feed, Kernels, Linear, StepLayout
+from tandem.engine.kernels.kv_cache import KvCache
+from tandem.engine.models.blocks import AttentionBlock
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.speculation.eagle.folder import (
+    BIAS,
+    PRODUCT,
+    TOKEN_OFFSETS,
+    empty_layer,
+    layer_places,
+    read_eagle,
+)
+from tandem.engine.speculation.heads.hidden_states import HiddenStateModel
+from tandem.engine.speculation.heads.medusa import projection_rows
+from tandem.engine.weights.tensor_reader import read_tensors
+from tandem.protocol.errors import ModelError
+
+
+class _AttentionWithoutNorm(AttentionBlock):
+    """Attention over an input that is not normed."""
+
+    @classmethod
+    def of(cls, block: AttentionBlock) -> "_AttentionWithoutNorm":
+        """Return a block with the weights of another one."""
+        found = object.__new__(cls)
+        found.__dict__.update(block.__dict__)
+        return found
+
+    def store(self, hidden: Tensor, layout: StepLayout, cache: KvCache) -> Tensor:
+        """See `AttentionBlock`."""
+        qkv = self._kernels.linear(hidden, self._qkv)
+        return self._kernels.rope_and_store(
+            qkv, self._rope, self._q_norm, self._k_norm, self._eps, cache, self._layer, layout, self._shape
+        )
+
+
+class EagleModel(HiddenStateModel):
+    """Computes steps like any model, whose tokens each have a hidden state in `states`; see `HiddenStateModel`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Parameters,
+        kernels: Kernels,
+        *,
+        product: Linear,
+        token_map: Tensor | None,
+        rows: int,
+    ) -> None:
+        """`parameters.lm_head` has a row for each token that can be guessed, which `token_map` names if not all can."""
+        super().__init__(spec, parameters, kernels, spec.max_context, rows)
+        self.states = torch.zeros_like(self.drawn_hidden)
+        """[rows, H]: the state that drew each token of the next step, in their order; its owner fills it in before."""
+        self._product = kernels.prepare(product)
+        self._token_map = token_map
+        layer = self._layers[0]
+        assert isinstance(layer.attention, AttentionBlock)
+        self._layers[0] = replace(layer, attention=_AttentionWithoutNorm.of(layer.attention))
+
+    def _embed(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+        embedded = super()._embed(token_ids, feed)
+        return self.kernels.linear(torch.cat((embedded, self.states[: len(embedded)]), dim=-1), self._product)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        self._keep(hidden)
+        spec = self.spec
+        logits = self.kernels.linear(hidden, self._lm_head) * spec.logits_scale
+        if spec.logits_softcap is not None:
+            logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
+        if self._token_map is None:
+            return logits
+        # Tokens that the head cannot guess are never drawn.
+        every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
+        return every.index_copy_(1, self._token_map, logits)
+
+
+def load_eagle(folder: Path, target: ModelSpec, parameters: Parameters, kernels: Kernels, rows: int) -> EagleModel:
+    """Read the head of a folder, in the model's dtype, on its device; ModelError says what does not fit.
+
+    `parameters` are the model's, `kernels` the head's own, and `rows` the most tokens of one of its steps.
+    """
+    found = read_eagle(folder, target)
+    device, hidden = parameters.embedding.device, target.hidden_size
+    layer = empty_layer(found.spec, parameters.dtype, device)
+    product = Linear(
+        torch.empty(hidden, 2 * hidden, dtype=parameters.dtype, device=device),
+        torch.empty(hidden, dtype=parameters.dtype, device=device) if BIAS in found.entries else None,
+    )
+    tensors = {name: place.tensor for name, place in layer_places(found.spec, layer).items()}
+    tensors |= {PRODUCT: product.weight} | ({} if product.bias is None else {BIAS: product.bias})
+    token_map = None
+    if found.vocabulary is not None:
+        token_map = tensors[TOKEN_OFFSETS] = torch.empty(found.vocabulary, dtype=torch.int64, device=device)
+    read_tensors(found.entries, {name: each for name, each in tensors.items() if isinstance(each, Tensor)})
+    if token_map is not None:
+        token_map += torch.arange(len(token_map), device=device)
+        if not 0 <= int(token_map.min()) <= int(token_map.max()) < target.vocab_size:
+            raise ModelError(
+                f"{folder}: {TOKEN_OFFSETS} names tokens outside of the vocabulary of {target.vocab_size}."
+            )
+    projection = parameters.lm_head if token_map is None else projection_rows(parameters, token_map)
+    whole = replace(layer, embedding=parameters.embedding, lm_head=projection)
+    return EagleModel(found.spec, whole, kernels, product=product, token_map=token_map, rows=rows)

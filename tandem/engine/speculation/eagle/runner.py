@@ -1,0 +1,44 @@
+"""The steps of an EAGLE head over KV pages of its own."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.model_sizes import cost_guess
+from tandem.engine.speculation.eagle.model import EagleModel
+from tandem.engine.steps.batch import PendingStep, StepBatch, StepResult
+from tandem.engine.steps.step_packer import step_limits
+from tandem.protocol.messages import ModelFacts
+
+
+class Launcher(Protocol):
+    """The part of a stepper that runs steps."""
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Launches a step and returns a function that waits for its result."""
+
+
+class EagleRunner:
+    """A `DraftRunner` whose tokens come with hidden states. Owns the cache and its pool."""
+
+    def __init__(self, model: EagleModel, cache: PagedCache, stepper: Launcher) -> None:
+        """`stepper` runs the model over the cache."""
+        self._states, self.drawn_hidden = model.states, model.drawn_hidden
+        self._stepper = stepper
+        self.pool = PagePool(cache.pages)
+        self.kv_pages = cache.kv_pages
+        self.cost_guess = cost_guess(model.spec, cache, model.dtype.itemsize)
+        limits, dtype = step_limits(model.spec, cache), str(model.dtype).removeprefix("torch.")
+        self.facts = ModelFacts("EAGLE head", model.spec.vocab_size, limits.max_context, (), dtype)
+
+    def give(self, states: Tensor) -> None:
+        """Take the hidden states [n, H] that drew the tokens of the next step's n rows of one token."""
+        self._states[: len(states)] = states
+
+    def run(self, batch: StepBatch) -> StepResult:
+        """See `DraftRunner`."""
+        with torch.inference_mode():
+            return self._stepper.launch(batch)()

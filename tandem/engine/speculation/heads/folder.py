@@ -1,0 +1,140 @@
+"""The folder of Medusa heads, in the layout of published checkpoints (https://github.com/FasterDecoding/Medusa).
+
+With L layers a head h has, by name, `{h}.{l}.linear.weight` [H, H] and `{h}.{l}.linear.bias` [H] for each layer l, and
+`{h}.{L}.weight` [V, H], its projection to the vocabulary. As in vLLM, `original_lm_head` in config.json says that heads
+use the model's own projection instead, and the tensor `token_map` [`truncated_vocab_size`] int64 names the tokens that
+heads can guess, in the order of their rows; without it V is the model's vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.models.load_spec import read_json
+from tandem.engine.weights.safetensors_file import TensorEntry, read_header
+from tandem.engine.weights.tensor_reader import FLOATS
+from tandem.protocol.errors import ModelError
+
+CONFIG = "config.json"
+WEIGHTS = ("medusa_lm_head.safetensors", "model.safetensors")
+"""The names of the file with the tensors; the first one is that of published heads."""
+PICKLED = "medusa_lm_head.pt"
+TOKEN_MAP = "token_map"
+_TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsFolder:
+    """Medusa heads on disk."""
+
+    entries: Mapping[str, TensorEntry]
+    """The tensors of all heads, and the token map if there is one."""
+    heads: int
+    layers: int
+    """The layers of each head before its projection."""
+    vocabulary: int | None
+    """The number of tokens that heads can guess; None = all of the model's."""
+    own_projection: bool
+    """True if each head has a projection of its own."""
+
+    def memory_bytes(self, spec: ModelSpec, item_bytes: int) -> int:
+        """Return the bytes that the heads take beside the model, in weights of `item_bytes`."""
+        sizes = {name: math.prod(entry.shape) for name, entry in self.entries.items()}
+        token_map = sizes.pop(TOKEN_MAP, 0)
+        # The rows of the model's own projection are copied for a smaller vocabulary, once for all heads.
+        copied = 0 if self.own_projection else (self.vocabulary or 0) * spec.hidden_size
+        return (sum(sizes.values()) + copied) * item_bytes + token_map * _TOKEN_BYTES
+
+
+def layer_name(head: int, layer: int, part: str) -> str:
+    """Return the name of the `weight` or `bias` of a head's layer."""
+    return f"{head}.{layer}.linear.{part}"
+
+
+def projection_name(head: int, layers: int) -> str:
+    """Return the name of a head's projection."""
+    return f"{head}.{layers}.weight"
+
+
+def read_heads(folder: Path, spec: ModelSpec) -> HeadsFolder:
+    """Read config and headers; ModelError says what is missing, malformed, or does not fit the model."""
+    config = read_json(folder / CONFIG)
+    heads, layers = _count(folder, config, "medusa_num_heads", None), _count(folder, config, "medusa_num_layers", 1)
+    own = config.get("original_lm_head", False) is not True
+    entries = read_header(_weights_file(folder))
+    vocabulary = _vocabulary(folder, config, entries, spec)
+    h = spec.hidden_size
+    if heads * layers > len(entries):
+        raise ModelError(f"{folder} has {len(entries)} tensors, fewer than {heads} heads of {layers} layers have.")
+    wanted: dict[str, tuple[int, ...]] = {}
+    for head in range(heads):
+        for layer in range(layers):
+            wanted |= {layer_name(head, layer, "weight"): (h, h), layer_name(head, layer, "bias"): (h,)}
+        if own:
+            wanted[projection_name(head, layers)] = (vocabulary or spec.vocab_size, h)
+    found = {name: _fitting(folder, name, shape, entries, spec) for name, shape in wanted.items()}
+    if vocabulary is not None:
+        found[TOKEN_MAP] = entries[TOKEN_MAP]
+    return HeadsFolder(found, heads, layers, vocabulary, own)
+
+
+def _weights_file(folder: Path) -> Path:
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    if (folder / PICKLED).is_file():
+        raise ModelError(
+            f"{folder} has its heads as {PICKLED}, which may run code when it is read; save its tensors as {WEIGHTS[0]}"
+            " with safetensors.torch.save_file."
+        )
+    raise ModelError(f"{folder} has neither {' nor '.join(WEIGHTS)}.")
+
+
+def _count(folder: Path, config: Mapping[str, Any], field: str, absent: int | None) -> int:
+    found = config.get(field, absent)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ModelError(f"{folder / CONFIG}: {field} is {found!r}, not a number of at least 1.")
+    return found
+
+
+def _vocabulary(
+    folder: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry], spec: ModelSpec
+) -> int | None:
+    for field, of_model in (("hidden_size", spec.hidden_size), ("vocab_size", spec.vocab_size)):
+        if config.get(field, of_model) != of_model:
+            raise ModelError(
+                f"{folder / CONFIG}: {field} is {config[field]!r}, the model's is {of_model}; the heads are those of"
+                " another model."
+            )
+    size = config.get("truncated_vocab_size", spec.vocab_size)
+    if size == spec.vocab_size and TOKEN_MAP not in entries:
+        return None
+    size = _count(folder, config, "truncated_vocab_size", None)
+    entry = entries.get(TOKEN_MAP)
+    if entry is None:
+        raise ModelError(f"{folder}: truncated_vocab_size is {size}, but the tensor {TOKEN_MAP} is missing.")
+    if entry.dtype != "I64" or entry.shape != (size,) or size > spec.vocab_size:
+        raise ModelError(
+            f"{folder}: {TOKEN_MAP} is {entry.dtype} {list(entry.shape)}, not I64 [{size}] with tokens of a vocabulary"
+            f" of {spec.vocab_size}."
+        )
+    return size
+
+
+def _fitting(
+    folder: Path, name: str, shape: tuple[int, ...], entries: Mapping[str, TensorEntry], spec: ModelSpec
+) -> TensorEntry:
+    entry = entries.get(name)
+    if entry is None:
+        raise ModelError(f"{folder} has no tensor {name}, which {CONFIG} promises.")
+    if entry.dtype not in FLOATS:
+        raise ModelError(f"{folder}: {name} is stored as {entry.dtype}, not in 16 or 32 bits.")
+    if entry.shape != shape:
+        raise ModelError(
+            f"{folder}: {name} is {list(entry.shape)}, not {list(shape)} as for a model with a hidden size of"
+            f" {spec.hidden_size} and {spec.vocab_size} tokens; the heads are those of another model."
+        )
+    return entry

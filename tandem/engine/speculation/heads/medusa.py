@@ -1,0 +1,102 @@
+"""Medusa heads (arXiv 2401.10774) over hidden states of the model, computed by its own kernels.
+
+The hidden state that drew a token goes through the model's final norm; head h then guesses the token h + 1 places
+behind the drawn one: x + SiLU(W·x + b) for each layer, and a projection to the vocabulary, of which the largest counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.base import Kernels, Linear
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.kernels.reference import rms_norm
+from tandem.engine.models.parameters import Parameters
+from tandem.engine.speculation.heads.folder import TOKEN_MAP, HeadsFolder, layer_name, projection_name, read_heads
+from tandem.engine.weights.tensor_reader import read_tensors
+from tandem.protocol.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaHead:
+    """The weights of one head, prepared for the kernels."""
+
+    layers: Sequence[Linear]
+    projection: Linear
+
+
+class MedusaHeads:
+    """All heads of one folder. Engine thread only; keeps no state of requests."""
+
+    def __init__(
+        self, heads: Sequence[MedusaHead], token_map: Tensor | None, norm: Tensor, eps: float, kernels: Kernels
+    ) -> None:
+        """`token_map` [V'] int64 names the token of each row of the projections; None = the row itself."""
+        self._heads = heads
+        self._token_map = token_map
+        self._norm = norm
+        self._eps = eps
+        self._kernels = kernels
+
+    def __len__(self) -> int:
+        """Return the number of heads, which is the most tokens of a draft."""
+        return len(self._heads)
+
+    def guess(self, hidden: Tensor, drafts: int) -> Tensor:
+        """Return the guesses [rows, drafts] int64 of the first heads for hidden states [rows, H] before the norm."""
+        normed, found = rms_norm(hidden, self._norm, self._eps), []
+        for head in self._heads[:drafts]:
+            x = normed
+            for layer in head.layers:
+                x = x + silu(self._kernels.linear(x, layer))
+            found.append(self._kernels.linear(x, head.projection).argmax(-1))
+        guesses = torch.stack(found, dim=1)
+        return guesses if self._token_map is None else self._token_map[guesses]
+
+
+def load_medusa_heads(folder: Path, spec: ModelSpec, parameters: Parameters, kernels: Kernels) -> MedusaHeads:
+    """Read the heads of a folder, in the model's dtype, on its device; ModelError says what does not fit."""
+    found = read_heads(folder, spec)
+    tensors = _read(found, parameters)
+    token_map = tensors.get(TOKEN_MAP)
+    if token_map is not None and not 0 <= int(token_map.min()) <= int(token_map.max()) < spec.vocab_size:
+        raise ModelError(f"{folder}: {TOKEN_MAP} names tokens outside of the vocabulary of {spec.vocab_size}.")
+    shared = None if found.own_projection else kernels.prepare(Linear(_projection(folder, parameters, token_map)))
+    heads = []
+    for head in range(found.heads):
+        names = [[layer_name(head, layer, part) for part in ("weight", "bias")] for layer in range(found.layers)]
+        layers = [kernels.prepare(Linear(tensors[weight], tensors[bias])) for weight, bias in names]
+        projection = shared or kernels.prepare(Linear(tensors[projection_name(head, found.layers)]))
+        heads.append(MedusaHead(layers, projection))
+    return MedusaHeads(heads, token_map, parameters.final_norm, spec.norm_eps, kernels)
+
+
+def _read(found: HeadsFolder, parameters: Parameters) -> dict[str, Tensor]:
+    device = parameters.embedding.device
+    dtypes = {name: torch.int64 if name == TOKEN_MAP else parameters.dtype for name in found.entries}
+    tensors = {
+        name: torch.empty(entry.shape, dtype=dtypes[name], device=device) for name, entry in found.entries.items()
+    }
+    read_tensors(found.entries, tensors)
+    return tensors
+
+
+def projection_rows(parameters: Parameters, token_map: Tensor) -> Tensor:
+    """Return the rows of the model's own projection for the tokens [n] that heads can guess."""
+    weight = parameters.lm_head
+    return (
+        weight.rows(token_map).dequantized(parameters.dtype) if isinstance(weight, PackedWeight) else weight[token_map]
+    )
+
+
+def _projection(folder: Path, parameters: Parameters, token_map: Tensor | None) -> Tensor:
+    if token_map is not None:
+        return projection_rows(parameters, token_map)
+    if isinstance(parameters.lm_head, PackedWeight):
+        raise ModelError(f"{folder}: its heads use the model's projection, which is quantized; train others.")
+    return parameters.lm_head

@@ -1,0 +1,132 @@
+"""Loading of a draft model: an engine of its own beside the target's, with a part of the KV memory."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from tandem.engine.cache.paged_cache import PagedCache, page_bytes
+from tandem.engine.config import EngineConfig
+from tandem.engine.config.kv import kv_groups
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.device import parse_device, parse_dtype, parse_kv_dtype
+from tandem.engine.kernels.base import is_cpu
+from tandem.engine.memory import kv_cache_bytes
+from tandem.engine.model_sizes import matrix_bytes
+from tandem.engine.models.allocation import weight_bytes
+from tandem.engine.models.load_spec import load_spec
+from tandem.engine.speculation.draft_model import DraftRunner
+from tandem.protocol.errors import ModelError
+from tandem.tokenizers.tokenizer_formats import has_tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_ITEM_BYTES = 2
+"""The bytes of a plain weight when two models are compared."""
+_ROWS_PER_REQUEST = 2
+"""The rows of a request in the first step of a draft, if all of its last draft was accepted."""
+
+
+class LoadedDraft(DraftRunner, Protocol):
+    """The part of a `ModelRunner` that tells its memory."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights that are not quantized."""
+
+    @property
+    def cache(self) -> PagedCache:
+        """The KV pages."""
+
+
+LoadModel = Callable[[EngineConfig], LoadedDraft]
+"""Loads an engine."""
+
+
+def check_draft_model(folder: Path, spec: ModelSpec, tokenizer: Path) -> None:
+    """Compare a draft model's vocabulary with that of the target, whose tokenizer lies in a folder.
+
+    ModelError says how they differ. A draft model needs no tokenizer: then only the sizes are compared.
+    """
+    draft = load_spec(folder)
+    if draft.vocab_size != spec.vocab_size:
+        raise ModelError(
+            f"{folder} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size};"
+            " a draft model must have the same tokens."
+        )
+    if has_tokenizer(folder) and has_tokenizer(tokenizer):
+        mine, its = (load_tokenizer(each).inner.get_vocab() for each in (folder, tokenizer))
+        if mine != its:
+            raise ModelError(f"{folder} has another tokenizer than {tokenizer}; a draft model must have the same.")
+    if matrix_bytes(draft, _ITEM_BYTES) >= matrix_bytes(spec, _ITEM_BYTES):
+        log.warning("The draft model %s has as many bytes as the model itself: its drafts hardly pay.", folder)
+
+
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """Return the settings of the draft model's engine beside that of the target, but for its KV memory."""
+    assert config.draft is not None
+    return replace(
+        config,
+        model=config.draft,
+        tokenizer=config.tokenizer or config.model,  # the model's own folder may have none
+        draft=None,
+        adapters=(),
+        runtime_loras=False,
+        max_model_len=None,
+        quantization=None,
+        kv_cache_dtype="auto",
+        draft_graphs=False,
+        max_batch_requests=_ROWS_PER_REQUEST * config.max_batch_requests,
+    )
+
+
+def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Return the bytes of the weights of the draft model of `config`."""
+    mine = draft_config(config)
+    draft = load_spec(mine.model)
+    return weight_bytes(draft, parse_dtype(mine, device, draft), on_cpu=is_cpu(device))
+
+
+def kv_share(config: EngineConfig, spec: ModelSpec, page_tokens: int, device: torch.device) -> float:
+    """Return the part of the KV memory that the draft model of `config` gets: both hold as many tokens."""
+    mine = draft_config(config)
+    dtypes = parse_kv_dtype(config, device, spec), parse_kv_dtype(mine, device, draft := load_spec(mine.model))
+    return share_of((spec, dtypes[0]), (draft, dtypes[1]), page_tokens)
+
+
+def share_of(target: tuple[ModelSpec, torch.dtype], draft: tuple[ModelSpec, torch.dtype], page_tokens: int) -> float:
+    """Return the part of the KV memory with which the second of two models, with these dtypes, holds as many tokens."""
+    mine, its = (page_bytes(each, page_tokens, dtype) * len(kv_groups(each)) for each, dtype in (target, draft))
+    return its / (mine + its)
+
+
+def memory_of(runner: LoadedDraft) -> dict[str, int]:
+    """Return the bytes of a model's `weights`, as far as they are matrices, and of its `kv` pages."""
+    weights = matrix_bytes(runner.spec, runner.dtype.itemsize, on_cpu=is_cpu(runner.cache.device))
+    return {"weights": weights, "kv": runner.cache.storage.nbytes}
+
+
+def load_draft_model(
+    load: LoadModel, config: EngineConfig, spec: ModelSpec, page_tokens: int, total: int | None
+) -> LoadedDraft:
+    """Load the model of `config.draft` on the same device, by `load`.
+
+    `total` is the KV memory of both models in bytes; None = on a GPU that has the target's weights, what they leave.
+    ModelError for a model that cannot be served or has another vocabulary.
+    """
+    assert config.draft is not None
+    check_draft_model(config.draft, spec, config.tokenizer or config.model)
+    device = parse_device(config.device)
+    if total is None:
+        total = kv_cache_bytes(device, config.memory_fraction, draft_model_bytes(config, device))
+    share = kv_share(config, spec, page_tokens, device)
+    runner = load(replace(draft_config(config), kv_cache_bytes=int(total * share)))
+    log.info("Draft model %s: %d KV pages", config.draft, runner.cache.pages)
+    return runner

@@ -1,0 +1,130 @@
+"""Checks rows of several tokens and writes them into a step's buffer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.engine.steps.batch import FROM_HOST, StepBatch, StepRow
+from tandem.engine.steps.step_buffer import Narrow, StepLimits, StepSizes, Words, bounds_of
+from tandem.protocol.errors import Internal
+
+_NOWHERE = -1
+
+
+@dataclass(slots=True)
+class Sections:
+    """Views into one buffer."""
+
+    token_ids: Words
+    slots: Words
+    """[groups, tokens]"""
+    drawn: Words
+    positions: Narrow
+    sources: Narrow
+    row_starts: Narrow
+    contexts: Narrow
+    table: Narrow
+    """[groups, rows, width]"""
+    adapters: Narrow
+
+    @classmethod
+    def of(cls, words: Words, sizes: StepSizes) -> "Sections":
+        """Return the sections of `words`, a buffer laid out for `sizes`; nothing is copied."""
+        at = bounds_of(sizes)
+        narrow = words[at.wide :].view(np.int32)
+        return cls(
+            words[at.token_ids],
+            words[at.slots].reshape(sizes.groups, -1)[:, : sizes.tokens],
+            words[at.drawn],
+            narrow[at.positions],
+            narrow[at.sources],
+            narrow[at.row_starts],
+            narrow[at.contexts],
+            narrow[at.table]
+            .reshape(sizes.groups, -1)[:, : sizes.rows * sizes.width]
+            .reshape(sizes.groups, sizes.rows, sizes.width),
+            narrow[at.adapters],
+        )
+
+
+def check_chunks(rows: Sequence[StepRow], limits: StepLimits) -> int:
+    """The longest context."""
+    longest = 0
+    for row in rows:
+        if not row.token_ids:
+            raise Internal("A step needs at least one token in each row.")
+        context = row.start + len(row.token_ids)
+        longest = max(longest, context)
+        if row.start < 0 or len(row.page_ids) < limits.groups * limits.pages_of(context):
+            raise Internal(f"A row from {row.start} to {context} brings {len(row.page_ids)} pages.")
+        if row.source is not None and len(row.token_ids) != 1:
+            raise Internal("A row whose token the step before draws has exactly that token.")
+    return longest
+
+
+def fill_chunks(into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int], limits: StepLimits) -> None:
+    """Write the rows of several tokens from row and token `first` on, and empty rows behind them."""
+    tokens, drawn = _fill_rows(into, batch, first, drawn_before, limits)
+    _fill_empty_rows(into, first + len(batch.chunks), tokens, drawn)
+    _check_ids(into.token_ids[first:], into.table[:, first:], limits)
+
+
+def _fill_rows(
+    into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int], limits: StepLimits
+) -> tuple[int, int]:
+    """Return the end of all rows' tokens, and of their draws."""
+    page_tokens, singles = limits.page_tokens, len(batch.tokens)
+    start = first
+    for index, row in enumerate(batch.chunks, first):
+        end, context = start + len(row.token_ids), row.start + len(row.token_ids)
+        here = np.arange(row.start, context)
+        into.row_starts[index] = start
+        into.contexts[index] = context
+        into.token_ids[start:end] = row.token_ids
+        into.sources[start:end] = _drawn_as(row.source, drawn_before)
+        into.positions[start:end] = here
+        into.adapters[start:end] = row.adapter
+        _fill_table(into.table[:, index], row, limits)
+        pages = into.table[:, index, here // page_tokens]
+        into.slots[:, start:end] = pages * np.int64(page_tokens) + here % page_tokens
+        start = end
+    into.row_starts[first + len(batch.chunks)] = start
+    drawn = [index for index, row in enumerate(batch.chunks, first) if row.draw is not None]
+    into.drawn[singles : singles + len(drawn)] = into.row_starts[1:][drawn] - 1
+    return start, singles + len(drawn)
+
+
+def _fill_table(table: Narrow, row: StepRow, limits: StepLimits) -> None:
+    """Write a row's pages into `table` [groups, width]."""
+    groups, used = limits.groups, limits.pages_of(row.start + len(row.token_ids))
+    table[:, :used] = np.reshape(row.page_ids[: used * groups], (used, groups)).T
+    table[:, used:] = 0
+    for group in range(groups):
+        seen = limits.first_page(group, row.start)
+        table[group, :seen] = table[group, seen]
+
+
+def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None:
+    """Fill the buffer behind these rows, tokens and draws with empty ones, which read and store nothing."""
+    into.table[:, rows:] = 0
+    into.contexts[rows:] = 0
+    into.token_ids[tokens:] = into.positions[tokens:] = into.adapters[tokens:] = 0
+    into.sources[tokens:] = FROM_HOST
+    into.slots[:, tokens:] = _NOWHERE
+    into.row_starts[rows:] = tokens
+    into.drawn[drawn:] = 0
+
+
+def _check_ids(token_ids: Words, table: Narrow, limits: StepLimits) -> None:
+    # Without their signs, what is negative is too large.
+    if token_ids.view(np.uint64).max(initial=0) >= limits.vocab_size:
+        raise limits.wrong_token()
+    if table.view(np.uint32).max(initial=0) >= limits.pages:
+        raise limits.wrong_page()
+
+
+def _drawn_as(source: int | None, drawn_before: Sequence[int]) -> int:
+    if source is None:
+        return FROM_HOST
+    return drawn_before[source] if drawn_before else source

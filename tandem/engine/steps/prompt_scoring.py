@@ -1,0 +1,101 @@
+"""Log probabilities of a prompt's tokens, computed in the steps that store its KV.
+
+The logits at a position say how likely the next token of the prompt is. They exist for `PIECE` positions at a time: all
+of a long prompt's would need more memory than the model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem.protocol.messages import PromptLogprobs
+
+PIECE = 64
+"""Positions whose logits exist at the same time."""
+
+Logprobs = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""Logits [n, vocab], tokens [n] int64 and a number of alternatives → as `tandem.engine.logprobs.logprobs`."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptScores:
+    """The log probabilities of one prompt, as far as its chunks are computed; the request that asks for them owns it.
+
+    Engines append to it when a step's result is read.
+    """
+
+    token_ids: Sequence[int]
+    """The whole prompt."""
+    top_count: int
+    """Number of alternatives at each position."""
+    chosen: list[float] = field(default_factory=list)
+    top_ids: list[int] = field(default_factory=list)
+    top: list[float] = field(default_factory=list)
+    finite: bool = True
+    """False once the logits at any position were not finite."""
+
+    def result(self) -> PromptLogprobs:
+        """Return the log probabilities so far, to be sent to the router."""
+        return PromptLogprobs(tuple(self.chosen), self.top_count, tuple(self.top_ids), tuple(self.top))
+
+    def next_tokens(self, start: int, count: int) -> Sequence[int]:
+        """Return the tokens that follow those at `start`, `start + 1`, …, one fewer at the prompt's end."""
+        return self.token_ids[start + 1 : start + count + 1]
+
+    def take(self, values: Tensor, ids: Tensor) -> None:
+        """Append the scores of a chunk: values [n, 1 + most] and ids [n, most] on the host, as `Logprobs` returns."""
+        self.finite &= bool(values[:, 0].isfinite().all())
+        top = min(self.top_count, ids.shape[1])
+        self.chosen += values[:, 0].tolist()
+        self.top_ids += ids[:, :top].flatten().tolist()
+        self.top += values[:, 1 : 1 + top].flatten().tolist()
+
+
+class StepScoring:
+    """The prompt tokens that one step scores, behind its draws."""
+
+    def __init__(
+        self, rows: Sequence[tuple[PromptScores, Sequence[int]]], targets: Tensor, drawn: int, logprobs: Logprobs
+    ) -> None:
+        """`rows` are the scored chunks, each with the tokens that it scores; targets [scored] int64 has all of them.
+
+        `drawn` is the number of draws.
+        """
+        self._rows = rows
+        self._targets = targets
+        self._drawn = drawn
+        self._logprobs = logprobs
+        self._top = max(scores.top_count for scores, _ in rows)
+        self._read: list[tuple[Tensor, Tensor]] = []
+
+    def logits(self, hidden: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Score hidden states [D + scored, width], those of draws first; return the draws' logits [D, vocab], if any.
+
+        `project` computes logits. Launches only; never waits for a device.
+        """
+        scored, targets = hidden[self._drawn :], self._targets
+        pieces = [slice(first, first + PIECE) for first in range(0, len(targets), PIECE)]
+        found = [self._logprobs(project(scored[piece]), targets[piece], self._top) for piece in pieces]
+        self._read = [(_to_host(values), _to_host(ids)) for values, ids in found]
+        return project(hidden[: self._drawn]) if self._drawn else None
+
+    def deliver(self) -> None:
+        """Give the rows' requests their scores, once the step has run."""
+        if not self._read:
+            return
+        values, ids = (torch.cat(parts) for parts in zip(*self._read, strict=True))
+        first = 0
+        for scores, tokens in self._rows:
+            some = slice(first, first + len(tokens))
+            scores.take(values[some], ids[some])
+            first = some.stop
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor on the host, which is complete once the device has run what was launched so far."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,249 @@
+"""The buffer of a step: where its sections lie, and the loop that fills them for rows of one token each.
+
+The loop is compiled. As operations on arrays it was some thirty calls a step, each of which finds its way through numpy
+anew: where ten milliseconds have passed since the last step, nearly all of that is to fetch code. Python's lock is kept
+meanwhile, because whoever takes it makes the step wait for much longer than the loop takes.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.kernels.cpu.compiled_cache import cached_entry
+from tandem.protocol.errors import Internal
+
+Words = npt.NDArray[np.int64]
+Narrow = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The bounds of rows: beyond them memory of other requests would be read or written."""
+
+    vocab_size: int
+    max_context: int
+    pages: int
+    page_tokens: int
+    windows: tuple[int | None, ...] = (None,)
+    """The window of each group of layers that share pages (`tandem/engine/config/kv.py`)."""
+
+    @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return len(self.windows)
+
+    @property
+    def row_limits(self) -> Words:
+        """The `limits` of `fill_rows`."""
+        return np.array([self.page_tokens, self.vocab_size, self.pages, *(window or 0 for window in self.windows)])
+
+    def first_page(self, group: int, position: int) -> int:
+        """Return the number of the first page that a token at `position` reads in this group."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.page_tokens
+
+    def pages_of(self, context: int) -> int:
+        """Return the number of pages that `context` tokens fill."""
+        return -(-context // self.page_tokens)
+
+    def wrong_token(self) -> Internal:
+        """Return the error of a token id outside of the vocabulary."""
+        return Internal(f"A token id is outside 0 .. {self.vocab_size - 1}.")
+
+    def wrong_page(self) -> Internal:
+        """Return the error of a page id outside of the cache."""
+        return Internal(f"A page id is outside 0 .. {self.pages - 1}.")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The lengths of the buffer's sections, in elements.
+
+    In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table, adapters. Each
+    begins at a multiple of 16 bytes, as kernels are compiled once more for addresses that do not. Slots and page table
+    have one part for each group, in which tokens and rows are padded to such a multiple as well.
+    """
+
+    tokens: int
+    rows: int
+    width: int
+    """Pages of the page table's rows."""
+    drawn: int
+    groups: int = 1
+
+    @property
+    def group_slots(self) -> int:
+        """Elements from one group's slots to the next one's."""
+        return -(-self.tokens // 2) * 2
+
+    @property
+    def group_table(self) -> int:
+        """Elements from one group's page table to the next one's."""
+        return -(-self.rows * self.width // 4) * 4
+
+    @property
+    def wide(self) -> list[int]:
+        """The lengths of the int64 sections, in elements."""
+        return [self.tokens, self.groups * self.group_slots, self.drawn]
+
+    @property
+    def narrow(self) -> list[int]:
+        """The lengths of the int32 sections, in elements."""
+        return [self.tokens, self.tokens, self.rows + 1, self.rows, self.groups * self.group_table, self.tokens]
+
+    @property
+    def wide_room(self) -> list[int]:
+        """Elements from each int64 section's start to the next one's."""
+        return [-(-length // 2) * 2 for length in self.wide]
+
+    @property
+    def narrow_room(self) -> list[int]:
+        """Elements from each int32 section's start to the next one's."""
+        return [-(-length // 4) * 4 for length in self.narrow]
+
+    @property
+    def words(self) -> int:
+        """The number of words of 8 bytes for all sections."""
+        return bounds_of(self).words
+
+    @property
+    def starts(self) -> Words:
+        """[12] of all sections and groups, see `_Bounds`."""
+        return bounds_of(self).starts
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """The place of each section in the buffer, in its own elements."""
+
+    token_ids: slice
+    slots: slice
+    drawn: slice
+    positions: slice
+    sources: slice
+    row_starts: slice
+    contexts: slice
+    table: slice
+    adapters: slice
+    wide: int
+    """Words before the first of 32 bits."""
+    words: int
+    starts: Words
+    """The starts of token_ids, slots and drawn, then of the words of 32 bits, then, in these, of all other sections.
+
+    Then the elements from one group's slots to the next one's, and from one group's page table to the next one's.
+    """
+
+
+@lru_cache(maxsize=256)
+def bounds_of(sizes: StepSizes) -> _Bounds:
+    """Asked for in each step, and the same in most of them."""
+    wide, narrow = sizes.wide_room, sizes.narrow_room
+    token_ids, slots, drawn = _slices(wide, sizes.wide)
+    positions, sources, row_starts, contexts, table, adapters = _slices(narrow, sizes.narrow)
+    begin = sum(wide)
+    words = begin + sum(narrow) // 2
+    sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table, adapters
+    starts = [section.start for section in sections]
+    return _Bounds(
+        *sections, begin, words, np.array([*starts[:3], begin, *starts[3:], sizes.group_slots, sizes.group_table])
+    )
+
+
+def _slices(rooms: list[int], lengths: list[int]) -> list[slice]:
+    ends = accumulate(rooms)
+    return [slice(end - room, end - room + length) for end, room, length in zip(ends, rooms, lengths, strict=True)]
+
+
+FINE = -1
+SHORT_OF_PAGES, WRONG_TOKEN, WRONG_PAGE = range(3)
+"""The faults of a row."""
+_FAULTS = 3
+
+
+def fault_of(found: int) -> tuple[int, int]:
+    """Return the fault and the row that `fill_rows` found, unless it found FINE."""
+    return found % _FAULTS, found // _FAULTS
+
+
+def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled function has no others
+    words,
+    at,
+    position_offset,
+    step,
+    token_ids,
+    sources,
+    drawn_before,
+    slot_indices,
+    table,
+    page_counts,
+    adapters,
+    end,
+    width,
+    limits,
+):
+    """Write n rows of one token each into `words` [int64], and rows up to `end` that read and write nothing.
+
+    The sections of `words` begin at `at` (`StepSizes.starts`); the page table is `width` wide.
+
+    position_offset [n] int64: positions, less `step`; token_ids [n] int64; sources [n] int32: rows of the step before;
+    drawn_before int64: the draw of each of those rows, empty = its own number; slot_indices [n]: each row's slot in
+    table [slots, entries] int32, in page_counts and in adapters [slots] int32: page n of group g is entry n · groups +
+    g, and page_counts has the numbers of entries. limits [3 + groups] int64: tokens of a page, size of the vocabulary,
+    pages of the cache, and each group's window, 0 = none. Pages that the row does not see are not looked at.
+
+    Returns FINE, or the fault of the last row that has one, for `fault_of`.
+    """
+    page_tokens, vocab_size, pages, windows = limits[0], limits[1], limits[2], limits[3:]
+    groups, group_slots, group_table = len(windows), at[10], at[11]
+    narrow = words[at[3] :].view(np.int32)
+    ids, slots, drawn = words[at[0] :], words[at[1] :], words[at[2] :]
+    positions, from_rows, row_starts = narrow[at[4] :], narrow[at[5] :], narrow[at[6] :]
+    contexts, into, adapted = narrow[at[7] :], narrow[at[8] :], narrow[at[9] :]
+    found = FINE
+    for row in range(len(position_offset)):
+        slot = slot_indices[row]
+        position, has = position_offset[row] + step, page_counts[slot] // groups
+        page = position // page_tokens
+        if position < 0 or page >= has:
+            return row * _FAULTS + SHORT_OF_PAGES
+        if token_ids[row] < 0 or token_ids[row] >= vocab_size:
+            found = row * _FAULTS + WRONG_TOKEN
+        source = sources[row]
+        ids[row] = token_ids[row]
+        drawn[row] = row
+        positions[row] = position
+        from_rows[row] = drawn_before[source] if source >= 0 and len(drawn_before) else source
+        row_starts[row] = row
+        contexts[row] = position + 1
+        adapted[row] = adapters[slot]
+        used, wrong = min(width, has), 0
+        for group in range(groups):
+            slots[group * group_slots + row] = (table[slot, page * groups + group] - page) * page_tokens + position
+            first, seen = group * group_table + row * width, 0
+            if windows[group] > 0:
+                seen = max(0, position - windows[group] + 1) // page_tokens
+                into[first : first + seen] = table[slot, seen * groups + group]
+            for index in range(seen, used):
+                held_page = table[slot, index * groups + group]
+                wrong |= held_page < 0 or held_page >= pages
+                into[first + index] = held_page
+            into[first + used : first + width] = 0
+        if wrong:
+            found = row * _FAULTS + WRONG_PAGE
+    for row in range(len(position_offset), end):
+        ids[row] = positions[row] = contexts[row] = adapted[row] = 0
+        from_rows[row] = -1
+        row_starts[row] = row
+    for group in range(groups):
+        slots[group * group_slots + len(position_offset) : group * group_slots + end] = -1
+        into[group * group_table + len(position_offset) * width : group * group_table + end * width] = 0
+    row_starts[end] = end
+    return found
+
+
+fill_rows: Any = cached_entry(_fill_rows, nogil=False)

@@ -1,0 +1,184 @@
+"""Packs rows into tensors: one host buffer a step, which goes to the device in one piece."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.kernels.base import StepLayout
+from tandem.engine.steps.batch import RowColumns, StepBatch
+from tandem.engine.steps.chunk_packer import Sections, check_chunks, fill_chunks
+from tandem.engine.steps.prompt_scoring import StepScoring
+from tandem.engine.steps.step_buffer import (
+    FINE,
+    WRONG_PAGE,
+    WRONG_TOKEN,
+    StepLimits,
+    StepSizes,
+    Words,
+    fault_of,
+    fill_rows,
+)
+from tandem.protocol.errors import Internal
+
+_NO_DRAWS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step's tensors: token_ids [T] int64; drawn [D] int64, the last tokens of rows with a draw, None = all T.
+
+    `sources` [T] int32: the draw of the step before whose token this is, -1 = the id in token_ids counts. `layouts` has
+    one for each group of layers.
+    """
+
+    token_ids: Tensor
+    sources: Tensor
+    layouts: tuple[StepLayout, ...]
+    drawn: Tensor | None
+    scoring: StepScoring | None = None
+
+    @property
+    def layout(self) -> StepLayout:
+        """The layout of the first group, and of all layers if there is no other."""
+        return self.layouts[0]
+
+
+def step_limits(spec: ModelSpec, cache: PagedCache) -> StepLimits:
+    """Return the limits of a model over a cache: a request that outgrows the whole pool could never finish."""
+    reachable = min(spec.max_context, cache.kv_pages.tokens_in(cache.pages))
+    return StepLimits(spec.vocab_size, reachable, cache.pages, cache.page_tokens, cache.kv_pages.windows)
+
+
+class StepPacker:
+    """Checks steps and writes them into buffers; holds none itself."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
+        self._row_limits = limits.row_limits
+
+    def sizes(self, batch: StepBatch) -> StepSizes:
+        """Return the sizes of `batch`; raises Internal for one that is empty, too long, or malformed in a chunk.
+
+        Rows of one token are checked as they are packed. Either way its maker should have rejected the request.
+        """
+        singles, chunks = len(batch.tokens), batch.chunks
+        if not singles and not chunks:
+            raise Internal("A step needs at least one row.")
+        longest = batch.tokens.columns.longest
+        if chunks:
+            longest = max(longest, check_chunks(chunks, self.limits))
+        if longest > self.limits.max_context:
+            raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
+        width = self.limits.pages_of(longest)
+        if not chunks:
+            return StepSizes(singles, singles, width, singles, self.limits.groups)
+        tokens = singles + sum(len(row.token_ids) for row in chunks)
+        drawn = singles + sum(row.draw is not None for row in chunks)
+        return StepSizes(tokens, singles + len(chunks), width, drawn, self.limits.groups)
+
+    def pack(
+        self,
+        batch: StepBatch,
+        sizes: StepSizes,
+        words: Words,
+        drawn_before: Sequence[int] = (),
+        chunks_at: int | None = None,
+    ) -> None:
+        """Fill `words` [sizes.words].
+
+        `sizes` may have more rows and tokens than `batch`: the rest read and write nothing. The chunks' rows and tokens
+        begin at number `chunks_at`, None = behind the rows of one token: without chunks those are all rows.
+        `drawn_before`: for each row of the step before, which of its draws is this row's; empty if each row's is its
+        own.
+        """
+        if chunks_at is None:
+            chunks_at = len(batch.tokens) if batch.chunks else sizes.rows
+        self._fill_tokens(words, sizes, batch.tokens.columns, drawn_before, chunks_at)
+        if batch.chunks or chunks_at < max(sizes.tokens, sizes.rows):
+            fill_chunks(Sections.of(words, sizes), batch, chunks_at, drawn_before, self.limits)
+
+    def _fill_tokens(
+        self, words: Words, sizes: StepSizes, rows: RowColumns, drawn_before: Sequence[int], end: int
+    ) -> None:
+        """Rows of one token each, the first of every section, and up to `end` such rows of nothing."""
+        found = fill_rows(
+            words,
+            sizes.starts,
+            rows.position_offset,
+            rows.step,
+            rows.token_ids,
+            rows.sources,
+            np.array(drawn_before, dtype=np.int64) if drawn_before else _NO_DRAWS,
+            rows.slot_indices,
+            rows.table,
+            rows.page_counts,
+            rows.adapters,
+            end,
+            sizes.width,
+            self._row_limits,
+        )
+        if found != FINE:
+            self._refuse(rows, *fault_of(found))
+
+    def _refuse(self, rows: RowColumns, fault: int, row: int) -> NoReturn:
+        if fault == WRONG_TOKEN:
+            raise self.limits.wrong_token()
+        if fault == WRONG_PAGE:
+            raise self.limits.wrong_page()
+        start, page_count = int(rows.position_offset[row]) + rows.step, rows.page_counts[rows.slot_indices[row]]
+        raise Internal(f"A row from {start} to {start + 1} brings {page_count} pages.")
+
+
+def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
+    """Views into `words` [sizes.words] int64, on any device."""
+    tokens, chunks = batch.tokens, batch.chunks
+    longest = max((len(row.token_ids) for row in chunks), default=1)
+    context = tokens.columns.longest
+    context = max(context, *(row.start + len(row.token_ids) for row in chunks)) if chunks else context
+    single = next((i for i, row in enumerate(chunks, len(tokens)) if len(row.token_ids) > 1), sizes.rows)
+    cached = max((row.start for row in chunks), default=0)
+    return view_step(words, sizes, max_row_tokens=longest, max_context=context, single_rows=single, max_cached=cached)
+
+
+def view_step(
+    words: Tensor,
+    sizes: StepSizes,
+    *,
+    max_row_tokens: int,
+    max_context: int,
+    single_rows: int,
+    max_cached: int | None = None,
+) -> PackedStep:
+    """Return views as `unpack` does, for any batch of these bounds."""
+    wide = sum(sizes.wide_room)
+    token_ids, slots, drawn = _cut(words[:wide], sizes.wide_room, sizes.wide)
+    narrow = words[wide:].view(torch.int32)
+    positions, sources, row_starts, contexts, table, adapters = _cut(narrow, sizes.narrow_room, sizes.narrow)
+    slots, table = slots.view(sizes.groups, -1), table.view(sizes.groups, -1)
+    layouts = tuple(
+        StepLayout(
+            positions=positions,
+            slots=slots[group, : sizes.tokens],
+            row_starts=row_starts,
+            context_lens=contexts,
+            page_table=table[group, : sizes.rows * sizes.width].view(sizes.rows, sizes.width),
+            max_row_tokens=max_row_tokens,
+            max_context=max_context,
+            single_rows=single_rows,
+            max_cached=max_cached,
+            group=group,
+            adapters=adapters,
+        )
+        for group in range(sizes.groups)
+    )
+    return PackedStep(token_ids, sources, layouts, None if sizes.drawn == sizes.tokens else drawn)
+
+
+def _cut(tensor: Tensor, rooms: list[int], lengths: list[int]) -> list[Tensor]:
+    return [part[:length] for part, length in zip(tensor.split_with_sizes(rooms), lengths, strict=True)]

@@ -1,0 +1,46 @@
+"""The first steps of a loaded engine, so that no user waits for kernels to be compiled or threads to start."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.steps.batch import StepBatch, StepRow
+from tandem.engine.steps.draws import Draw
+from tandem.engine.weights.checkpoint import Progress
+from tandem.protocol.errors import ModelError
+from tandem.protocol.messages import SamplingParams
+
+_TOKENS = 64
+
+
+def warm_up(run: Callable[[StepBatch], object], cache: PagedCache, max_context: int, progress: Progress | None) -> None:
+    """Run a prompt and a decode step.
+
+    They write to page 0 while nobody owns it, and leave it as it was.
+    """
+    if progress is not None:
+        progress("compiling kernels", 0.0)
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+    tokens = min(cache.page_tokens, _TOKENS, max_context)
+    pages = [0] * len(cache.groups)
+    for row in (StepRow([0] * tokens, 0, pages, None), StepRow([0], 0, pages, Draw(sampling, 0))):
+        run(StepBatch([row]))
+    cache.storage[0].zero_()
+    if progress is not None:
+        progress("compiling kernels", 1.0)
+
+
+def check_activations(logits: Callable[[StepBatch], Tensor], cache: PagedCache, most_tokens: int) -> None:
+    """Raise ModelError if activations leave float16's range in a prompt, which makes its logits NaN or infinite.
+
+    Models that were trained in bfloat16 most often do so at the first positions. It uses page 0 as `warm_up` does.
+    """
+    tokens = list(range(min(cache.page_tokens, _TOKENS, most_tokens)))
+    drawn = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+    finite = logits(StepBatch([StepRow(tokens, 0, [0] * len(cache.groups), drawn)])).isfinite().all()
+    cache.storage[0].zero_()
+    if not finite:
+        raise ModelError(
+            "the model computes numbers beyond 65504, the largest of float16; use --dtype bfloat16 or float32."
+        )

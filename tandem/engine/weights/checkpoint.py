@@ -1,0 +1,232 @@
+"""A model folder in Hugging Face layout: checked by its headers alone, then read directly into its tensors."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.model import ModelSpec
+from tandem.engine.config.quantization import Quantization, WeightScheme
+from tandem.engine.models.allocation import QuantizedWeights, allocate_parameters, quantized_weights
+from tandem.engine.models.families import places_of
+from tandem.engine.models.load_spec import load_spec, read_json, text_part, towers_of
+from tandem.engine.models.parameters import Parameters, Place
+from tandem.engine.weights.quantized.format import StoredTensor
+from tandem.engine.weights.quantized_loader import load_quantized, stored_tensors
+from tandem.engine.weights.safetensors_file import TensorEntry, read_header
+from tandem.engine.weights.tensor_names import TensorNames
+from tandem.engine.weights.tensor_reader import DTYPES, FLOATS, read_tensors
+from tandem.protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""Called with the name of an activity and its completed part, 0 to 1."""
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_NAMED_AT_MOST = 3
+_MOST_FILES = 10_000
+"""Files of weights: the largest models that are published have a few hundred."""
+_REVISION_BYTES = 4096
+"""Bytes of each tensor that go into the revision: 1.2 MB for a model of 32 layers."""
+
+
+def check_model(folder: Path) -> ModelSpec:
+    """Returns the specification of a model that can be served; no weights are read.
+
+    Modules that a quantized checkpoint stores in 16 bits are not quantized, whatever config.json says. Raises
+    ModelError, in one sentence: no folder or configuration, an unsupported architecture, a truncated or corrupt file,
+    tensors missing, extra or of the wrong shape.
+    """
+    spec = load_spec(folder)
+    places = places_of(spec, allocate_parameters(spec, torch.float32, torch.device("meta")))
+    names = TensorNames.of(spec, read_json(folder / "config.json"))
+    entries = names.text_model(read_entries(folder))
+    if spec.quantization is not None:
+        spec = replace(spec, quantization=_as_stored(spec.quantization, places, quantized_weights(spec), entries))
+    _match(folder, places, spec, names, entries)
+    return spec
+
+
+def load_weights(folder: Path, spec: ModelSpec, parameters: Parameters, progress: Progress | None = None) -> None:
+    """Copies every tensor of the folder to its place in `parameters`, cast to the place's dtype during the copy.
+
+    Places on the `meta` device are left out.
+    Raises ModelError as `check_model` does. The host holds no second copy, see `tensor_reader`, but of one tensor at a
+    time among those whose values are transformed.
+    """
+    places = places_of(spec, parameters)
+    config = read_json(folder / "config.json")
+    names = TensorNames.of(spec, config)
+    entries = _match(folder, places, spec, names, names.text_model(read_entries(folder)))
+    places = {name: place for name, place in places.items() if place.tensor.device.type != "meta"}
+    quantized = quantized_weights(spec)
+    schemes = {name: scheme for name, scheme in quantized.schemes.items() if name in places}
+    if quantized.dequantized:
+        log.info(
+            "%s: %s of %s quantized tensors are dequantized, as their columns or layers are in no order of the kernels",
+            folder,
+            len(quantized.dequantized),
+            len(quantized.schemes),
+        )
+    if text_part(config) is not config:
+        log.info("%s: the text part is served, images and the like are not (%s)", folder, towers_of(config))
+    total = sum(_elements(entry.shape) for entry in entries.values())
+    done = 0
+
+    def count(elements: int) -> None:
+        nonlocal done
+        done += elements
+        if progress is not None:
+            progress("loading weights", done / total)
+
+    plain: dict[str, Tensor] = {}
+    for name, place in places.items():
+        if name in schemes:
+            continue
+        assert isinstance(place.tensor, Tensor)
+        if place.transform is None and place.tensor.is_contiguous():
+            plain[name] = place.tensor
+        else:
+            _read_transformed(name, entries[name], place, count)
+    read_tensors({name: entries[name] for name in plain}, plain, count)
+    load_quantized(places, schemes, entries, count)
+
+
+def revision_hash(folder: Path) -> str:
+    """Returns the name of this revision of the model, in hex.
+
+    It is the SHA-256 over config.json, every tensor's name, dtype and shape, and the first bytes of each, so that a
+    fine-tuned model of equal shapes has another name, at little cost.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for name, entry in sorted(read_entries(folder).items()):
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        with entry.file.open("rb") as stream:
+            stream.seek(entry.start)
+            digest.update(stream.read(_REVISION_BYTES))
+    return digest.hexdigest()
+
+
+def stored_dtype(folder: Path) -> str:
+    """Returns the dtype of the folder's largest tensor that is not one of codes, in torch's spelling."""
+    entries = read_entries(folder).values()
+    floats = [entry for entry in entries if entry.dtype in FLOATS]
+    largest = max(floats or entries, key=lambda entry: _elements(entry.shape))
+    return str(DTYPES.get(largest.dtype, largest.dtype)).removeprefix("torch.")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files of the folder's weights, those of its index if it has one; ModelError if any is missing."""
+    index = folder / _INDEX
+    if not index.is_file():
+        if not (folder / _SINGLE).is_file():
+            raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}; only safetensors weights are read.")
+        return [folder / _SINGLE]
+    try:
+        found = set(read_json(index)["weight_map"].values())
+        if len(found) > _MOST_FILES:
+            raise ModelError(f"{index} names {len(found)} files, more than {_MOST_FILES}; it is no file of a model.")
+        names = sorted(map(str, found))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is corrupt ({error}); download it again.") from error
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ModelError(f"{folder} lacks {name}, which {_INDEX} names; download it again.")
+    return [folder / name for name in names]
+
+
+def read_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Returns all tensors of a folder's weight files by their names; ModelError for files that cannot be read."""
+    found: dict[str, TensorEntry] = {}
+    for file in weight_files(folder):
+        for name, entry in read_header(file).items():
+            if name in found:
+                raise ModelError(f"tensor {name} is in both {found[name].file} and {file}; keep one.")
+            found[name] = entry
+    return found
+
+
+def _as_stored(
+    quantization: Quantization,
+    places: Mapping[str, Place],
+    quantized: QuantizedWeights,
+    entries: Mapping[str, TensorEntry],
+) -> Quantization:
+    """Returns the quantization without the modules that are stored in 16 bits, or in more."""
+    found = set()
+    for name, scheme in quantized.schemes.items():
+        codes = next(iter(stored_tensors(name, places[name], scheme)))
+        stored_plainly = name in entries and entries[name].dtype in FLOATS
+        if stored_plainly and not quantization.at_load and (codes == name or codes not in entries):
+            found.add(name.removesuffix(".weight"))
+    return replace(quantization, plain=quantization.plain | found) if found else quantization
+
+
+def _match(
+    folder: Path,
+    places: Mapping[str, Place],
+    spec: ModelSpec,
+    names: TensorNames,
+    found: Mapping[str, TensorEntry],
+) -> dict[str, TensorEntry]:
+    """Returns the entries to load, all of them wanted, none missing, each of its shape."""
+    schemes = quantized_weights(spec).schemes
+    wanted: dict[str, StoredTensor] = {}
+    of: dict[str, WeightScheme | None] = {}
+    for name, place in places.items():
+        stored = stored_tensors(name, place, schemes.get(name))
+        # A bias that the model has stands before one that its format allows.
+        wanted |= {each: tensor for each, tensor in stored.items() if tensor.read or each not in places}
+        of |= dict.fromkeys(stored, schemes.get(name))
+    missing = [name for name, tensor in wanted.items() if tensor.required and name not in found]
+    if missing:
+        raise ModelError(f"{folder} lacks {_some(missing)}, which its config.json calls for{_named(of[missing[0]])}.")
+    extra = [name for name in found if name not in wanted and not names.is_harmless(name)]
+    if extra:
+        raise ModelError(f"{folder} has {_some(extra)}, which a model of its config.json lacks.")
+    read = {name: tensor for name, tensor in wanted.items() if tensor.read and name in found}
+    for name, tensor in read.items():
+        entry = found[name]
+        if entry.shape not in tensor.shapes:
+            shape = list(tensor.shapes[-1])
+            raise ModelError(
+                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json calls for {shape}{_named(of[name])}."
+            )
+        if entry.dtype not in tensor.dtypes:
+            raise ModelError(
+                f"{entry.file}: {name} is stored as {entry.dtype}; only {', '.join(sorted(tensor.dtypes))} can be"
+                f" loaded{_named(of[name])}."
+            )
+    return {name: found[name] for name in read}
+
+
+def _named(scheme: WeightScheme | None) -> str:
+    """Returns the scheme of a weight for a message, "" for none."""
+    if scheme is None:
+        return ""
+    group = "a scale a row" if scheme.group is None else f"groups of {scheme.group}"
+    return f" ({scheme.format}, {scheme.codes}, {group})"
+
+
+def _read_transformed(name: str, entry: TensorEntry, place: Place, count: Callable[[int], None]) -> None:
+    """Reads one tensor into the host's memory, and writes the values that are computed from it to their place."""
+    assert isinstance(place.tensor, Tensor)
+    stored = torch.empty(entry.shape, dtype=place.tensor.dtype)
+    read_tensors({name: entry}, {name: stored}, count)
+    place.tensor.copy_(stored if place.transform is None else place.transform(stored))
+
+
+def _some(names: list[str]) -> str:
+    named = ", ".join(names[:_NAMED_AT_MOST])
+    rest = len(names) - _NAMED_AT_MOST
+    return f"tensor {named}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

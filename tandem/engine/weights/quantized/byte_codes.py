@@ -1,0 +1,64 @@
+"""Weights of a byte each: FP8 and INT8 of compressed-tensors, the FP8 of DeepSeek and Qwen3, ModelOpt and FBGEMM.
+
+weight           [N, K] F8_E4M3 or I8
+weight_scale     one, [N, 1], [N, G], or one a block of rows and columns [⌈N / b⌉, ⌈K / g⌉]; weight_scale_inv likewise,
+                 which is multiplied by, too
+weight_zero_point  I8, as weight_scale, where zero points are in use
+
+The scales of activations (`input_scale`) are not in use: activations are not quantized with stored scales.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.quantization import Codes, WeightFormat, WeightScheme
+from tandem.engine.weights.quantized.format import (
+    FLOATS,
+    Format,
+    GroupedCodes,
+    Shape,
+    StoredTensor,
+    group_count,
+    unread,
+)
+
+_UNREAD = unread(
+    "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale", "weight_zero_point"
+)
+
+
+def _tensors(scheme: WeightScheme, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+    groups, blocks = group_count(scheme, columns), -(-rows // scheme.block_rows)
+    shapes: tuple[Shape, ...] = ((blocks, groups),)
+    if scheme.group is None:
+        shapes = ((), (1,), (1, 1), (rows,), (rows, 1))
+    codes = StoredTensor("weight", ((rows, columns),), frozenset({"F8_E4M3" if scheme.codes is Codes.FLOAT8 else "I8"}))
+    found: tuple[StoredTensor, ...] = (codes, StoredTensor(_scale_name(scheme), shapes, FLOATS))
+    if not scheme.symmetric:
+        found += (StoredTensor("weight_zero_point", shapes, frozenset({"I8"})),)
+    return (*found, *(each for each in _UNREAD if each.name not in {stored.name for stored in found}))
+
+
+def _read(scheme: WeightScheme, tensors: Mapping[str, Tensor], shape: Shape) -> GroupedCodes:
+    rows, columns = shape
+    scales = _matrix(tensors[_scale_name(scheme)], scheme, rows)
+    offsets = None
+    if not scheme.symmetric:
+        offsets = -_matrix(tensors["weight_zero_point"], scheme, rows).to(torch.float32) * scales.to(torch.float32)
+    return GroupedCodes(tensors["weight"], scales, offsets, scheme.group or columns)
+
+
+def _matrix(values: Tensor, scheme: WeightScheme, rows: int) -> Tensor:
+    """Returns values [N, G], those of a block repeated for each of its rows."""
+    if scheme.group is None:
+        return values.reshape(-1, 1).expand(rows, 1)
+    return values.repeat_interleave(scheme.block_rows, dim=0)[:rows]
+
+
+def _scale_name(scheme: WeightScheme) -> str:
+    return "weight_scale_inv" if scheme.format is WeightFormat.FP8_BLOCKS else "weight_scale"
+
+
+FORMAT = Format(_tensors, _read)

@@ -1,0 +1,39 @@
+"""Quantization of 16-bit weights while they are loaded, by rounding to the nearest code."""
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.quantization import Codes, Packing
+from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight, pack_nibbles
+
+_LARGEST = {Codes.INT8: 127.5, Codes.INT4: 7.5, Codes.FLOAT8: torch.finfo(torch.float8_e4m3fn).max}
+"""The largest magnitude that is rounded to a code: half of the range of integers, as compressed-tensors has it."""
+
+
+def rounded(weight: Tensor, packing: Packing) -> PackedWeight:
+    """Returns a weight [..., N, K] in codes whose scales map the largest magnitude of a group to the largest code.
+
+    Copies in float32 exist of one matrix at a time.
+    """
+    if weight.dim() > 2:
+        each = [rounded(matrix, packing) for matrix in weight]
+        codes, scales = (torch.stack(parts) for parts in zip(*((one.codes, one.scales) for one in each), strict=True))
+        return PackedWeight(codes, scales, None, packing.group)
+    rows, columns = weight.shape
+    grouped = weight.to(torch.float32).reshape(rows, columns // packing.group, packing.group)
+    scales = symmetric_scales(grouped, _LARGEST[packing.codes])
+    values = (grouped / scales).reshape(weight.shape)
+    if packing.codes is Codes.FLOAT8:
+        codes = values.to(torch.float8_e4m3fn)
+    elif packing.codes is Codes.INT8:
+        codes = values.round().clamp(-128, 127).to(torch.int8)
+    else:
+        codes = pack_nibbles(values.round().clamp(-CENTRE, CENTRE - 1) + CENTRE)
+    return PackedWeight(codes, scales.squeeze(-1), None, packing.group)
+
+
+def symmetric_scales(groups: Tensor, reach: float) -> Tensor:
+    """Returns the scales [..., 1] by which the largest magnitude of groups [..., columns] is `reach`; 1 for zeros."""
+    largest = groups.abs().amax(-1, keepdim=True)
+    # GPUs would multiply by the reciprocal of a number, and a last bit of a scale decides over the codes at its ends.
+    return torch.where(largest > 0, largest / torch.full_like(largest, reach), 1.0)

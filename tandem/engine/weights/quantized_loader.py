@@ -1,0 +1,113 @@
+"""Loading of quantized weights: a few at a time are read on the device, repacked there and copied to their places."""
+
+from collections.abc import Callable, Iterator, Mapping
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+from tandem.engine.config.quantization import WeightFormat, WeightScheme
+from tandem.engine.kernels.packed_weight import PackedWeight
+from tandem.engine.models.allocation import packing_of
+from tandem.engine.models.parameters import Place
+from tandem.engine.weights.quantized import FORMATS
+from tandem.engine.weights.quantized.format import StoredTensor
+from tandem.engine.weights.quantized.rounding import rounded
+from tandem.engine.weights.safetensors_file import TensorEntry
+from tandem.engine.weights.tensor_reader import DTYPES, FLOATS, MAX_THREADS, PIECE_BYTES, check_range, read_tensors
+from tandem.protocol.errors import ModelError
+
+_BATCH_BYTES = MAX_THREADS * PIECE_BYTES
+"""Bytes that are read at once, one piece a thread; nothing else of a checkpoint is held twice."""
+
+
+def stored_tensors(name: str, place: Place, scheme: WeightScheme | None) -> dict[str, StoredTensor]:
+    """Returns the tensors in which a checkpoint stores the weight `name`, by their names; the first is its codes."""
+    if scheme is None or scheme.format is WeightFormat.ROUND_TO_NEAREST:
+        return {name: StoredTensor(name, (place.stored_shape,), frozenset(FLOATS))}
+    module = name.removesuffix("weight")
+    rows, columns = place.stored_shape
+    return {module + each.name: each for each in FORMATS[scheme.format].tensors(scheme, rows, columns)}
+
+
+def load_quantized(
+    places: Mapping[str, Place],
+    schemes: Mapping[str, WeightScheme],
+    entries: Mapping[str, TensorEntry],
+    on_read: Callable[[int], None],
+) -> None:
+    """Loads the weights that `schemes` names; `on_read` as in `read_tensors`, with all elements of all tensors."""
+    for batch in _batches(places, schemes, entries):
+        wanted = {name: entries[name] for names in batch.values() for name in names}
+        device = next(iter(places.values())).tensor.device
+        read = {
+            name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device) for name, entry in wanted.items()
+        }
+        read_tensors(wanted, read, on_read)
+        for name, names in batch.items():
+            try:
+                _place(places[name], schemes[name], {each: read.pop(each) for each in names}, name)
+            except ModelError as error:
+                raise ModelError(f"{wanted[names[0]].file}: {name} {error.message}; it cannot be loaded.") from error
+
+
+def _batches(
+    places: Mapping[str, Place], schemes: Mapping[str, WeightScheme], entries: Mapping[str, TensorEntry]
+) -> Iterator[dict[str, list[str]]]:
+    """Yields weights with the names of their tensors, in the order of the files, so many that they are read quickly."""
+    stored = {name: _to_read(name, places, scheme, entries) for name, scheme in schemes.items()}
+    batch: dict[str, list[str]] = {}
+    size = 0
+    for name in sorted(stored, key=lambda name: (entries[stored[name][0]].file, entries[stored[name][0]].start)):
+        own = sum(_bytes(entries[each]) for each in stored[name])
+        if batch and size + own > _BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+        batch[name] = stored[name]
+        size += own
+    if batch:
+        yield batch
+
+
+def _to_read(
+    name: str, places: Mapping[str, Place], scheme: WeightScheme, entries: Mapping[str, TensorEntry]
+) -> list[str]:
+    """Returns the tensors to read of a weight; the model's own biases have places of their own."""
+    found = stored_tensors(name, places[name], scheme)
+    own = {each for each in found if each == name or each not in places}
+    return [each for each, stored in found.items() if stored.read and each in own and each in entries]
+
+
+def _bytes(entry: TensorEntry) -> int:
+    return torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
+
+
+def _place(place: Place, scheme: WeightScheme, stored: Mapping[str, Tensor], name: str) -> None:
+    """Writes a weight to its place, packed or dequantized."""
+    target = place.tensor
+    if scheme.format is WeightFormat.ROUND_TO_NEAREST:
+        assert isinstance(target, PackedWeight)
+        weight = next(iter(stored.values()))
+        weight = weight if place.transform is None else place.transform(weight)
+        # Stacked experts one by one, as rounding holds several copies in float32.
+        experts = range(len(weight)) if weight.dim() > 2 else (...,)
+        for index in experts:
+            _copy(rounded(weight[index], packing_of(target)), target, index)
+        return
+    module = name.removesuffix("weight")
+    tensors = {each.removeprefix(module): tensor for each, tensor in stored.items()}
+    if "bias" in tensors and bool(tensors["bias"].any()):
+        raise ModelError("has a bias that is not zero, and the model has none there")
+    rows, columns = place.stored_shape
+    found = FORMATS[scheme.format].read(scheme, tensors, (rows, columns))
+    if isinstance(target, PackedWeight):
+        _copy(found.packed(packing_of(target), place.transform), target)
+    else:
+        matrix = found.matrix()
+        check_range(matrix, target.dtype, f"{name}, dequantized,")
+        target.copy_(matrix if place.transform is None else place.transform(matrix))
+
+
+def _copy(source: PackedWeight, target: PackedWeight, index: int | EllipsisType = ...) -> None:
+    for mine, theirs in zip(target.parts(), source.parts(), strict=True):
+        mine[index].copy_(theirs)

@@ -1,0 +1,56 @@
+"""Random weights for performance runs: a real model's shapes, generated on the device in seconds."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from tandem.engine.kernels.packed_weight import CENTRE, PackedWeight
+from tandem.engine.models.parameters import Parameters, named_weights
+
+_SEED = 20_240_601
+_SPREAD = 0.02
+"""Standard deviation, as models are initialised for training."""
+_ROWS = 1024
+
+
+def fill_randomly(parameters: Parameters) -> None:
+    """Fills with normal numbers from a fixed seed; norms are 1, biases 0.
+
+    Two processes on one kind of device get the same weights.
+    """
+    generator = torch.Generator(parameters.embedding.device).manual_seed(_SEED)
+    for name, weight in named_weights(parameters):
+        if isinstance(weight, PackedWeight):
+            _fill_packed(weight, generator)
+        elif name.endswith("norm"):
+            weight.fill_(1.0)
+        elif name.endswith("bias"):
+            weight.zero_()
+        else:
+            weight.normal_(0.0, _SPREAD, generator=generator)
+
+
+def _fill_packed(weight: PackedWeight, generator: torch.Generator) -> None:
+    """Draws every code with the same probability, with scales that give the weights their standard deviation."""
+    codes = weight.codes
+    if codes.dtype == torch.float8_e4m3fn:
+        # A part at a time: random numbers are drawn in float32, of four times the bytes.
+        for part in torch.split(codes.view(-1, codes.shape[-1]), _ROWS):
+            part.copy_(torch.empty(part.shape, device=part.device).normal_(generator=generator))
+        spread = 1.0
+    elif codes.dtype == torch.int8:
+        codes.random_(-127, 128, generator=generator)
+        spread = 127 / 3**0.5
+    else:
+        codes.random_(0, 256, generator=generator)
+        spread = 8 / 3**0.5
+    weight.scales.fill_(_SPREAD / spread)
+    if weight.offsets is not None:
+        centre = CENTRE if weight.bits == 4 else 0
+        weight.offsets.fill_(-centre * _SPREAD / spread)
+
+
+def random_revision(folder: Path) -> str:
+    """Returns the name of these weights: the same for the same config.json, never that of a real model."""
+    return "random-" + hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()

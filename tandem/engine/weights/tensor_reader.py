@@ -1,0 +1,173 @@
+"""Tensors of safetensors files, read directly into their destination by a few threads.
+
+Bytes go from the file into the tensor itself if it is in host memory and stored in the same dtype; else through small
+staging buffers, pinned for a GPU, of which each thread fills one while the other is copied. So the host never holds a
+second copy of the weights, and a file in the page cache is read at the speed of memory.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.weights.safetensors_file import TensorEntry
+from tandem.protocol.errors import ModelError
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes of weights that are not quantized, by the format's spelling."""
+DTYPES = FLOATS | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""The dtypes that can be read, by the format's spelling; those of codes are never cast."""
+PIECE_BYTES = 8 << 20
+"""Bytes per read."""
+MAX_THREADS = 8
+_BUFFERS = 2
+_LARGEST_FLOAT16 = 65504.0
+_WIDER = {torch.float64, torch.float32, torch.bfloat16}
+"""Dtypes with numbers beyond it."""
+
+
+def read_tensors(
+    entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor], on_read: Callable[[int], None] = lambda _: None
+) -> None:
+    """Copies every entry to `into[name]`, contiguous and of its shape, cast to that dtype during the copy.
+
+    All of `into` is on one device; the copies are complete on return. `on_read` is called on the caller's thread with
+    the elements of each piece. ModelError for a file that cannot be read to its end, and as of `check_range`.
+    """
+    devices = {into[name].device for name in entries}
+    if len(devices) != 1:
+        raise ValueError(f"tensors go to one device, not to {len(devices)}")
+    device = devices.pop()
+    staging = _Staging(device)
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(_threads(), thread_name_prefix="weights") as pool:
+        files = {file: _open(file, opened) for file in {entry.file for entry in entries.values()}}
+        try:
+            for elements in pool.map(lambda piece: _read(piece, files[piece.file], staging), _pieces(entries, into)):
+                on_read(elements)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def check_range(values: Tensor, dtype: torch.dtype, subject: str) -> None:
+    """Raises ModelError if weights would become infinite as float16; `subject` names them in the message."""
+    if dtype != torch.float16 or values.dtype not in _WIDER or not len(values):
+        return
+    low, high = (float(each) for each in torch.aminmax(values))
+    if (most := max(-low, high)) > _LARGEST_FLOAT16:
+        raise ModelError(
+            f"{subject} has a number of size {most:g}, and float16 holds none beyond 65504; use --dtype bfloat16 or"
+            " float32."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of the tensor `name` in a file from `start` on, stored as `dtype`, with the destination `place`."""
+
+    name: str
+    file: Path
+    start: int
+    dtype: torch.dtype
+    place: Tensor
+
+
+class _Staging(threading.local):
+    """Each thread's buffers, and on a GPU its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._buffers: list[Tensor] = []
+        if self._on_gpu:
+            torch.cuda.set_device(device)
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.default_stream(device))
+            self._free = [torch.cuda.Event() for _ in range(_BUFFERS)]  # type: ignore[no-untyped-call]
+
+    def take(self, size: int) -> Tensor:
+        """Returns a buffer [size] uint8 whose last copy has ended."""
+        if not self._buffers:
+            count = _BUFFERS if self._on_gpu else 1
+            self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(count)]
+        if self._on_gpu:
+            self._buffers.reverse()
+            self._free.reverse()
+            self._free[0].synchronize()
+        return self._buffers[0][:size]
+
+    def copy(self, source: Tensor, place: Tensor) -> None:
+        """Copies from the buffer taken last; on a GPU it does not wait."""
+        if not self._on_gpu:
+            place.copy_(source)
+            return
+        with torch.cuda.stream(self.stream):
+            if source.dtype != place.dtype:
+                # Cast on the device: on the host it would take longer than the copy.
+                source = source.to(place.device, non_blocking=True)
+            place.copy_(source, non_blocking=True)
+            self._free[0].record()
+
+
+def _threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _open(file: Path, until: contextlib.ExitStack) -> int:
+    try:
+        opened = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error}); download it again.") from error
+    until.callback(os.close, opened)
+    return opened
+
+
+def _pieces(entries: Mapping[str, TensorEntry], into: Mapping[str, Tensor]) -> Iterator[_Piece]:
+    """Yields the pieces in the order of the files, so that a disk reads ahead."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].start)):
+        dtype, flat = DTYPES[entry.dtype], into[name].view(-1)
+        step = PIECE_BYTES // dtype.itemsize
+        for first in range(0, len(flat), step):
+            yield _Piece(name, entry.file, entry.start + first * dtype.itemsize, dtype, flat[first : first + step])
+
+
+def _read(piece: _Piece, opened: int, staging: _Staging) -> int:
+    """Reads a piece; returns its number of elements."""
+    place = piece.place
+    # Threads do not inherit the mode in which weights are allocated and may be written.
+    with torch.inference_mode():
+        if place.device.type == "cpu" and place.dtype == piece.dtype:
+            _fill(place.view(torch.uint8).numpy(), piece, opened)
+        else:
+            buffer = staging.take(len(place) * piece.dtype.itemsize)
+            _fill(buffer.numpy(), piece, opened)
+            stored = buffer.view(piece.dtype)
+            check_range(stored, place.dtype, f"{piece.file}: {piece.name}")
+            staging.copy(stored, place)
+    return len(place)
+
+
+def _fill(target: Any, piece: _Piece, opened: int) -> None:
+    """Reads until `target`, an array of bytes, is full."""
+    done, size = 0, len(target)
+    try:
+        while done < size:
+            count = os.preadv(opened, [target[done:]], piece.start + done)
+            if count == 0:
+                raise ModelError(f"{piece.file} ends early; download it again.")
+            done += count
+    except OSError as error:
+        raise ModelError(f"{piece.file} cannot be read ({error}); download it again.") from error

@@ -1,0 +1,101 @@
+"""Rate limiting of recurring errors: logged once with their traceback, then at intervals with their count.
+
+The process's log handler applies it to every line (`tandem.logging.logs`), so that a loop that continues after an error
+cannot fill a disk.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+AGAIN_S = 60.0
+"""Least interval between two lines of the same error, in seconds."""
+MOST_KINDS = 256
+"""Most kinds of errors that are distinguished by their arguments; beyond it, only by their statement."""
+
+_MARK = "recurring"
+RECURRING: dict[str, Any] = {_MARK: True}
+"""The `extra` of a line without a traceback that is rate limited like an error."""
+OF_REQUEST = "request_id"
+"""The field of a line about one request; see `tandem.logging.logs.about`."""
+
+_Kind = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class _Said:
+    """An error that was logged at `at_s` and has occurred `more` times since then."""
+
+    at_s: float
+    line: logging.LogRecord
+    more: int = 0
+
+
+@dataclass(slots=True)
+class RecurringErrors:
+    """Selects the error lines of one process to write. Not thread-safe.
+
+    Two errors are the same if they have the same log statement, arguments, type, and line that raised them.
+    """
+
+    again_s: float = AGAIN_S
+    clock: Callable[[], float] = time.monotonic
+    _said: dict[_Kind, _Said] = field(default_factory=dict)
+
+    def take(self, record: logging.LogRecord) -> logging.LogRecord | None:
+        """Return the record to write, None = none; lines about requests always are, without repeated tracebacks."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None and not getattr(record, _MARK, False):
+            return record
+        now = self.clock()
+        kind = self._kind_of(record, error)
+        before = self._said.get(kind)
+        if before is None or now >= before.at_s + self.again_s:
+            self._said[kind] = _Said(now, _plain(record, error))
+            return record if before is None or not before.more else _counted(record, before, now)
+        before.more += 1
+        return _plain(record, error) if getattr(record, OF_REQUEST, "") else None
+
+    def due(self, *, all_of_them: bool = False) -> list[logging.LogRecord]:
+        """Return count lines of the errors whose interval is over, or of all, and forget these errors."""
+        now = self.clock()
+        over = {kind: said for kind, said in self._said.items() if all_of_them or now >= said.at_s + self.again_s}
+        for kind in over:
+            del self._said[kind]
+        return [_counted(said.line, said, now) for said in over.values() if said.more]
+
+    def _kind_of(self, record: logging.LogRecord, error: BaseException | None) -> _Kind:
+        place = _place(error.__traceback__) if error is not None else None
+        statement = record.name, record.msg, type(error), place
+        about = record.args if isinstance(record.args, tuple) and not getattr(record, OF_REQUEST, "") else ()
+        exactly = *statement, *(each for each in about if isinstance(each, str))
+        return exactly if exactly in self._said or len(self._said) < MOST_KINDS else statement
+
+
+def _place(traceback: TracebackType | None) -> tuple[str, int] | None:
+    if traceback is None:
+        return None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+
+
+def _plain(record: logging.LogRecord, error: BaseException | None) -> logging.LogRecord:
+    """Return the record without traceback and arguments, which would keep objects alive."""
+    message = record.getMessage()
+    return _with(record, message if error is None else f"{message} ({type(error).__name__})", None)
+
+
+def _counted(record: logging.LogRecord, said: _Said, now: float) -> logging.LogRecord:
+    text = f"{record.getMessage()} ({said.more} more like it in the last {now - said.at_s:.0f} s)"
+    return _with(record, text, record.exc_info)
+
+
+def _with(record: logging.LogRecord, message: str, exc_info: Any) -> logging.LogRecord:
+    made = copy.copy(record)
+    made.msg, made.args, made.exc_info, made.exc_text = message, (), exc_info, None
+    return made

@@ -1,0 +1,127 @@
+"""The metrics of one process: written where things happen, read at each scrape.
+
+A write is a few additions to plain attributes, cheap enough for the engine's thread at every step. There are no locks:
+each series has one writer, and a concurrent reader sees every number whole, though a histogram's sum and count may
+differ by one observation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from tandem.metrics.family import Family, Kind
+
+Labels = tuple[str, ...]
+"""Values of a family's labels, in the family's order."""
+Reading = Mapping[Labels, float]
+"""A value for each set of label values."""
+Facts = Mapping[Family, float | Reading]
+"""Current values by family; a bare number is the value of a family without labels."""
+
+
+class Counter:
+    """A value that grows, or a gauge."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def add(self, amount: float = 1.0) -> None:
+        """Adds `amount`, >= 0."""
+        self.value += amount
+
+
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """One observation of a bucket with labels that lead to its trace (an OpenMetrics exemplar)."""
+
+    value: float
+    unix_s: float
+    labels: Mapping[str, str]
+    """Label names and values, together at most `EXEMPLAR_CHARS` characters."""
+
+
+EXEMPLAR_CHARS = 128
+"""The limit of OpenMetrics 1.0."""
+
+
+class Histogram:
+    """Counts of observations by bucket; `bounds` are ascending upper bounds, and the last bucket has none."""
+
+    __slots__ = ("bounds", "counts", "exemplars", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.exemplars: list[Exemplar | None] = [None] * (len(bounds) + 1)
+        """The exemplar of each bucket, None without one; exported in the OpenMetrics format only."""
+        self.total = 0.0
+
+    def place(self, value: float) -> int:
+        """Returns the bucket index of an observation."""
+        return bisect_left(self.bounds, value)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Records `value`, `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def count(self) -> int:
+        """The number of observations."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The values of one family at one moment."""
+
+    family: Family
+    numbers: Reading
+    histograms: Mapping[Labels, Histogram]
+
+
+class Registry:
+    """All families of one process. The owner of a cell writes to it; `snapshots` reads on any thread."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        """Sets the process's labels, which every series has for the process's lifetime.
+
+        A label that can change belongs in a series of its own, since counters with a new label would start from 0.
+        """
+        self.labels = labels
+        self._counters: dict[Family, dict[Labels, Counter]] = {}
+        self._histograms: dict[Family, dict[Labels, Histogram]] = {}
+        self._sources: list[Callable[[], Facts]] = []
+
+    def counter(self, family: Family, *values: str) -> Counter:
+        """Returns the cell of a counter with these label values, the same one each time; exported from now on."""
+        _check(family, Kind.COUNTER, values)
+        return self._counters.setdefault(family, {}).setdefault(values, Counter())
+
+    def histogram(self, family: Family, *values: str) -> Histogram:
+        """Returns the cell of a histogram with these label values, the same one each time; exported from now on."""
+        _check(family, Kind.HISTOGRAM, values)
+        return self._histograms.setdefault(family, {}).setdefault(values, Histogram(family.buckets))
+
+    def read(self, source: Callable[[], Facts]) -> None:
+        """Adds a source of counters and gauges that other objects keep; it is called at each scrape."""
+        self._sources.append(source)
+
+    def snapshots(self) -> Iterable[Snapshot]:
+        """Yields the current values of every family."""
+        for family, cells in tuple(self._counters.items()):
+            yield Snapshot(family, {labels: cell.value for labels, cell in tuple(cells.items())}, {})
+        for source in self._sources:
+            for family, found in source().items():
+                yield Snapshot(family, found if isinstance(found, Mapping) else {(): found}, {})
+        for family, histograms in tuple(self._histograms.items()):
+            yield Snapshot(family, {}, dict(histograms))
+
+
+def _check(family: Family, kind: Kind, values: Labels) -> None:
+    if family.kind is not kind or len(values) != len(family.labels):
+        raise ValueError(f"{family.name} is a {family.kind} of {family.labels}, not a {kind} of {values}")

@@ -1,0 +1,94 @@
+"""Parses scraped metrics: sums over series, and growth between two scrapes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.metrics.family import Family
+
+_Series = tuple[Mapping[str, str], float]
+
+
+class Scrape:
+    """The series of one or several processes at one moment."""
+
+    def __init__(self, text: str, at_s: float) -> None:
+        """Parses a scrape's text; `at_s` is the time when it was taken, on any clock."""
+        self.at_s = at_s
+        self._series: dict[str, list[_Series]] = defaultdict(list)
+        for metric in text_string_to_metric_families(text):
+            for sample in metric.samples:
+                self._series[sample.name].append((sample.labels, sample.value))
+
+    def total(self, family: Family, suffix: str = "", **labels: str) -> float:
+        """Returns the sum of these series, 0 without any; `suffix` is `_count` or `_sum` of a histogram."""
+        return sum(value for _, value in self.matching(family.full_name + suffix, labels))
+
+    def values(self, family: Family, label: str, **labels: str) -> list[str]:
+        """Returns the distinct values of `label` in these series, in their order."""
+        return list(dict.fromkeys(have[label] for have, _ in self.matching(family.full_name, labels) if label in have))
+
+    def matching(self, name: str, labels: Mapping[str, str]) -> list[_Series]:
+        """Returns labels and value of each series of this name that has these labels."""
+        return [each for each in self._series.get(name, ()) if labels.items() <= each[0].items()]
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeInterval:
+    """The interval between two scrapes.
+
+    After a restart of a process, the counter's new value counts as growth; a series that is new in the second scrape
+    has none yet.
+    """
+
+    before: Scrape
+    now: Scrape
+
+    @property
+    def seconds(self) -> float:
+        """The interval's length in seconds."""
+        return self.now.at_s - self.before.at_s
+
+    def grown(self, family: Family, suffix: str = "", **labels: str) -> float:
+        """Returns the growth of a counter's series, summed."""
+        return sum(growth for _, growth in self._growth(family.full_name + suffix, labels))
+
+    def rate(self, family: Family, suffix: str = "", **labels: str) -> float:
+        """Returns the growth per second of a counter's series, summed."""
+        return self.grown(family, suffix, **labels) / self.seconds if self.seconds > 0 else 0.0
+
+    def mean(self, family: Family, **labels: str) -> float | None:
+        """Returns the mean of a histogram's observations; None without any."""
+        count = self.grown(family, "_count", **labels)
+        return self.grown(family, "_sum", **labels) / count if count else None
+
+    def quantile(self, family: Family, part: float, **labels: str) -> float | None:
+        """Returns a quantile like Prometheus' `histogram_quantile`: linear within a bucket, at most the last bound."""
+        counts: dict[float, float] = defaultdict(float)
+        for have, growth in self._growth(family.full_name + "_bucket", labels):
+            counts[float(have["le"])] += growth
+        wanted = part * max(counts.values(), default=0.0)
+        if not wanted:
+            return None
+        for (low, below), (high, upto) in pairwise([(0.0, 0.0), *sorted(counts.items())]):
+            if upto >= wanted:
+                return low if high == math.inf else low + (high - low) * (wanted - below) / (upto - below)
+        return None
+
+    def _growth(self, name: str, labels: Mapping[str, str]) -> list[_Series]:
+        earlier = {_key(have): value for have, value in self.before.matching(name, labels)}
+        found = []
+        for have, value in self.now.matching(name, labels):
+            start = earlier.get(_key(have), value)
+            found.append((have, value - start if value >= start else value))
+        return found
+
+
+def _key(labels: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(labels.items())

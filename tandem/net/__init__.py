@@ -1,0 +1,1 @@
+"""TLS, keys, HTTP server, limits and RPC: everything that listens or connects."""

@@ -1,0 +1,235 @@
+"""HTTP connections with deadlines for their clients and a limit on their number."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tandem.net.limits.listener_limits import ListenerLimits
+
+READ_BYTES = 16 << 10
+"""Most bytes read from a connection at a time, because small chunks take about 15 µs each and block others."""
+_CHUNKS_FREE, _CHUNK_BYTES_MIN = 1024, 16
+"""Number of chunks of any size in a body, and the least average bytes per chunk beyond that number."""
+_RETRY_AFTER_S = b"1"
+
+
+class _Waits(Enum):
+    """The next data that a connection waits for."""
+
+    FIRST = auto()
+    """The first byte of its first request."""
+    HEADER = auto()
+    """The rest of a request's header."""
+    BODY = auto()
+    """The rest of a request's body."""
+    REQUEST = auto()
+    """The first byte of its next request."""
+    ANSWER = auto()
+
+
+class Connections:
+    """All connections of one server: those that wait for a request, the longest wait first, and large bodies' turns.
+
+    One connection with a large body is read per iteration of the event loop. Reading all of them in each iteration
+    would delay every other client by their number.
+    """
+
+    def __init__(self, limits: ListenerLimits) -> None:
+        self.limits = limits
+        self._most = limits.connections
+        self._waiting: dict[GuardedProtocol, None] = {}
+        self._bodies: deque[GuardedProtocol] = deque()
+
+    def admit(self, new: GuardedProtocol, count: int) -> bool:
+        """Return True if a new connection, number `count`, is accepted; may close the one that waited longest."""
+        if count <= self._most:
+            return True
+        oldest = next(iter(self._waiting), None)
+        if oldest is None:
+            return False
+        self.forget(oldest)
+        oldest.transport.close()
+        return True
+
+    def waits(self, connection: GuardedProtocol) -> None:
+        """Mark a connection as waiting for a request."""
+        self._waiting.setdefault(connection)
+
+    def forget(self, connection: GuardedProtocol) -> None:
+        """Mark a connection as no longer waiting."""
+        self._waiting.pop(connection, None)
+
+    def await_turn(self, connection: GuardedProtocol) -> None:
+        """Read more of a connection's body after the other large bodies."""
+        connection.transport.pause_reading()
+        self._bodies.append(connection)
+        if len(self._bodies) == 1:
+            connection.loop.call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        connection = self._bodies.popleft()
+        if not connection.flow.read_paused:  # otherwise the application has not taken the body so far
+            connection.transport.resume_reading()
+        if self._bodies:
+            connection.loop.call_soon(self._next_turn)
+
+
+class GuardedProtocol(H11Protocol):
+    """The protocol of uvicorn with deadlines for headers and bodies; uvicorn has one between requests only."""
+
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn: _CountedBody = _CountedBody(h11.SERVER)
+        self._all = connections
+        self._limits = connections.limits
+        self._waits: tuple[_Waits, object] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Accept a connection, or refuse it if there are too many."""
+        super().connection_made(transport)
+        if hasattr(transport, "max_size"):
+            transport.max_size = READ_BYTES
+        _probe(transport.get_extra_info("socket"), self._limits)
+        if not self._all.admit(self, len(self.connections)):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again in a moment")
+        self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the connection's deadlines."""
+        super().connection_lost(exc)
+        self._all.forget(self)
+        for timer in (self._deadline, self._unread):
+            if timer is not None:
+                timer.cancel()
+        self._deadline = self._unread = None
+
+    def data_received(self, data: bytes) -> None:
+        """Process received data and update the deadline."""
+        super().data_received(data)
+        self._follow()
+        if self.conn.their_state is h11.SEND_BODY and self.conn.body_bytes > READ_BYTES:
+            self._all.await_turn(self)
+
+    def on_response_complete(self) -> None:
+        """Update the deadline after a response."""
+        super().on_response_complete()
+        self._follow()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse a malformed request."""
+        self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+    def pause_writing(self) -> None:
+        """Start the deadline for unread data, because the client's buffers are full."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._limits.unread_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Cancel the deadline for unread data."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _follow(self) -> None:
+        """Set the deadline of the data that is waited for now, unless it is set."""
+        waits = self._awaited()
+        if self.cycle is None or self.cycle.response_complete:
+            self._all.waits(self)
+        else:
+            self._all.forget(self)
+        if (waits, self.cycle) == self._waits:
+            return
+        self._waits = waits, self.cycle
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        seconds = self._seconds(waits)
+        if seconds and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(seconds, self._expire, waits)
+
+    def _awaited(self) -> _Waits:
+        if self.conn.their_state is h11.SEND_BODY:
+            return _Waits.BODY
+        if self.conn.their_state is not h11.IDLE:
+            return _Waits.ANSWER
+        if self.conn.trailing_data[0]:
+            return _Waits.HEADER
+        return _Waits.FIRST if self.cycle is None else _Waits.REQUEST
+
+    def _seconds(self, waits: _Waits) -> float:
+        """Return the deadline in seconds, 0 = none; uvicorn has its own deadline between requests."""
+        if waits in {_Waits.FIRST, _Waits.HEADER}:
+            return self._limits.header_timeout_s
+        return self._limits.body_timeout_s if waits is _Waits.BODY else 0.0
+
+    def _expire(self, waits: _Waits) -> None:
+        if waits is _Waits.FIRST:
+            self.transport.close()
+            return
+        what = "header" if waits is _Waits.HEADER else "body"
+        self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the request's {what} did not come within {self._seconds(waits):g} s")
+
+    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
+        """Send an error response unless a response has begun, and close the connection."""
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE} and not self.transport.is_closing():
+            body = f"{sentence}\n".encode()
+            headers = [
+                (b"content-type", b"text/plain; charset=utf-8"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            if status is HTTPStatus.SERVICE_UNAVAILABLE:
+                headers.append((b"retry-after", _RETRY_AFTER_S))
+            response = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class _CountedBody(h11.Connection):
+    """Rejects bodies in so many small chunks that reading them would dominate the request's cost."""
+
+    _chunks = 0
+    body_bytes = 0
+    """Bytes of the current request's body so far."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self.body_bytes = 0
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                # A proxy before this server may have used the other header (RFC 9112, section 6.1).
+                raise h11.RemoteProtocolError("a request has Content-Length or Transfer-Encoding, not both")
+        elif isinstance(event, h11.Data):
+            self._chunks += 1
+            self.body_bytes += len(event.data)
+            if self._chunks > _CHUNKS_FREE and self.body_bytes < _CHUNK_BYTES_MIN * self._chunks:
+                raise h11.RemoteProtocolError("the body comes in too many small chunks")
+        return event
+
+
+def _probe(connection: Any, limits: ListenerLimits) -> None:
+    """Enable TCP keep-alive, so that the kernel detects clients whose host or network has failed."""
+    if connection is None or connection.family not in {socket.AF_INET, socket.AF_INET6}:
+        return
+    interval_s = max(1, round(limits.keepalive_s / 2))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, round(limits.keepalive_s))),
+        ("TCP_KEEPINTVL", interval_s),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", round(1e3 * limits.unread_timeout_s)),
+    ):
+        if hasattr(socket, name):  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,98 @@
+"""API keys and the cluster's token: their syntax, their check, and the secrets derived from the token."""
+
+import functools
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable
+
+from tandem.net.address import is_loopback
+from tandem.protocol.errors import InvalidArgument
+
+_SCHEME = b"bearer "
+
+
+def check_key(field: str, key: str) -> None:
+    """Raise InvalidArgument for `field` unless `key` is visible ASCII without spaces, as headers require."""
+    if not key:
+        raise InvalidArgument(field, "is empty, and an empty key would let everybody in; give a key or leave it out")
+    if not all("!" <= char <= "~" for char in key):
+        raise InvalidArgument(field, "must be ASCII letters, digits and signs without spaces; choose another key")
+
+
+def check_guarded(field: str, host: str, *, guarded: bool, insecure: bool) -> None:
+    """Raise InvalidArgument for `field` if a router on `host` would be open to the network without an API key.
+
+    That is the case if `host` is not loopback, it is not `guarded` by API keys, and `insecure` is not set.
+    """
+    if not guarded and not insecure and not is_loopback(host):
+        advice = "give --api-key or --api-key-file, or --insecure if that is meant"
+        raise InvalidArgument(field, f"{host} lets everyone who reaches it use the cluster without a key; {advice}")
+
+
+def derived_secret(token: str, purpose: str) -> bytes:
+    """Return 64 bytes derived from the cluster's token, different for each `purpose`.
+
+    They reveal the token only to guessing: scrypt makes each guess cost 16 MiB and about 40 ms, which a process pays
+    once per token.
+    """
+    return hmac.digest(_stretched(token), purpose.encode(), "sha512")
+
+
+def metrics_key_of(token: str) -> str:
+    """Return the metrics key for the cluster's components and operators; "" without a token.
+
+    It is sent to every scraped process, and possibly to another process that has its port now. It therefore gives
+    access to metrics and traces only, and the token cannot be computed from it.
+    """
+    return derived_secret(token, "metrics").hex()[:64] if token else ""
+
+
+def reading_keys(metrics_key: str, token: str, *, guarded: bool, loopback: bool) -> frozenset[str]:
+    """Return the keys that give access to a process's metrics: the metrics key and the one derived from `token`.
+
+    The set is empty, so that no key is required, if there is no metrics key, no API keys guard the router, and the
+    server listens on `loopback`. Tenants' keys give no access, because a tenant must not see the load of others.
+    """
+    closed = bool(metrics_key) or guarded or not loopback
+    if not closed:
+        return frozenset()
+    return frozenset({metrics_key, metrics_key_of(token)} - {""}) or frozenset({""})  # "" matches no caller
+
+
+def presented_key(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes | None:
+    """Return the key that a call presents in its headers or metadata, None if it presents none.
+
+    Names are in lower case. The scheme `Bearer` is case-insensitive and followed by one or more spaces. Raises
+    InvalidArgument for several headers, which two readers of one call could interpret differently.
+    """
+    found = [(_bytes(name), _bytes(value)) for name, value in headers if _bytes(name) in _KEY_HEADERS]
+    if len(found) > 1:
+        raise InvalidArgument(found[0][0].decode(), f"is sent {len(found)} times; send one key, once")
+    return _KEY_HEADERS[found[0][0]](found[0][1]) if found else None
+
+
+def shows_key(headers: Iterable[tuple[str | bytes, str | bytes]], keys: Iterable[str]) -> bool:
+    """Return True if a call presents one of `keys` in its headers; raises as `presented_key`."""
+    presented = presented_key(headers) or b""
+    # Every key is compared, so that the duration reveals nothing about them.
+    matches = [hmac.compare_digest(presented, key.encode()) for key in keys]
+    return bool(presented) and any(matches)
+
+
+def _bearer(value: bytes) -> bytes | None:
+    if value[: len(_SCHEME)].lower() != _SCHEME:
+        return None
+    return value[len(_SCHEME) :].strip(b" ") or None
+
+
+_KEY_HEADERS: dict[bytes, Callable[[bytes], bytes | None]] = {b"authorization": _bearer}
+"""The headers that may have a key, and how each has it."""
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+@functools.cache
+def _stretched(token: str) -> bytes:
+    return hashlib.scrypt(token.encode(), salt=b"tandem cluster token, version 1", n=1 << 14, r=8, p=1)

@@ -1,0 +1,178 @@
+"""TLS at the ports for clients: a certificate, its key, and an authority for clients' certificates, from files.
+
+The files are read again when they change, and each new connection gets the certificate that is current then.
+Connections between the components of a cluster have another TLS, see `mutual_tls.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from tandem.logging.recurring import RECURRING
+from tandem.net.security.watched_files import WatchedFiles
+from tandem.protocol.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+CERTIFICATE, KEY, CLIENT_CA = "--tls-certificate", "--tls-key", "--tls-client-ca"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Files in PEM format."""
+
+    certificate: Path
+    """The server's certificate, then those between it and its authority."""
+    key: Path
+    """The key of the certificate, not encrypted."""
+    client_ca: Path | None = None
+    """The authorities of clients' certificates, which every client must then present; None = clients need none."""
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """All files."""
+        return (self.certificate, self.key, *([self.client_ca] if self.client_ca else ()))
+
+
+def tls_files(certificate: str, key: str, client_ca: str) -> TlsFiles | None:
+    """Return the files that these options name, None without any. InvalidArgument if one is missing or unusable."""
+    if not certificate and not key and not client_ca:
+        return None
+    for option, file in ((CERTIFICATE, certificate), (KEY, key)):
+        if not file:
+            raise InvalidArgument(option, f"is missing; {CERTIFICATE} and {KEY} belong together")
+    ca = Path(client_ca).absolute() if client_ca else None
+    files = TlsFiles(Path(certificate).absolute(), Path(key).absolute(), ca)
+    load(files)
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The content of the files, checked."""
+
+    context: ssl.SSLContext
+    grpc: grpc.ServerCertificateConfiguration
+    expires: datetime
+    """The end of the certificate."""
+
+
+def load(files: TlsFiles) -> Loaded:
+    """Read and check the files; InvalidArgument names the option of a file that cannot be used."""
+    certificate, key = _read(CERTIFICATE, files.certificate), _read(KEY, files.key)
+    ca = None if files.client_ca is None else _read(CLIENT_CA, files.client_ca)
+    expires = _check_pair(files, certificate, key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(files.certificate, files.key, password=b"")
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidArgument(CERTIFICATE, f"cannot use {files.certificate} with {files.key} ({error})") from None
+    if ca is not None:
+        try:
+            context.load_verify_locations(cadata=ca.decode("ascii"))
+        except (ssl.SSLError, ValueError):
+            raise InvalidArgument(CLIENT_CA, f"{files.client_ca} has no certificate in PEM format") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return Loaded(context, grpc.ssl_server_certificate_configuration([(key, certificate)], ca), expires)
+
+
+class ServerTls:
+    """The TLS of a process's listeners. Thread-safe: gRPC asks for the certificate in threads of its own."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raise InvalidArgument for files that cannot be used."""
+        self._files = files
+        self._lock = threading.Lock()
+        self._watch = WatchedFiles(*files.all)
+        self._loaded = load(files)
+        self._given: grpc.ServerCertificateConfiguration | None = None
+        """The configuration that gRPC has now."""
+
+    def current(self) -> Loaded:
+        """Return the current content of the files; if it cannot be used, the content before."""
+        with self._lock:
+            return self._current()
+
+    def http_context(self) -> ssl.SSLContext:
+        """Return a context whose new connections get the current certificate."""
+        return _CurrentContext(lambda: self.current().context)
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Return the same for a gRPC server; one server per object."""
+        self._given = self._loaded.grpc
+        changed: Any = self._changed  # the stubs do not know that it may return None
+        return grpc.dynamic_ssl_server_credentials(self._given, changed, self._files.client_ca is not None)
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return the certificate for a new connection, None if it is the one that gRPC has."""
+        with self._lock:
+            found = self._current().grpc
+            if found is self._given:
+                return None
+            self._given = found
+            return found
+
+    def _current(self) -> Loaded:
+        if self._watch.changed():
+            try:
+                self._loaded = load(self._files)
+            except InvalidArgument as error:
+                log.error("%s; the certificate that was read before stays in use", error, extra=RECURRING)
+            else:
+                log.info("read %s, which has changed; it ends on %s", self._files.certificate, self._loaded.expires)
+        return self._loaded
+
+
+class _CurrentContext(ssl.SSLContext):
+    """Delegates each new connection of an asyncio server to the context that is current then."""
+
+    _find: Callable[[], ssl.SSLContext]
+
+    def __new__(cls, _find: Callable[[], ssl.SSLContext]) -> _CurrentContext:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, find: Callable[[], ssl.SSLContext]) -> None:
+        self._find = find
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        return self._find().wrap_bio(*args, **kwargs)
+
+
+def _read(option: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(option, f"cannot read {file} ({error.strerror})") from None
+
+
+def _check_pair(files: TlsFiles, certificate: bytes, key: bytes) -> datetime:
+    """Return the end of a certificate that is valid now and belongs to the key."""
+    try:
+        first = x509.load_pem_x509_certificate(certificate)
+    except ValueError:
+        raise InvalidArgument(CERTIFICATE, f"{files.certificate} has no certificate in PEM format") from None
+    try:
+        public = serialization.load_pem_private_key(key, None).public_key()
+    except TypeError:
+        raise InvalidArgument(KEY, f"{files.key} is encrypted; store it without a password") from None
+    except ValueError:
+        raise InvalidArgument(KEY, f"{files.key} has no private key in PEM format") from None
+    if first.public_key() != public:
+        raise InvalidArgument(KEY, f"{files.key} is not the key of {files.certificate}; give both of one pair")
+    now = datetime.now(UTC)
+    if not first.not_valid_before_utc <= now <= first.not_valid_after_utc:
+        begins, ends = first.not_valid_before_utc, first.not_valid_after_utc
+        message = f"{files.certificate} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, not today; renew it"
+        raise InvalidArgument(CERTIFICATE, message)
+    return first.not_valid_after_utc

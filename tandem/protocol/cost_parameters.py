@@ -1,0 +1,52 @@
+"""The fitted cost of a worker's steps, sent with its load report so that routers predict with the same model."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CostParameters:
+    """The coefficients of `tandem.cost_model.step_cost.StepCost`, in seconds and >= 0, and the quality of their fit.
+
+    seconds = base + prompt_base (if the step has prompt tokens)
+            + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
+            + row · decode rows                          + context · tokens of decode context
+            + verify_base (if rows verify drafts)
+
+    The defaults apply before the first measurement; they fit a small model on a few CPU cores.
+    """
+
+    base_s: float = 0.02
+    """Cost of every step: reading the weights and launching kernels."""
+    prompt_base_s: float = 0.0
+    """Additional cost of a step with prompt tokens."""
+    token_s: float = 1e-3
+    """Cost of each prompt token beyond `free_tokens`."""
+    pair_s: float = 1e-8
+    """Cost of each pair of a prompt token and a token it attends to."""
+    row_s: float = 1e-3
+    """Cost of each decode row."""
+    context_s: float = 1e-7
+    """Cost of each token of context that a decode row attends to."""
+    free_tokens: int = 0
+    """Tokens of a step (decode rows first) whose compute is hidden behind reading the weights: the roofline's knee."""
+    error: float = 0.0
+    """Recent mean of |predicted - actual| ÷ actual, each at most 1; 0 before the first step."""
+    observed: int = 0
+    """Number of steps in the fit; 0 = the coefficients are the defaults."""
+    tile_tokens: int = 1
+    """The number of tokens of a step with prompts is padded to a multiple of this, see
+    `tandem.cost_model.step_grid`."""
+    wave_tokens: int = 1
+    """Prompt tokens whose attention runs in one wave and takes as long as that of one token, see
+    `tandem.cost_model.step_grid`."""
+    mixed_noise: float = 1.2
+    """The margin by which mixed steps are planned shorter than their target
+    (`tandem.cost_model.margin.LearnedMargin`)."""
+    verify_base_s: float = 0.0
+    """Additional cost of a step with rows that verify drafts: it is planned after the last one's tokens are here."""
+
+
+SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "verify_base_s")
+"""The names of the coefficients."""
+UNMEASURED = CostParameters()
+"""The parameters before the first measured step."""

@@ -1,0 +1,93 @@
+"""The rules for the end of a generation and for the KV pages it needs, shared by prefill and decode half."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.protocol.errors import TandemError
+from tandem.protocol.messages import (
+    ErrorDetail,
+    FinishReason,
+    ModelFacts,
+    RequestEvent,
+    RequestRef,
+    Role,
+    SamplingParams,
+    WorkerInfo,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end condition of one answer, without stop strings, which the router checks."""
+
+    stops: frozenset[int]
+    """Token ids that end the answer; they are part of it."""
+    limit: int
+    """Most tokens of the answer."""
+    least: int = 0
+    """Number of first tokens that never end the answer."""
+
+    @classmethod
+    def of(cls, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> "Ending":
+        """Return the end condition of an answer to a prompt of `prompt_tokens` tokens."""
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= frozenset(model.eos_token_ids)
+        return cls(stops, min(sampling.max_tokens, model.max_context - prompt_tokens), sampling.min_tokens)
+
+    def reason(self, token_id: int, index: int) -> FinishReason | None:
+        """Return the finish reason if the answer ends with token number `index` (from 0), else None."""
+        if token_id in self.stops and index >= self.least:
+            return FinishReason.STOP
+        return None if index + 1 < self.limit else FinishReason.LENGTH
+
+    def cut(self, token_ids: Sequence[int], first_index: int) -> tuple[Sequence[int], bool]:
+        """Return the tokens up to the one that ends the answer, and whether any does.
+
+        `first_index` is the number of the first token in the answer, from 0.
+        """
+        if first_index + len(token_ids) < self.limit and self.stops.isdisjoint(token_ids):
+            return token_ids, False
+        for count, token_id in enumerate(token_ids, 1):
+            if self.reason(token_id, first_index + count - 1) is not None:
+                return token_ids[:count], True
+        return token_ids, False
+
+
+def reason_to_end(
+    token_id: int, index: int, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts
+) -> FinishReason | None:
+    """Return the finish reason for a single token, see `Ending.reason`."""
+    return Ending.of(prompt_tokens, sampling, model).reason(token_id, index)
+
+
+def kv_tokens(prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> int:
+    """Return the most positions whose KV a request stores: prompt and answer without the last token."""
+    return max(prompt_tokens, min(prompt_tokens + sampling.max_tokens, model.max_context) - 1)
+
+
+def pages_for(tokens: int, page_tokens: int) -> int:
+    """Return the number of pages for `tokens` positions."""
+    return -(-tokens // page_tokens)
+
+
+def decode_pages(role: Role, total: int, longest: int) -> int | None:
+    """Return the most pages of `total` that may be promised to decoding requests, None = all.
+
+    With both halves open, the promises leave capacity for a prompt of `longest` pages; otherwise two such workers could
+    wait for each other.
+    """
+    return None if role is not Role.BOTH else total - min(total // 2, longest)
+
+
+def answer_tokens(worker: WorkerInfo) -> int:
+    """Return the most positions, prompt and answer, for which a worker promises pages."""
+    kv = worker.kv_pages
+    pages = decode_pages(worker.role, worker.pages_total, kv.held(worker.model.max_context))
+    return kv.tokens_in(worker.pages_total if pages is None else pages, decoding=not worker.role.prefills)
+
+
+def failure_event(ref: RequestRef, error: TandemError) -> RequestEvent:
+    """Return the last event of an attempt that ends with `error`."""
+    detail = ErrorDetail(error.code, error.message, error.retry_after_s)
+    return RequestEvent(ref, finish_reason=FinishReason.ERROR, error=detail)

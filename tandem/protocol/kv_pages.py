@@ -1,0 +1,117 @@
+"""The pages of KV that a request holds, shared by engine, both halves, transfer, router and simulation.
+
+A model's layers form groups (`tandem/engine/config/kv.py`). A request has a page of each group for every `page_tokens`
+of its positions; of a group with a window, pages before the window are free again while it runs. Its pages are listed
+by number and then by group: page n of group g is entry n · groups + g.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+FREED = -1
+"""The entry of a page that the request holds no longer, or never held."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    """The pages of requests to one model on one worker."""
+
+    page_tokens: int
+    windows: tuple[int | None, ...] = (None,)
+    """Each group's window: the positions that a token sees, itself included; None = all."""
+    step_tokens: int = 0
+    """The most prompt tokens of a step."""
+
+    @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return len(self.windows)
+
+    @property
+    def full_groups(self) -> int:
+        """The number of groups without a window."""
+        return self.windows.count(None)
+
+    @property
+    def windowed(self) -> bool:
+        """True if any group has a window."""
+        return self.full_groups < self.groups
+
+    def numbers(self, tokens: int) -> int:
+        """Returns the number of pages that `tokens` positions fill in a group without a window."""
+        return -(-tokens // self.page_tokens)
+
+    def tokens_of(self, pages: Sequence[int]) -> int:
+        """Returns the positions that a request's listed pages have room for."""
+        return len(pages) // self.groups * self.page_tokens
+
+    def held(self, tokens: int, *, decoding: bool = False) -> int:
+        """Returns the forecast: the most pages that a request holds until it has `tokens` positions.
+
+        Σ over groups min(⌈tokens / page⌉, ⌈(window + 2 · chunk) / page⌉ + 1): at most two steps are in flight, each
+        with a chunk of the prompt, or one token if the request is only `decoding`.
+        """
+        numbers, flight = self.numbers(tokens), 2 * (1 if decoding else self.step_tokens)
+        if self.windows == (None,):
+            return numbers
+        return sum(
+            [numbers if each is None else min(numbers, self.numbers(each + flight) + 1) for each in self.windows]
+        )
+
+    def tokens_in(self, pages: int, *, decoding: bool = False) -> int:
+        """Returns the most positions, in whole pages, for which `held` is at most `pages`; above 2⁴⁰ if any are."""
+        page = self.page_tokens
+        more = bisect_right(range(1 << 40), pages, key=lambda number: self.held(number * page, decoding=decoding))
+        return (more - 1) * page
+
+    def first(self, group: int, position: int) -> int:
+        """Returns the number of the first page of a group that tokens from `position` on see."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.page_tokens
+
+    def seen(self, position: int, first: int, end: int) -> list[int]:
+        """Returns the entries of pages number `first` to `end - 1` that tokens from `position` on see, in order."""
+        groups, starts = self.groups, [self.first(group, position) for group in range(self.groups)]
+        entries = product(range(first, end), range(groups))
+        return [number * groups + group for number, group in entries if number >= starts[group]]
+
+    def sent(self, tokens: int, skipped: int) -> list[int]:
+        """Returns the entries that a hand-over of `tokens` positions sends, in order, to a worker with `skipped` pages.
+
+        Of groups with a window these are the pages that the next token sees.
+        """
+        return self.seen(tokens, skipped, self.numbers(tokens))
+
+    def sent_pages(self, tokens: int) -> int:
+        """Returns the number of pages that a hand-over of `tokens` positions sends to a worker without any."""
+        return sum(self.numbers(tokens) - self.first(group, tokens) for group in range(self.groups))
+
+    def skipped(self, tokens: int, sent: int) -> int | None:
+        """Returns the number of first pages that a hand-over leaves out if it sends so many; None if none does."""
+        starts = [self.first(group, tokens) for group in range(self.groups)]
+        for number in range(self.numbers(tokens) - 1, -1, -1):
+            sent -= sum(start <= number for start in starts)
+            if sent <= 0:
+                return None if sent else number
+        return None
+
+    def dead(self, pages: Sequence[int], position: int) -> list[int]:
+        """Returns the entries of held pages that no token from `position` on sees.
+
+        Of each group with a window, pages in a row are held: what is before the first of them is freed already.
+        """
+        found = []
+        for group in range(self.groups):
+            end = min(self.first(group, position), len(pages) // self.groups)
+            for entry in range((end - 1) * self.groups + group, -1, -self.groups):
+                if pages[entry] == FREED:
+                    break
+                found.append(entry)
+        return sorted(found)
+
+
+def held_pages(pages: Sequence[int]) -> list[int]:
+    """Returns the pages that a request holds, of all its entries."""
+    return [page for page in pages if page != FREED]

@@ -1,0 +1,64 @@
+"""A worker's assignment: its open halves and its step policy."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.policy_name import PolicyName
+
+
+class Role(StrEnum):
+    """The halves of a worker that take work."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        """True if the prefill half takes work."""
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """True if the decode half takes work."""
+        return self is not Role.PREFILL
+
+    def __or__(self, other: "Role") -> "Role":
+        """Return the union of the halves."""
+        return self if self is other else Role.BOTH
+
+    def without(self, other: "Role") -> "Role | None":
+        """Return its halves without those of `other`; None if none is left."""
+        if other is Role.BOTH or self is other:
+            return None
+        if self is Role.BOTH:
+            return Role.DECODE if other is Role.PREFILL else Role.PREFILL
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The assignment of a worker until the next one: its open halves and its step policy.
+
+    `step_budget` in tokens, None = 512; `itl_target_s` in seconds, None = no limit.
+    """
+
+    role: Role
+    step_policy: PolicyName = PolicyName.DECODE_PRIORITY
+    step_budget: int | None = None
+    itl_target_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument with the field and its limit."""
+        if self.step_budget is not None and self.step_budget < 1:
+            raise InvalidArgument("step_budget", f"{self.step_budget} is less than 1")
+        if self.itl_target_s is not None and not self.itl_target_s > 0:
+            raise InvalidArgument("itl_target_s", f"{self.itl_target_s:g} is not above 0")
+
+    @property
+    def steps(self) -> str:
+        """The step policy and its limits as text."""
+        limits = [] if self.step_budget is None else [f"{self.step_budget}"]
+        limits += [] if self.itl_target_s is None else [f"{1e3 * self.itl_target_s:g} ms"]
+        return " ".join([self.step_policy, *limits])

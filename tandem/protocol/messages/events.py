@@ -1,0 +1,99 @@
+"""The step outputs that a worker sends to routers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from tandem.protocol.lifecycle.timeline import EdgeStamp, TransferStats
+from tandem.protocol.messages.finish import ErrorDetail, FinishReason
+from tandem.protocol.messages.load import WorkerLoad
+from tandem.protocol.messages.references import RequestRef
+from tandem.protocol.messages.sampling import PromptLogprobs, TokenLogprobs
+from tandem.protocol.prefixes import PrefixChanges
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """The output of one step for one request; `token_ids[0]` is token number `first_index` of the answer.
+
+    `logprobs` has one entry for each token if its sampling asks for them, else none.
+    """
+
+    ref: RequestRef
+    first_index: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: ErrorDetail | None = None
+    edges: tuple[EdgeStamp, ...] = ()
+    transfer: TransferStats | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
+    preempted: bool = False
+    """True if the attempt was preempted after `first_index` tokens of the answer; the next attempt continues there."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Set with the first token of the answer if its sampling asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of several requests of a router that have no other output, as columns with an entry for each request.
+
+    It keeps a normal step's output at one message, whatever the number of requests.
+    """
+
+    request_ids: Sequence[str]
+    attempts: Sequence[int]
+    indices: Sequence[int]
+    """The number of each request's first token in its answer, from 0."""
+    token_ids: Sequence[int]
+    """The tokens of all requests, one after the other."""
+    counts: Sequence[int] = ()
+    """The number of tokens of each request; empty = one each."""
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.request_ids)
+
+    def rows(self) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+        """Iterate over the requests: id, attempt, number of the first token, tokens."""
+        each: Iterator[tuple[int, ...]] = zip(self.token_ids, strict=True)
+        if self.counts:
+            tokens = iter(self.token_ids)
+            each = (tuple(islice(tokens, count)) for count in self.counts)
+        return zip(self.request_ids, self.attempts, self.indices, each, strict=True)
+
+    def events(self) -> Iterator[RequestEvent]:
+        """Iterate over the equivalent events, one for each request."""
+        for request_id, attempt, index, token_ids in self.rows():
+            yield RequestEvent(RequestRef(request_id, attempt), index, token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedEvent:
+    """An event and the router it is sent to."""
+
+    router_id: str
+    event: RequestEvent
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """Tokens and the router they are sent to."""
+
+    router_id: str
+    tokens: StepTokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """The output of one or more steps for one router; `tokens` come after `events`."""
+
+    step: int
+    events: tuple[RequestEvent, ...]
+    load: WorkerLoad
+    prefixes: tuple[PrefixChanges, ...] = ()
+    tokens: tuple[StepTokens, ...] = ()
+
+    def each(self) -> Iterator[RequestEvent]:
+        """Iterate over all events, those of `tokens` included."""
+        return chain(self.events, *(some.events() for some in self.tokens))

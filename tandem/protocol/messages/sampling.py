@@ -1,0 +1,103 @@
+"""Sampling parameters and log probabilities."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LOGPROBS_MAX = 20
+"""Most alternatives that can be reported with each chosen token."""
+FREQUENCY_MAX = PRESENCE_MAX = 2.0
+"""Largest absolute value of the frequency and presence penalties."""
+REPETITION_MIN, REPETITION_MAX = 1e-6, 100.0
+"""Limits of the repetition penalty, within which no logit overflows."""
+LOGIT_BIAS_MAX = 100.0
+"""Largest absolute value of a logit bias."""
+LOGIT_BIASES_MAX = 1024
+"""Most tokens with a logit bias."""
+PROMPT_SCORES_MAX = 1 << 18
+"""Most log probabilities of one prompt, those of its alternatives included."""
+CACHE_SALT_MAX = 512
+"""Most characters of a cache salt in messages to workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Validated sampling parameters. `temperature` 0 is greedy, `top_k` 0 keeps all tokens.
+
+    `logprobs` is the number of alternatives reported with each chosen token, None = no log probabilities. Until the
+    answer has `min_tokens` tokens, tokens that would end it are not sampled. `prompt_logprobs` is the number of
+    alternatives reported with each token of the prompt, None = the prompt is not scored.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    min_tokens: int = 0
+    speculate: bool = True
+    """False to draw one token a step; the answer is the same."""
+    grammar: str = ""
+    """The grammar that the answer follows (`tandem/tokenizers/grammars.py`), "" = any tokens."""
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits, before penalties and temperature."""
+
+    @property
+    def runs_to_limit(self) -> bool:
+        """True if no token ends the answer before `max_tokens`; a stop string still may."""
+        return (self.ignore_eos and not self.stop_token_ids) or self.min_tokens >= self.max_tokens
+
+    @property
+    def penalized(self) -> bool:
+        """True if any penalty depends on earlier tokens."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    def prompt_scores(self, prompt_tokens: int) -> int:
+        """Return the number of log probabilities of a prompt of `prompt_tokens` tokens, alternatives included."""
+        return 0 if self.prompt_logprobs is None else prompt_tokens * (1 + self.prompt_logprobs)
+
+    @property
+    def masked_tokens(self) -> int:
+        """Number of first tokens whose logits are changed before penalties (`tandem/engine/logits_mask.py`)."""
+        return self.max_tokens if self.logit_bias else self.min_tokens
+
+    @property
+    def needs_history(self) -> bool:
+        """True if a draw depends on earlier tokens in other ways than through the model."""
+        return self.penalized or self.grammar != ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (natural logarithm) of one position: the chosen token and the `top` most likely ones."""
+
+    chosen: float
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of a prompt's tokens, given those before them, from the second token on.
+
+    `chosen` has one for each of the n tokens, `top_ids` and `top` have n · `top_count` entries, one token's most likely
+    alternatives after the other's.
+    """
+
+    chosen: tuple[float, ...]
+    top_count: int = 0
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+
+    def tokens(self) -> Iterator[TokenLogprobs]:
+        """Iterate over the log probabilities of each token."""
+        for number, chosen in enumerate(self.chosen):
+            some = slice(number * self.top_count, (number + 1) * self.top_count)
+            yield TokenLogprobs(chosen, self.top_ids[some], self.top[some])

@@ -1,0 +1,75 @@
+"""The work that a router sends: a reservation to a decode worker, then a task to a prefill worker."""
+
+import math
+from dataclasses import dataclass, field
+
+from tandem.protocol.messages.leases import Lease
+from tandem.protocol.messages.references import PeerRef, RequestRef
+from tandem.protocol.messages.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Continued:
+    """An attempt that may continue an answer.
+
+    The last `answered` of `prompt_token_ids` are answer tokens that earlier attempts have generated.
+    """
+
+    router_id: str
+    ref: RequestRef
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    answered: int = field(default=0, kw_only=True)
+    cache_salt: str = field(default="", kw_only=True)
+    adapter: str = field(default="", kw_only=True)
+    """The hash of its adapter, "" = the base model; the cache salt is another one for each."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the attempt scores the prompt, for which it computes all of it; later attempts need not."""
+        return self.sampling.prompt_logprobs is not None and not self.answered
+
+    @property
+    def question_tokens(self) -> int:
+        """Number of tokens of the client's prompt."""
+        return len(self.prompt_token_ids) - self.answered
+
+    @property
+    def question(self) -> tuple[int, ...]:
+        """The token ids of the client's prompt."""
+        return self.prompt_token_ids[: self.question_tokens]
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The token ids that earlier attempts have generated."""
+        return self.prompt_token_ids[self.question_tokens :]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation(_Continued):
+    """Router to decode worker: promise pages for this prompt and its answer, which only `prefill` may write.
+
+    `gap_target_s` is the longest gap between tokens that the answer tolerates there, in seconds, infinite = any.
+    """
+
+    prefill: PeerRef
+    gap_target_s: float = field(default=math.inf, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The destination of a prefilled request: a decode worker, its gRPC address and its lease."""
+
+    peer: PeerRef
+    address: str
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask(_Continued):
+    """Router to prefill worker: compute this prompt's KV and sample the next token.
+
+    Without a destination, that token is the last of the answer.
+    """
+
+    destination: Destination | None

@@ -1,0 +1,197 @@
+"""Makes and compiles grammars in a process of its own, which is killed if one takes too long.
+
+The process reads one JSON object a line, with a `kind` and a `value`, and answers with one that has the `grammar` or
+an `error`. It compiles with the limits of the workers, where a grammar that passes costs no more than it did here.
+"""
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO, Any
+
+from tandem.protocol.errors import InvalidArgument, TandemError
+from tandem.tokenizers.grammars import (
+    GRAMMAR_CHARS_MAX,
+    Grammars,
+    of_choices,
+    of_ebnf,
+    of_json_schema,
+    of_regex,
+    of_tool_calls,
+)
+
+_DEADLINE_S = 2.0
+"""Seconds that a grammar may take, its first mask included."""
+_START_S = 30.0
+"""Seconds that the process may take to start, which loads the model's tokenizer."""
+_POLL_S = 0.05
+"""Seconds after which a client's leaving is noticed at the latest."""
+_MEMORY_BYTES = 512 << 20
+"""Address space that a grammar may take, beside that of the process with its tokenizer."""
+_ERROR_CHARS = 300
+
+
+class GrammarKind(StrEnum):
+    """The notation that a grammar is made of."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    EBNF = "grammar"
+    TOOL_CALL = "tool_call"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTokens:
+    """The tokens that grammars are compiled for; see `Grammars`."""
+
+    folder: Path
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class GrammarProcess:
+    """The process, which starts with the first grammar. Thread-safe; one grammar is made at a time."""
+
+    def __init__(self, tokens: GrammarTokens, deadline_s: float = _DEADLINE_S) -> None:
+        self._tokens = tokens
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def make(self, kind: GrammarKind, value: Any, unwanted: threading.Event | None = None) -> str:
+        """Return the grammar, which compiles; raises ValueError for a value that makes none, or that takes too long.
+
+        The process ends, and ValueError is raised, once `unwanted` is set.
+        """
+        line = json.dumps({"kind": kind, "value": value}).encode() + b"\n"
+        if len(line) > 2 * GRAMMAR_CHARS_MAX:
+            raise ValueError(f"has {len(line)} bytes as JSON, the limit is {2 * GRAMMAR_CHARS_MAX}")
+        with self._lock:
+            answer = self._ask(line, unwanted or threading.Event())
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return str(answer["grammar"])
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, line: bytes, unwanted: threading.Event) -> Mapping[str, Any]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            self._end()
+            process = self._process = self._start(unwanted)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+        except OSError:
+            self._end()
+            raise ValueError("could not be compiled; send it again") from None
+        answer = _line(process.stdout, self._deadline_s, unwanted)
+        if answer is None:
+            self._end()
+            if unwanted.is_set():
+                raise ValueError("is compiled no further, as its client has left")
+            raise ValueError(f"takes more than {self._deadline_s:g} s or too much memory to compile; simplify it")
+        found: Mapping[str, Any] = json.loads(answer)
+        return found
+
+    def _start(self, unwanted: threading.Event) -> "subprocess.Popen[bytes]":
+        tokens = self._tokens
+        arguments = map(str, (tokens.folder, tokens.vocab_size, *tokens.eos_token_ids))
+        command = [sys.executable, "-m", "tandem.tokenizers.grammar_process", *arguments]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+        assert process.stdout is not None
+        ready = _line(process.stdout, _START_S, unwanted)
+        error = "cannot be compiled now, as no process starts; see the router's log"
+        if ready is not None and not (error := json.loads(ready).get("error", "")):
+            return process
+        process.kill()
+        process.communicate()
+        raise ValueError(error)
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    stream.close()
+        self._process = None
+
+
+def _line(stream: IO[bytes], seconds: float, unwanted: threading.Event) -> bytes | None:
+    """Return the next line, None if there is none in time, or if it is unwanted."""
+    give_up, read = time.monotonic() + seconds, b""
+    while (left := give_up - time.monotonic()) > 0 and not unwanted.is_set():
+        if not select.select([stream], [], [], min(left, _POLL_S))[0]:
+            continue
+        piece: bytes = stream.read1(1 << 16)  # type: ignore[attr-defined]
+        if not piece:
+            return None
+        read += piece
+        if read.endswith(b"\n"):
+            return read
+    return None
+
+
+_MAKERS: Mapping[str, Callable[[Any], str]] = {
+    GrammarKind.JSON_SCHEMA: of_json_schema,
+    GrammarKind.REGEX: of_regex,
+    GrammarKind.CHOICE: of_choices,
+    GrammarKind.EBNF: of_ebnf,
+    GrammarKind.TOOL_CALL: of_tool_calls,
+}
+
+
+def _made(line: str, grammars: Grammars) -> dict[str, str]:
+    try:
+        asked = json.loads(line)
+        grammar = _MAKERS[asked["kind"]](asked["value"])
+        grammars.check(grammar)
+        return {"grammar": grammar}
+    except InvalidArgument as error:
+        return {"error": f"cannot be followed: {error.problem}"}
+    except (ValueError, RecursionError, MemoryError) as error:
+        return {"error": str(error)[:_ERROR_CHARS] or type(error).__name__}
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main() -> None:
+    """Run the process until its input ends."""
+    folder, vocab_size, *eos_token_ids = sys.argv[1:]
+    try:
+        grammars = Grammars(Path(folder), int(vocab_size), [int(each) for each in eos_token_ids], cached_chars=0)
+    except TandemError as error:
+        print(json.dumps({"error": f"needs the model's tokenizer: {error.message}"}), flush=True)
+        return
+    _limit_memory()
+    print("{}", flush=True)
+    for line in sys.stdin:
+        # A parent that dies meanwhile kills nobody: the kernel does.
+        seconds = int(time.process_time() + 2 * _DEADLINE_S) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        print(json.dumps(_made(line, grammars)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

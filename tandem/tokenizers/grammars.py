@@ -1,0 +1,303 @@
+"""Grammars that an answer follows: which tokens may come next (structured output).
+
+A grammar is a text of llguidance, made of a JSON schema, a regular expression, a list of choices, or a grammar in EBNF.
+Routers have it checked before a request is admitted, engines apply it to the logits (decision 44). Grammars are hostile
+input: the limits below bound the time and memory of each, and one that exceeds them while an answer grows fails alone.
+"""
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from tandem.protocol.errors import InvalidArgument, ModelError
+from tandem.tokenizers.tokenizer_formats import load_tokenizer
+
+GRAMMAR_CHARS_MAX = 1 << 18
+"""Most characters of a grammar's text."""
+_EBNF_CHARS_MAX = 1 << 14
+"""Most characters of a grammar in EBNF: converting takes time with their square, 0.4 s for these."""
+_DEPTH_MAX = 64
+"""Most levels of objects and lists in a JSON schema."""
+_CACHED_CHARS = 1 << 20
+"""Characters of the compiled grammars that are kept, at least one."""
+_CACHED_GRAMMARS = 64
+"""Most compiled grammars that are kept: a lexer may take tens of megabytes, however short its grammar is."""
+_ITEMS_MAX = 5_000
+"""Most items of the parser for one mask. Masks within it took at most 25 ms, within llguidance's 50,000 over a second;
+the grammars that llama.cpp ships and 200 generated schemas need none more (0044)."""
+_TOKEN_S = 0.2
+"""Most processor time of one mask, in seconds: twenty times the longest of the same grammars and schemas."""
+_REPLAYED_TOKEN_S = 0.001
+"""Processor time for each token of an answer that goes on here, in seconds: ten times that of ordinary grammars."""
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Whitespace between the parts of JSON. It is limited, because small models go on for ever with it."""
+
+
+def of_json_schema(schema: Mapping[str, Any] | bool) -> str:
+    """Return the grammar of the JSON values that validate against `schema`.
+
+    Raises ValueError for a schema that is too deep, or that nothing validates against.
+    """
+    if isinstance(schema, bool):
+        if not schema:
+            raise ValueError("is false, which no value validates against")
+        schema = {}
+    if _depth(schema) > _DEPTH_MAX:
+        raise ValueError(f"has more than {_DEPTH_MAX} levels of objects and lists")
+    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": _WHITESPACE})
+
+
+def of_tool_calls(tools: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the grammar of one call, as Llama 3 writes it: `{"name": "f", "parameters": {…}}`.
+
+    `tools` has the schema of each function's parameters; a schema's references stay within it. Raises ValueError for a
+    schema that is too deep.
+    """
+    rules = ["start: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, (name, schema) in enumerate(tools.items()):
+        if _depth(schema) > _DEPTH_MAX:
+            raise ValueError(f"has more than {_DEPTH_MAX} levels of objects and lists in the parameters of {name:.64}")
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
+        parameters = {**schema, "type": "object", "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+        rules += [
+            f'call_{number}: {head} parameters_{number} "}}"',
+            f"parameters_{number}: %json {json.dumps(parameters)}",
+        ]
+    return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
+def of_regex(pattern: str) -> str:
+    """Return the grammar of the texts that match `pattern` as a whole, in the syntax of Rust's regex crate."""
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def of_choices(choices: Sequence[str]) -> str:
+    """Return the grammar of exactly these texts.
+
+    They are one terminal, whose mask takes 2 ms for 10,000 texts; as a terminal each it took half a second.
+    """
+    return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
+
+
+def of_ebnf(text: str) -> str:
+    """Return the grammar of a text in GBNF (the EBNF of llama.cpp and XGrammar) or in Lark.
+
+    Raises ValueError for a malformed or long one.
+    """
+    if len(text) > _EBNF_CHARS_MAX:
+        raise ValueError(f"has {len(text)} characters, the limit is {_EBNF_CHARS_MAX}")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark("\n".join(filter(str.strip, text.splitlines()))))
+    except Exception as error:  # the converter raises the bare class, and any part may fail on a malformed text
+        raise ValueError(f"is no grammar in EBNF ({' '.join(str(error).split())})") from error
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A compiled grammar. Copies of its matcher share the states of the lexer, and their limit."""
+
+    matcher: LLMatcher
+    first: NDArray[np.int32] | None = None
+    """The mask of the first token, once an answer has computed it."""
+    used_up: bool = False
+    """True once a copy met a limit: later answers need another one."""
+
+
+class AnswerGrammar:
+    """The state of one answer in its grammar. One thread uses it at a time; masks are computed without the GIL."""
+
+    def __init__(self, compiled: _Compiled, compile_again: Callable[[], LLMatcher]) -> None:
+        """`compile_again` returns the grammar with a lexer of its own."""
+        self._matcher = compiled.matcher.deep_copy()
+        self._shared: _Compiled | None = compiled
+        self._compile_again = compile_again
+        self._consumed = 0
+        self._mask = compiled.first
+        """The mask of the token that follows the first `_consumed` ones."""
+        self._behind: list[NDArray[np.int32]] = []
+
+    def allowed(self, answer: Sequence[int], drafts: int = 0) -> NDArray[np.int32]:
+        """Return the tokens that may follow `answer`, which only grows from call to call.
+
+        With `drafts`, those that may follow so many of the drafts that `follow` was last given behind the same answer.
+        They are bits in words [vocab / 32], the first token's is the lowest of the first word. Raises InvalidArgument
+        if the grammar exceeds its limits here, or if `answer` does not follow it.
+        """
+        if drafts:
+            return self._behind[drafts - 1]
+        if self._mask is None or len(answer) > self._consumed:
+            self._mask = self._compute(answer)
+            if not answer and self._shared is not None:
+                self._shared.first = self._mask
+        return self._mask
+
+    def known(self, answer: Sequence[int]) -> bool:
+        """Return True if the mask behind `answer` is computed."""
+        return self._mask is not None and len(answer) == self._consumed
+
+    def follow(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
+        """Return how many of the first `drafts` may follow `answer`; raises as `allowed` does.
+
+        None may where drafts would count towards the limits of this answer: it fails where it would without them.
+        """
+        self.allowed(answer)
+        ahead, self._behind = self._matcher.deep_copy(), []
+        for token_id in drafts if self._shared is not None else ():
+            if not ahead.try_consume_tokens([token_id]):
+                break
+            try:
+                self._behind.append(_allowed(ahead))
+            except InvalidArgument:
+                break
+        return len(self._behind)
+
+    def _compute(self, answer: Sequence[int]) -> NDArray[np.int32]:
+        """Return the mask behind `answer`, with a lexer of its own where the shared one has met its limit."""
+        tokens, began, self._mask = len(answer) - self._consumed, time.thread_time(), None
+        try:
+            mask = self._advance(answer)
+        except InvalidArgument:
+            shared, self._shared = self._shared, None
+            if shared is None:
+                raise
+            shared.used_up = True
+            self._matcher, self._consumed = self._compile_again(), 0
+            tokens, began = len(answer), time.thread_time()
+            mask = self._advance(answer)
+        if time.thread_time() - began > _TOKEN_S + _REPLAYED_TOKEN_S * tokens:
+            if self._shared is not None:
+                self._shared.used_up = True  # or the next answer gets the mask from the states that it has by now
+            raise InvalidArgument(
+                "grammar", f"takes more than {_TOKEN_S:g} s of processor time for a token at this point; simplify it"
+            )
+        return mask
+
+    def _advance(self, answer: Sequence[int]) -> NDArray[np.int32]:
+        for token_id in answer[self._consumed :]:
+            # One by one: llguidance holds the GIL while it consumes tokens.
+            self._matcher.consume_token(token_id)
+        self._consumed = len(answer)
+        return _allowed(self._matcher)
+
+
+class Grammars:
+    """The grammars over the tokens of one model. Thread-safe; compiling does not hold the GIL."""
+
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int], cached_chars: int = _CACHED_CHARS
+    ) -> None:
+        """Load the tokenizer in `folder`; `vocab_size` is the number of logits. Raises ModelError without a tokenizer.
+
+        `cached_chars` limits the characters of the compiled grammars that are kept; the newest always is. It takes
+        about half a second.
+        """
+        inner = load_tokenizer(folder).inner
+        self._tokens = LLTokenizer(
+            inner.to_str(),
+            n_vocab=max(vocab_size, inner.get_vocab_size(with_added_tokens=True)),
+            eos_token=list(eos_token_ids),
+        )
+        self._cached_chars = cached_chars
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+
+    def check(self, grammar: str) -> None:
+        """Compile a grammar and compute the mask of the first token, so that answers can begin at once.
+
+        Raises InvalidArgument if that fails.
+        """
+        self.begin(grammar).allowed(())
+
+    def begin(self, grammar: str) -> AnswerGrammar:
+        """Return the state before the first token of an answer."""
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None and not known.used_up:
+                self._compiled.move_to_end(grammar)
+                return AnswerGrammar(known, partial(self._compile, grammar))
+        known = _Compiled(self._compile(grammar))
+        with self._lock:
+            self._compiled[grammar] = known
+            while len(self._compiled) > 1 and (
+                len(self._compiled) > _CACHED_GRAMMARS or sum(map(len, self._compiled)) > self._cached_chars
+            ):
+                self._compiled.popitem(last=False)
+            return AnswerGrammar(known, partial(self._compile, grammar))
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        if len(grammar) > GRAMMAR_CHARS_MAX:
+            raise InvalidArgument("grammar", f"has {len(grammar)} characters, the limit is {GRAMMAR_CHARS_MAX}")
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits())
+        if matcher.is_error():
+            raise InvalidArgument("grammar", _reason(matcher.get_error()))
+        return matcher
+
+
+@cache
+def shared_grammars(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Grammars:
+    """Return the grammars of a model, and of a draft model with the same tokens."""
+    return Grammars(folder, vocab_size, eos_token_ids)
+
+
+class LazyGrammars:
+    """Grammars whose tokenizer is loaded beside other work, or else with the first grammar. Thread-safe."""
+
+    def __init__(self, make: Callable[[], Grammars]) -> None:
+        self._make = make
+        self._made: Grammars | None = None
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Load the tokenizer; without a readable one, `get` raises the error."""
+        with suppress(ModelError):
+            self.get()
+
+    def get(self) -> Grammars:
+        """Return the grammars; the first call loads the tokenizer."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+
+def limits() -> LLParserLimits:
+    """Return limits of a fifth or less of llguidance's defaults where those allow seconds or hundreds of megabytes."""
+    return LLParserLimits(
+        step_max_items=_ITEMS_MAX, max_lexer_states=25_000, max_grammar_size=100_000, verbose_errors=False
+    )
+
+
+def _allowed(matcher: LLMatcher) -> NDArray[np.int32]:
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
+    if matcher.is_error():
+        raise InvalidArgument("grammar", f"is too complex at this point ({_reason(matcher.get_error())}); simplify it")
+    if not bits.any():
+        raise InvalidArgument("grammar", "allows none of the model's tokens here")
+    return bits
+
+
+def _reason(error: str) -> str:
+    return " ".join(error.removesuffix("<non-verbose/>").split())[:300]
+
+
+def _depth(value: Any) -> int:
+    """Return the number of levels, counted without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
+    return depth

@@ -1,0 +1,174 @@
+"""The Ray shell around a worker process: what controllers call, and nothing of a request.
+
+A worker that may outlive its controller is a detached actor: it belongs to nobody but itself, answers any controller of
+its namespace, and ends by itself when none has been heard for long enough.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from dataclasses import replace
+
+from kv_transfer.nixl_backend.processes import this_process
+from tandem.logging.logs import LogConfig, begin_log
+from tandem.net.heap import keep_imports, settle_heap
+from tandem.protocol.messages import PeerRef
+from tandem.worker.config import WorkerConfig
+from tandem.worker.reporting.description import WorkerDescription, served_of, tuning_of
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""The interval at which a worker that may outlive controllers checks for contact with one, in seconds."""
+LAST_GRACE_S = 30.0
+"""The seconds that requests of a worker without controllers have before it ends: their routers are likely gone, too."""
+CONTROLLER = "controller-"
+"""The prefix of the names of controllers' actors."""
+
+
+class WorkerActor:
+    """The Ray actor that runs a worker; it listens on its node's address, whatever `config` says.
+
+    Its methods are coroutines, so `run` can stay pending while others are called.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        incarnation: int,
+        log: LogConfig,
+    ) -> None:
+        begin_log(log, config.worker_id, incarnation)
+        from ray.util import get_node_ip_address
+
+        # Here, not above: the controller imports this module too, and has no use for torch.
+        with keep_imports():
+            from tandem.worker.process import WorkerProcess
+
+        self._config = config
+        self._me = PeerRef(config.worker_id, incarnation)
+        engine = replace(config.engine, device=given_device(config.engine.device))
+        self._process = WorkerProcess(replace(config, host=get_node_ip_address(), engine=engine), incarnation)
+        self._progress = ("starting", 0.0)
+        self._over: asyncio.Task[None] | None = None
+        self._called_at = time.monotonic()
+        self._outlive_s = config.outlive_s
+        self._alone = asyncio.ensure_future(self._end_alone()) if config.outlive_s else None
+
+    async def pid(self) -> int:
+        """Returns this process's number."""
+        self._called()
+        return os.getpid()
+
+    async def identity(self) -> str:
+        """Returns the identity of this process, which a controller needs to kill it."""
+        return this_process()
+
+    async def works(self) -> None:
+        """Returns when the worker's own event loop has been asked, too; see `WorkerProcess.works`."""
+        self._called()
+        await self._process.works()
+
+    async def start(self) -> str:
+        """See `WorkerProcess.start`; host:port of its metrics."""
+        self._called()
+        await asyncio.to_thread(self._process.start, self._note)
+        settle_heap()
+        return self._process.metrics_address
+
+    async def progress(self) -> tuple[str, float]:
+        """The stage of the start in words, and the fraction of it that is done."""
+        self._called()
+        return self._progress
+
+    async def describe(self) -> WorkerDescription:
+        """Returns the identity and state of the worker, for a controller that did not start it."""
+        process, config = self._process, self._config
+        return WorkerDescription(self._me, process.assignment, process.serves, served_of(config), tuning_of(config))
+
+    async def follow(self, controller_address: str, outlive_s: float) -> str:
+        """See `WorkerProcess.follow`; host:port of its metrics.
+
+        From now on it lives for `outlive_s` seconds without a controller.
+        """
+        self._called()
+        await asyncio.to_thread(self._process.follow, controller_address)
+        self._outlive_s = outlive_s
+        log.info("%s follows the controller at %s", self._me.worker_id, controller_address)
+        return self._process.metrics_address
+
+    async def run(self) -> None:
+        """Pending until the worker was drained or stops; Internal when it had to."""
+        if self._over is None:
+            # One thread, however many controllers ask.
+            self._over = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
+        await asyncio.shield(self._over)
+
+    async def stop(self) -> None:
+        """See `WorkerProcess.stop`."""
+        await asyncio.to_thread(self._process.stop)
+
+    def _note(self, stage: str, fraction: float) -> None:
+        self._progress = (stage, fraction)
+
+    def _called(self) -> None:
+        self._called_at = time.monotonic()
+
+    async def _end_alone(self) -> None:
+        """Ends the worker when it has had no contact with a controller for `outlive_s` seconds."""
+        while (silent_s := min(time.monotonic() - self._called_at, self._process.silent_s)) < self._outlive_s:  # noqa: ASYNC110
+            await asyncio.sleep(min(LOOK_S, self._outlive_s - silent_s))
+        log.warning("%s has heard no controller for %.0f s, and ends", self._me.worker_id, silent_s)
+        try:
+            if self._process.serves:
+                await asyncio.to_thread(self._process.drain, LAST_GRACE_S)
+            await asyncio.to_thread(self._process.stop)
+        except Exception:
+            log.exception("%s did not end in order", self._me.worker_id)
+        await asyncio.to_thread(give_place_back)
+
+
+def give_place_back() -> None:
+    """Removes the placement group that this actor is in, and so ends the actor.
+
+    If no controller is left that may want them, it first removes the placement groups of its namespace that wait for
+    a node or whose worker has died.
+    """
+    import ray
+    from ray.util.placement_group import (
+        get_current_placement_group,
+        get_placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+
+    actors = ray.util.list_named_actors()
+    if not any(name.startswith(CONTROLLER) for name in actors):
+        for name in {group["name"] for group in placement_group_table().values()} - {""}:
+            with contextlib.suppress(ValueError):  # another namespace's, or gone
+                place = get_placement_group(name)
+                there = [actor for actor in actors if actor.rpartition("-")[0] == name]
+                if there and placement_group_table(place).get("state") == "CREATED":
+                    continue
+                remove_placement_group(place)
+                for actor in there:
+                    ray.kill(ray.get_actor(actor))
+    mine = get_current_placement_group()
+    if mine is not None:
+        remove_placement_group(mine)
+
+
+def given_device(asked: str) -> str:
+    """`asked`, or, where that is `cuda`, the one GPU that Ray gave this process, by the number CUDA knows it by."""
+    if asked != "cuda":
+        return asked
+    import ray
+
+    return f"cuda:{visible_number(str(ray.get_gpu_ids()[0]), os.environ.get('CUDA_VISIBLE_DEVICES'))}"
+
+
+def visible_number(gpu: str, visible: str | None) -> int:
+    """The number of `gpu`, as Ray names it, among the `visible` ones: all of them where that is None."""
+    return int(gpu) if visible is None else [each.strip() for each in visible.split(",")].index(gpu)

@@ -1,0 +1,82 @@
+"""The adapters of a worker while it serves: what requests may name, and what the controller loads and unloads."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from tandem.engine.adapters.slots import AdapterSlots
+from tandem.protocol.errors import FailedPrecondition, StaleEpoch
+from tandem.protocol.messages import AdapterFacts, PeerRef
+
+log = logging.getLogger(__name__)
+
+
+class WorkerAdapters:
+    """Loads adapters into the engine's slots, one at a time, in threads of their own. Belongs to the event loop."""
+
+    def __init__(self, me: PeerRef, slots: AdapterSlots, used: Callable[[], set[str]]) -> None:
+        """`used` returns the hashes of the adapters that requests use."""
+        self._me = me
+        self._slots = slots
+        self._used = used
+        self._one_at_a_time = asyncio.Lock()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when adapters were loaded or unloaded."""
+
+    @property
+    def facts(self) -> tuple[AdapterFacts, ...]:
+        """The loaded adapters."""
+        return self._slots.facts
+
+    def number(self, identity: str) -> int:
+        """See `AdapterSlots.number`."""
+        return self._slots.number(identity)
+
+    async def load(self, meant: PeerRef, wanted: AdapterFacts, in_use: Collection[str] = ()) -> AdapterFacts:
+        """Loads an adapter, whose hash is `wanted.identity` if that is not empty; returns what was loaded.
+
+        `in_use` are the hashes of the adapters that requests use on any worker: such a request may have a reservation
+        there, and its prompt is sent here next.
+
+        The same adapter twice is loaded once. ModelError or InvalidArgument for one that cannot be served,
+        ResourceExhausted if all slots are in use, FailedPrecondition if its hash or the name's adapter is another,
+        StaleEpoch if another run of a worker is meant. An adapter that is being loaded is loaded to its end, also if
+        the caller no longer waits.
+        """
+        self._check(meant)
+        return await asyncio.shield(asyncio.ensure_future(self._load(wanted, in_use)))
+
+    async def _load(self, wanted: AdapterFacts, in_use: Collection[str]) -> AdapterFacts:
+        async with self._one_at_a_time:
+            path = Path(wanted.path)
+            folder = await asyncio.to_thread(self._slots.read, path)
+            adapter = AdapterFacts(wanted.name, folder.identity, wanted.path)
+            if wanted.identity not in {"", adapter.identity}:
+                raise FailedPrecondition(
+                    f"the adapter in {path} has the hash {adapter.identity} here and {wanted.identity} on another"
+                    " worker; give all workers the same files"
+                )
+            for known in self.facts:
+                if known == adapter:
+                    return known
+                if known.name == adapter.name:
+                    if known.identity != adapter.identity:
+                        raise FailedPrecondition(f"{adapter.name!r} is another adapter here; unload it first")
+                    self._slots.unload(known.name)  # `claim` finds it again, and it gets its new folder
+            number = self._slots.claim(adapter.identity, self._used().union(in_use))
+            await asyncio.to_thread(self._slots.fill, number, adapter, folder)
+        log.info("adapter %s is loaded from %s", adapter.name, adapter.path)
+        self.on_change()
+        return adapter
+
+    def unload(self, meant: PeerRef, name: str) -> None:
+        """Takes an adapter off the list, if it is there; requests that have it finish. StaleEpoch as `load`."""
+        self._check(meant)
+        if self._slots.unload(name):
+            log.info("adapter %s is unloaded", name)
+            self.on_change()
+
+    def _check(self, meant: PeerRef) -> None:
+        if meant != self._me:
+            raise StaleEpoch(f"{meant.worker_id}, incarnation {meant.incarnation}, is not here; look who serves now")

@@ -1,0 +1,179 @@
+"""The assignment of a worker: the halves that are open, and how its steps are made; it changes while it runs."""
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tandem.engine.config import EngineConfig
+from tandem.protocol.ending import failure_event
+from tandem.protocol.errors import RoleClosed, Unavailable
+from tandem.protocol.messages import Assignment, PeerRef, RequestRef, Role, RoutedEvent
+from tandem.protocol.policy_name import CHUNKED_BUDGET, PolicyName
+
+log = logging.getLogger(__name__)
+
+DRAIN_LOOK_S = 0.02
+REST_S = 10.0
+"""A half that was given up and is not empty after so long says why: that takes a step and the writes in flight."""
+OTHER_ROLE, DRAINS = "has another role now", "drains"
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """The calls that open and close one half of a worker; `role` is PREFILL or DECODE."""
+
+    role: Role
+    open: Callable[[], None]
+    close: Callable[[str], None]
+    """With the reason that requests are refused with."""
+    refs: Callable[[], list[tuple[str, RequestRef]]]
+    abort: Callable[[str, Sequence[RequestRef]], None]
+    requests: Callable[[], int]
+    """Returns the number of requests that are not over."""
+
+
+class WorkerAssignment:
+    """The state of both halves' listeners. Lives on the event loop; `stop` ends what waits."""
+
+    def __init__(
+        self,
+        me: PeerRef,
+        assignment: Assignment,
+        halves: Sequence[Half],
+        *,
+        resize: Callable[[Role], None],
+        set_steps: Callable[[Assignment], None],
+        emit: Callable[[RoutedEvent], None],
+    ) -> None:
+        """`resize` fits the halves' limits to the role, `set_steps` applies an assignment to the steps.
+
+        `emit` tells routers which requests are given up. Sizes and steps follow `assignment` already.
+        """
+        self.assignment = assignment
+        """The newest assignment."""
+        self.role = assignment.role
+        """The halves that are open or still finish what they have."""
+        self.draining = False
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever what the worker registers with has changed."""
+        self._me = me
+        self._halves = halves
+        self._resize = resize
+        self._set_steps = set_steps
+        self._emit = emit
+        self._closing: dict[Role, asyncio.Task[None]] = {}
+        for half in halves:
+            if assignment.role | half.role is not assignment.role:
+                half.close(OTHER_ROLE)
+
+    @property
+    def closing(self) -> Role | None:
+        """The halves among `role` that take nothing new."""
+        if self.draining:
+            return self.role
+        closing = list(self._closing)
+        return None if not closing else closing[0] if len(closing) == 1 else Role.BOTH
+
+    def assume(self, assignment: Assignment, grace_s: float) -> None:
+        """Do this from now on. Halves that close have `grace_s` seconds before others get what they still have.
+
+        Unavailable while draining: the worker ends.
+        """
+        if self.draining:
+            raise Unavailable(f"worker {self._me.worker_id} drains and takes no other assignment; start it again")
+        log.info("%s: from %s to %s, %s", self._me.worker_id, self.role, assignment.role, assignment.steps)
+        before = self.role
+        self.assignment, self.role = assignment, before | assignment.role
+        self._set_steps(assignment)
+        self._resize(self.role)
+        for half in self._halves:
+            if assignment.role | half.role is assignment.role:
+                self._cancel(half)
+                half.open()
+            elif before | half.role is before:
+                self._cancel(half)
+                half.close(OTHER_ROLE)
+                self._closing[half.role] = asyncio.ensure_future(self._finish(half, grace_s))
+        self.on_change()
+
+    async def drain(self, grace_s: float) -> int:
+        """Take nothing new for good, and wait for what runs; returns how many requests others get after `grace_s`."""
+        self.draining = True
+        self.stop()
+        for half in self._halves:
+            half.close(DRAINS)
+        self.on_change()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._emptied(self._halves)
+        return len({ref for half in self._halves for ref in self._give_up(half, DRAINS)})
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        for half in self._halves:
+            self._cancel(half)
+
+    async def _finish(self, half: Half, grace_s: float) -> None:
+        """Until the half is empty, whatever becomes of its requests; then it leaves the role."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._emptied([half])
+        if left := self._give_up(half, OTHER_ROLE):
+            log.info("%s gives up %d requests of its %s half", self._me.worker_id, len(left), half.role)
+            await self._come_to_rest(half)
+        del self._closing[half.role]
+        self.role = self.role.without(half.role) or self.assignment.role
+        self._resize(self.role)
+        self.on_change()
+
+    async def _come_to_rest(self, half: Half) -> None:
+        """Until nothing reads or writes its pages, for as long as that takes: before that they are nobody else's."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REST_S):
+                await self._emptied([half])
+        if left := half.requests():
+            log.warning(
+                "%s still closes its %s half: pages of %d requests that are over are not at rest yet; look at the"
+                " workers that they were handed over to or came from, or restart those",
+                self._me.worker_id,
+                half.role,
+                left,
+            )
+            await self._emptied([half])
+
+    def _give_up(self, half: Half, why: str) -> list[tuple[str, RequestRef]]:
+        left = half.refs()
+        by_router: dict[str, list[RequestRef]] = defaultdict(list)
+        reason = RoleClosed(f"worker {self._me.worker_id} {why}; others go on with the request")
+        for router_id, ref in left:
+            by_router[router_id].append(ref)
+            self._emit(RoutedEvent(router_id, failure_event(ref, reason)))
+        for router_id, refs in by_router.items():
+            half.abort(router_id, refs)
+        return left
+
+    def _cancel(self, half: Half) -> None:
+        closing = self._closing.pop(half.role, None)
+        if closing is not None:
+            closing.cancel()
+
+    async def _emptied(self, halves: Sequence[Half]) -> None:
+        while any(half.requests() for half in halves):  # noqa: ASYNC110 - they empty on other threads
+            await asyncio.sleep(DRAIN_LOOK_S)
+
+
+def decode_batch(role: Role, engine: EngineConfig) -> int:
+    """Most requests of one decode step: with both halves open, prompts keep at least half of a step's tokens."""
+    tokens = engine.max_step_tokens
+    room = max(1, tokens // 2) if role is Role.BOTH else tokens
+    return min(engine.max_batch_requests, room)
+
+
+def prompt_step_tokens(assignment: Assignment, engine: EngineConfig) -> int:
+    """Most prompt tokens of one step: what a long prompt's chunks are cut to."""
+    if assignment.step_policy is not PolicyName.CHUNKED:
+        return engine.max_step_tokens
+    return min(assignment.step_budget or CHUNKED_BUDGET, engine.max_step_tokens)

@@ -1,0 +1,245 @@
+"""The worker's tie to the controller: it registers, and learns from the membership which other workers are dead.
+
+A worker that left the membership may be dead, draining or cut off: it counts as dead once a later incarnation has taken
+its place, or once nobody has answered at its address for a while. Either is a belief, and one that registers again is
+as welcome as any. A worker that appears has taken the place of all its earlier incarnations,
+known here or not: some of them may hold leases that were granted while the membership was out of sight. When another
+controller takes over, what is known of the others stays.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import grpc
+import grpc.aio
+
+from tandem.net import rpc
+from tandem.protocol import conversion
+from tandem.protocol.errors import StaleEpoch, TandemError, Unavailable
+from tandem.protocol.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import Membership, PeerRef, Role, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 0.5
+PROBE_S = 0.5
+DEAD_AFTER_PROBES = 3
+"""So many in a row, `PROBE_S` apart, that nobody has answered: one is lost with any connection that breaks."""
+NOBODY_OF_OURS = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
+"""No worker of this cluster answers so: nobody listens there, or whoever was given the port since is no worker, or
+another cluster's.
+"""
+REFRESH_S = 1.0
+"""The interval at which the worker's facts are compared with those last sent to the controller, in seconds."""
+
+
+class ControllerLink:
+    """One worker's registration. Lives on the event loop.
+
+    `describe` gives the worker's facts as they are now. `on_peer_joined` hears of workers that appear, and once more
+    when they open other halves; `on_peer_gone`
+    of incarnations of other workers that are believed dead, and with each of all before it; `on_superseded` hears that
+    the controller has given this one up.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        describe: Callable[[], WorkerInfo],
+        timeout_s: float,
+        *,
+        on_peer_joined: Callable[[WorkerInfo], None],
+        on_peer_gone: Callable[[PeerRef], None],
+        on_superseded: Callable[[TandemError], None],
+    ) -> None:
+        self._describe = describe
+        self._announced = describe()
+        self._me = self._announced.peer
+        self._token = token
+        self._timeout_s = timeout_s
+        self._on_peer_joined = on_peer_joined
+        self._on_peer_gone = on_peer_gone
+        self._on_superseded = on_superseded
+        self._channel = rpc.open_channel(address, token)
+        self._stub = cluster_pb2_grpc.ClusterStub(self._channel)
+        self._left = False
+        self._changed = asyncio.Event()
+        self._known: dict[PeerRef, str] = {}
+        self._roles: dict[PeerRef, Role | None] = {}
+        self._probes: dict[PeerRef, asyncio.Task[None]] = {}
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._silent_since: float | None = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long no controller has been heard, in seconds."""
+        return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
+
+    async def register(self) -> None:
+        """Announce this worker and begin to watch the others. Unavailable when the controller does not answer."""
+        await self._announce(self._stub)
+        self._begin()
+
+    async def follow(self, address: str) -> None:
+        """Belong to the controller at `address` from now on.
+
+        Unavailable when it does not answer, or when this worker leaves; then nothing has changed.
+        """
+        if self._left:
+            raise Unavailable(f"worker {self._me.worker_id} has left; start it again")
+        channel = rpc.open_channel(address, self._token)
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        try:
+            await self._announce(stub)
+        except BaseException:
+            await channel.close()
+            raise
+        # Calls of a channel that is closed end as if their tasks had been cancelled.
+        await _cancel(self._tasks)
+        before, self._channel, self._stub = self._channel, channel, stub
+        self._begin()
+        await before.close()
+
+    def _begin(self) -> None:
+        self._tasks = (asyncio.ensure_future(self._watch_forever()), asyncio.ensure_future(self._refresh_forever()))
+
+    def refresh(self) -> None:
+        """The worker's facts have changed: tell the controller now."""
+        self._changed.set()
+
+    async def unregister(self) -> None:
+        """Leave the membership; what runs here may end. A controller that is away has forgotten us already."""
+        if self._left:
+            return
+        self._left = True
+        request = cluster_pb2.UnregisterRequest(worker_id=self._me.worker_id, incarnation=self._me.incarnation)
+        try:
+            await self._stub.Unregister(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            log.info("could not unregister: %s", error.details())
+
+    async def close(self) -> None:
+        """Stop watching. Leaves the membership as it is."""
+        await _cancel([*self._probes.values(), *self._tasks])
+        await self._channel.close()
+
+    async def _announce(self, stub: cluster_pb2_grpc.ClusterStub) -> None:
+        info = self._describe()
+        request = cluster_pb2.RegisterRequest(worker=conversion.worker_info_to_proto(info))
+        try:
+            await stub.Register(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_of(error, "the controller") from error
+        self._announced = info
+
+    async def _watch_forever(self) -> None:
+        while True:
+            try:
+                async for message in self._stub.Watch(cluster_pb2.WatchRequest(), wait_for_ready=True):
+                    self._silent_since = None
+                    self._see(conversion.membership_from_proto(message))
+            except grpc.aio.AioRpcError as error:
+                log.info("the controller's membership stream ended: %s", error.details())
+            except Exception:
+                log.exception("a membership could not be followed; the next one is")
+            if self._silent_since is None:
+                self._silent_since = time.monotonic()
+            await asyncio.sleep(RECONNECT_S)
+            await self._announce_again()
+
+    async def _refresh_forever(self) -> None:
+        """Sends the facts that a worker learns only while it serves, such as the wire of its transfers."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                if self._describe() != self._announced:
+                    await self._announce_again()
+            except Exception:
+                log.exception("what this worker learned of itself was not told; it is tried again")
+
+    async def _announce_again(self) -> None:
+        """A controller that restarted has to hear of us anew."""
+        if self._left:
+            return
+        try:
+            await self._announce(self._stub)
+        except StaleEpoch as error:
+            # Not when the call crossed our own leave.
+            if not self._left:
+                self._on_superseded(error)
+        except TandemError as error:
+            log.info("could not register again: %s", error.message)
+
+    def _see(self, membership: Membership) -> None:
+        serving = {info.peer: info.address for info in membership.workers if info.peer.worker_id != self._me.worker_id}
+        for peer in [peer for peer in self._probes if peer in serving]:
+            self._probes.pop(peer).cancel()
+        joined = [info for info in membership.workers if info.peer in serving and info.peer not in self._known]
+        for info in joined:
+            self._mark_dead(PeerRef(info.peer.worker_id, info.peer.incarnation - 1))
+        self._known.update(serving)
+        others = {info.peer: info for info in membership.workers if info.peer in serving}
+        before, self._roles = self._roles, {peer: info.open for peer, info in others.items()}
+        for info in others.values():
+            if info in joined or info.open is not before.get(info.peer):
+                self._on_peer_joined(info)
+        for peer, address in self._known.items():
+            if peer not in serving and peer not in self._probes:
+                self._probes[peer] = asyncio.ensure_future(self._probe(peer, address))
+
+    def _mark_dead(self, gone: PeerRef) -> None:
+        """This incarnation and all before it are dead."""
+        for peer in [peer for peer in self._known if _is_same_or_earlier(peer, gone)]:
+            del self._known[peer]
+            probe = self._probes.pop(peer, None)
+            if probe is not None and probe is not asyncio.current_task():
+                probe.cancel()
+        self._on_peer_gone(gone)
+
+    async def _probe(self, peer: PeerRef, address: str) -> None:
+        """Ask at the address of a worker that left until nobody, or somebody else, answers."""
+        async with rpc.open_channel(address, self._token) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            # Nothing tells of a death but the lack of an answer.
+            unanswered = 0
+            while unanswered < DEAD_AFTER_PROBES:
+                if unanswered:
+                    await asyncio.sleep(PROBE_S)
+                answerer = await self._answerer(stub, peer)
+                if answerer is not None and answerer != peer:
+                    break
+                unanswered = unanswered + 1 if answerer is None else 0
+                if answerer is not None:
+                    await asyncio.sleep(PROBE_S)
+        self._mark_dead(peer)
+
+    async def _answerer(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> PeerRef | None:
+        """Returns the worker of this cluster at `peer`'s address; None = none. A silent one counts as `peer`."""
+        try:
+            reply = await stub.Inspect(worker_pb2.InspectRequest(), timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return None if error.code() in NOBODY_OF_OURS else peer
+        return PeerRef(reply.worker_id, reply.incarnation)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Returns when they have ended."""
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_same_or_earlier(peer: PeerRef, than: PeerRef) -> bool:
+    return peer.worker_id == than.worker_id and peer.incarnation <= than.incarnation

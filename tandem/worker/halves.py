@@ -1,0 +1,115 @@
+"""Both halves of a worker as one: their limits, their requests, and their end."""
+
+import logging
+from collections.abc import Sequence
+
+from decode_worker.admission import DecodeAdmission
+from decode_worker.half import DecodeHalf
+from prefill_worker.half import PrefillHalf
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.protocol.ending import decode_pages, failure_event
+from tandem.protocol.errors import TandemError, Unavailable
+from tandem.protocol.messages import ModelFacts, RequestEvent, RequestRef, Role, RoutedEvent
+from tandem.worker.assignment import Half, decode_batch
+from tandem.worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+DIES = "has lost its engine"
+"""The reason why nothing new is taken then."""
+
+
+class Halves:
+    """Applies to both halves what is asked of the worker; they own their requests and pages."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        cache: PrefixCache,
+        model: ModelFacts,
+        *,
+        prefill: PrefillHalf,
+        decode: DecodeHalf,
+        admission: DecodeAdmission,
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.admission = admission
+        self._engine = config.engine
+        self._pages = cache.pool.total
+        self._longest = cache.kv.held(model.max_context)
+        self.resize(config.role)
+
+    def half_controls(self) -> tuple[Half, Half]:
+        """Return the calls that open and close each half to new requests."""
+        prefill, admission = self.prefill, self.admission
+        return (
+            Half(Role.PREFILL, prefill.open, prefill.close, prefill.refs, prefill.abort, prefill.known_requests),
+            Half(
+                Role.DECODE,
+                admission.open,
+                admission.close,
+                admission.refs,
+                admission.abort,
+                lambda: admission.open_requests,
+            ),
+        )
+
+    def batch_limit(self, role: Role) -> int:
+        """Return the most requests that decode in one step in this role."""
+        return decode_batch(role, self._engine)
+
+    def resize(self, role: Role) -> None:
+        """Fit the decode half to a role: prompts of an open prefill half need pages as well."""
+        self.decode.limit(self.batch_limit(role))
+        self.admission.limit(decode_pages(role, self._pages, self._longest))
+
+    @property
+    def not_ready(self) -> str:
+        """The reason why either half takes nothing for now; empty if both do."""
+        return "; ".join(why for why in (self.admission.not_ready, self.prefill.not_ready) if why)
+
+    def open_requests(self) -> int:
+        """Return the number of requests that either half knows."""
+        return self.prefill.known_requests() + self.admission.open_requests
+
+    def refs(self) -> list[tuple[str, RequestRef]]:
+        """Return the requests with their routers; one that both halves know comes twice."""
+        return [*self.prefill.refs(), *self.admission.refs()]
+
+    def adapters(self) -> set[str]:
+        """Return the hashes of the adapters that requests of either half use; "" = the base model."""
+        return self.prefill.registry.adapters() | self.admission.adapters()
+
+    def close(self, why: str) -> None:
+        """Take nothing new."""
+        self.prefill.close(why)
+        self.admission.close(why)
+
+    def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
+        """Abort these requests; unknown ones are ignored."""
+        self.prefill.abort(router_id, refs)
+        self.admission.abort(router_id, refs)
+
+    def router_gone(self, router_id: str) -> list[RequestEvent]:
+        """Abort every request of a router; returns the events for an event stream that replaces the lost one."""
+        refs = {*self.prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
+        if refs:
+            log.info("router %s is gone: %d requests aborted", router_id, len(refs))
+        reason = Unavailable("the event stream was replaced; send the request again")
+        return [failure_event(ref, reason) for ref in refs]
+
+    def abort_all(self) -> None:
+        """Abort every request."""
+        for router_id in {router_id for router_id, _ in self.refs()}:
+            self.router_gone(router_id)
+
+    def engine_gone(self, reason: TandemError) -> list[RoutedEvent]:
+        """Take nothing new and give up the requests of launched steps; returns the events for their routers."""
+        self.close(DIES)
+        lost = set(self.refs()).intersection(self.abandon())
+        return [RoutedEvent(router_id, failure_event(ref, reason)) for router_id, ref in lost]
+
+    def abandon(self) -> list[tuple[str, RequestRef]]:
+        """Give up launched steps, of which none will end; returns their requests, with their routers."""
+        return [*self.prefill.abandon(), *self.decode.abandon()]

@@ -1,0 +1,68 @@
+"""The hand-overs that run in a worker: begun by its prefill half, and waited for when it ends."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kv_transfer.base import Transport
+from kv_transfer.checksums import PageChecks
+from prefill_worker.decode_peers import DecodePeers, LocalDecode
+from prefill_worker.half import PrefillHalf
+from prefill_worker.handoff import Handoff
+from prefill_worker.page_writes import WritingTime
+from prefill_worker.request import PrefillRequest
+from prefill_worker.write_window import WindowRenewals
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import PeerRef, RoutedEvent
+
+SETTLE_S = 2.0
+"""Most seconds `settle` waits for leases to be given back; with the process, what they wait for is over as well."""
+
+
+@dataclass(slots=True)
+class Handovers:
+    """Starts every `Handoff` of a worker with what they have in common, and knows those that have not ended."""
+
+    me: PeerRef
+    kv: KvPages
+    transport: Transport
+    peers: DecodePeers
+    local: LocalDecode
+    checks: PageChecks
+    emit: Callable[[RoutedEvent], None]
+    deadline_s: float
+    writing: WritingTime
+    _open: set[asyncio.Future[None]] = field(default_factory=set)
+    _renewals: WindowRenewals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._renewals = WindowRenewals(self.peers)
+
+    def begin(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
+        """Begin the hand-over of a request that has just been queued."""
+        handoff = Handoff(
+            request=request,
+            half=half,
+            me=self.me,
+            kv=self.kv,
+            sender=self.transport,
+            backend=self.transport.backend,
+            peers=self.peers,
+            renewals=self._renewals,
+            local=self.local,
+            emit=self.emit,
+            deadline_s=self.deadline_s,
+            writing=self.writing,
+            checks=self.checks,
+        )
+        self._open.add(handoff.ended)
+        handoff.ended.add_done_callback(self._open.discard)
+        return handoff
+
+    async def settle(self) -> None:
+        """Wait for all of them to end, and give up those that take too long."""
+        if self._open:
+            _, left = await asyncio.wait(self._open, timeout=SETTLE_S)
+            for handoff in left:
+                handoff.cancel()
+        await self._renewals.close()

@@ -1,0 +1,101 @@
+"""The interface of an engine that is ready to run."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kv_transfer.checksums import PageSums
+from kv_transfer.handshake import Facts, layout_facts
+from kv_transfer.layout import KVLayout
+from tandem.cost_model.roofline import Roofline
+from tandem.cost_model.step_cost import CostParameters
+from tandem.engine.adapters.slots import AdapterSlots
+from tandem.engine.cache.page_pool import PagePool
+from tandem.engine.speculation.load_draft import MakeProposer
+from tandem.engine.steps.batch import PendingStep, StepBatch
+from tandem.engine.steps.draws import History
+from tandem.protocol.kv_pages import KvPages
+from tandem.protocol.messages import ModelFacts
+
+
+class Runner(Protocol):
+    """The part of an engine that runs steps."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """True if `launch` returns before the step has run."""
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Launches one step and returns its pending result."""
+
+
+class LoadedEngine(Runner, Protocol):
+    """An engine ready to run."""
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool of KV pages."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts of the model."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """The adapters that requests may name, and slots for others."""
+        ...
+
+    @property
+    def page_tokens(self) -> int:
+        """The number of tokens of a KV page."""
+        ...
+
+    @property
+    def kv_pages(self) -> KvPages:
+        """The KV pages that requests hold."""
+        ...
+
+    @property
+    def page_sums(self) -> PageSums:
+        """The checksums of KV pages."""
+        ...
+
+    @property
+    def cost_guess(self) -> CostParameters:
+        """The predicted cost of steps on this device, before one was measured."""
+        ...
+
+    @property
+    def roofline(self) -> Roofline:
+        """The roofline of the model on this kind of device."""
+        ...
+
+    @property
+    def draft_proposer(self) -> MakeProposer | None:
+        """Makes a proposer of drafts with the trained weights that were loaded beside the model; None without."""
+        ...
+
+    def begin_answer(self, history: History, grammar: str, /) -> None:
+        """Compiles a grammar and follows it up to an answer's newest token, before a step needs it.
+
+        Raises InvalidArgument if that fails. Any thread may call it.
+        """
+        ...
+
+    def allowed_drafts(self, history: History, grammar: str, drafts: Sequence[int], /) -> int:
+        """Returns how many of the first drafts may follow an answer by its grammar; the next step may verify those.
+
+        Engine thread only.
+        """
+        ...
+
+    def compatibility_facts(self) -> Facts:
+        """Returns the facts, as (name, value), that two workers must share before KV may move between them."""
+        ...
+
+
+def engine_facts(engine: LoadedEngine, layout: KVLayout) -> Facts:
+    """Return the engine's facts that the layout does not name."""
+    stated = {name for name, _ in layout_facts(layout)}
+    return tuple((name, value) for name, value in engine.compatibility_facts() if name not in stated)

@@ -1,0 +1,283 @@
+"""The other workers: clients to decode workers, and the answer to prefill workers that introduce themselves."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import grpc.aio
+
+from kv_transfer.base import PageWrite, Sender
+from kv_transfer.departed import Departed
+from kv_transfer.handshake import check_compatible
+from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
+from tandem.net import rpc
+from tandem.protocol import conversion
+from tandem.protocol.errors import FailedPrecondition, StaleEpoch, TandemError, Unavailable
+from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import Destination, Handshake, Lease, PeerDescription, PeerRef
+from tandem.worker.peers.deliveries import MOST_WAITING, Deliveries
+from tandem.worker.peers.known_peers import IncompatiblePeers, SameHostPeers
+
+log = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+DELIVERY_PERIOD_S = 1.0
+"""The seconds that a notice may be in flight before the decode worker is asked if it has arrived.
+
+Notices take milliseconds; a later one costs a second prefill.
+"""
+
+
+class _Connection:
+    """A channel to one run of one worker, and the introduction that must come first."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.channel = rpc.open_channel(address, token)
+        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
+        self.introduced: asyncio.Task[PeerDescription] | None = None
+
+
+class Peers(DecodePeers):
+    """One connection for each incarnation of a worker, opened when it is needed. Lives on the event loop."""
+
+    def __init__(self, mine: Handshake, sender: Sender, token: str, rpc_timeout_s: float) -> None:
+        self._mine = mine
+        self._me = mine.description.peer
+        self._sender = sender
+        self._token = token
+        self._timeout_s = rpc_timeout_s
+        self._connections: dict[PeerRef, _Connection] = {}
+        self._gone = Departed()
+        self._accepted: dict[str, PeerDescription] = {}
+        self._owed: dict[PeerRef, deque[Destination]] = {}
+        self._incompatible = IncompatiblePeers()
+        self._same_host = SameHostPeers(mine.description.host)
+        self._deliveries = Deliveries(self._name_deliveries, DELIVERY_PERIOD_S)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # ---- prefill side ----
+
+    async def connect(self, destination: Destination) -> None:
+        """Introduces this worker to the decode worker, unless that was done before."""
+        await self._introduced(destination.peer, destination.address)
+
+    async def warm_up(self, peer: PeerRef, address: str) -> bool:
+        """Connects to a decode worker and moves a page to it; returns True on success.
+
+        Source and destination are the spare pages after the pools, which no request owns. The first use of a wire is
+        the slowest by far. Errors are logged and never raised.
+        """
+        try:
+            theirs = await self._introduced(peer, address)
+            write = PageWrite(peer, (self._mine.description.pages - 1,), (theirs.pages - 1,))
+            moved = asyncio.wrap_future(self._sender.write(write, self._timeout_s))
+            async with asyncio.timeout(2 * self._timeout_s):
+                done = await moved
+        except TimeoutError:
+            log.info("the way to %s is not warm yet: its first page takes too long", peer.worker_id)
+        except FailedPrecondition:
+            log.debug("there is no way to %s", peer.worker_id)  # in which words, is in the log already
+        except TandemError as error:
+            log.info("the way to %s is not warm yet: %s", peer.worker_id, error.message)
+        except Exception:
+            log.exception("warming the way to %s failed", peer.worker_id)
+        else:
+            log.info("the way to %s is warm: first page in %.1f ms", peer.worker_id, done.duration_nanos / 1e6)
+            return True
+        return False
+
+    async def allot(self, destination: Destination, pages: int) -> Allotment:
+        """Asks the decode worker for the pages that receive the last of the prompt's `pages`."""
+        request = worker_pb2.AllotPagesRequest(
+            lease=conversion.lease_to_proto(destination.lease),
+            pages=pages,
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+        )
+        stub = self._connection(destination.peer, destination.address).stub
+        reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
+        return Allotment(tuple(reply.page_ids), reply.write_for_s)
+
+    async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
+        """Asks the decode worker for permission to go on writing under these leases."""
+        request = worker_pb2.RenewPermissionsRequest(
+            leases=[conversion.lease_to_proto(lease) for lease in leases],
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+        )
+        stub = self._connection(peer, address).stub
+        reply = await _call(stub.RenewPermissions(request, timeout=min(self._timeout_s, within_s)), peer)
+        return Renewal(frozenset(map(conversion.lease_from_proto, reply.over)), reply.write_for_s)
+
+    def delivered(self, destination: Destination) -> None:
+        """Queues the lease for the next report of delivered notices."""
+        self._deliveries.add(destination)
+
+    async def release(self, destination: Destination, *, in_doubt: bool) -> None:
+        """Reports to the decode worker that no write under the lease is in flight and none will follow."""
+        request = worker_pb2.ReleaseLeaseRequest(
+            lease=conversion.lease_to_proto(destination.lease),
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+            in_doubt=in_doubt,
+        )
+        if destination.peer in self._gone:
+            self._owe(destination.peer, [destination])
+            return
+        stub = self._connection(destination.peer, destination.address).stub
+        await _call(stub.ReleaseLease(request, timeout=self._timeout_s), destination.peer)
+
+    async def _name_deliveries(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
+        if peer in self._gone:
+            self._owe(peer, [Destination(peer, address, lease) for lease in leases])
+            return True
+        request = worker_pb2.NameDeliveriesRequest(
+            leases=[conversion.lease_to_proto(lease) for lease in leases],
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+        )
+        await _call(self._connection(peer, address).stub.NameDeliveries(request, timeout=self._timeout_s), peer)
+        return True
+
+    # ---- decode side ----
+
+    def accept(self, theirs: Handshake) -> PeerDescription:
+        """Accepts the handshake of a prefill worker and returns this worker's description.
+
+        FailedPrecondition, with the reason, if the two are incompatible; StaleEpoch from a run that is known to be
+        over.
+        """
+        peer = theirs.description.peer
+        if peer in self._gone:
+            raise StaleEpoch(f"incarnation {peer.incarnation} of {peer.worker_id} is known to be over; start it anew")
+        try:
+            check_compatible(self._mine, theirs)
+        except FailedPrecondition as error:
+            self._incompatible.add(peer, error.message)
+            raise
+        self._incompatible.discard(peer)
+        self._sender.add_peer(theirs.description)
+        self._accepted[peer.worker_id] = theirs.description
+        self._same_host.add(theirs.description)
+        return self._mine.description
+
+    def is_near(self, peer: PeerRef) -> bool:
+        """True if this run of a prefill worker has reported that it is on this host."""
+        return self._same_host.has(peer)
+
+    def lives(self, peer: PeerRef) -> bool | None:
+        """True if the process of this run of a prefill worker is alive; None = not visible from here."""
+        return self._same_host.lives(peer)
+
+    # ---- both ----
+
+    def warnings(self) -> tuple[str, ...]:
+        """The incompatibilities of other workers with this one, in sentences; for `tandem status`."""
+        return self._incompatible.warnings
+
+    def forget(self, peer: PeerRef) -> None:
+        """Drops the connections to this run of a worker and its earlier ones, which are over.
+
+        None is opened again unless a run is accepted anew: another process may listen at their address by now.
+        """
+        self._gone.add(peer)
+        for known, connection in list(self._connections.items()):
+            if known in self._gone:
+                self._drop(known, connection)
+        for owed in [owed for owed in self._owed if owed.worker_id == peer.worker_id and owed != peer]:
+            del self._owed[owed]
+        self._incompatible.forget(peer)
+        self._sender.remove_peer(peer)
+
+    def welcome(self, peer: PeerRef) -> None:
+        """This run serves. If it was believed dead, all is as it was, and it hears which leases it has back."""
+        if not self._gone.take_back(peer):
+            return
+        log.info("%s, which was taken for dead, is back", peer.worker_id)
+        known = self._accepted.get(peer.worker_id)
+        if known is not None and known.peer == peer:
+            # It takes itself for introduced.
+            self._sender.add_peer(known)
+        for destination in self._owed.pop(peer, ()):
+            self._deliveries.add(destination)
+
+    async def close(self) -> None:
+        """Close every connection; calls in flight fail."""
+        await self._deliveries.close()
+        for peer, connection in list(self._connections.items()):
+            self._drop(peer, connection)
+        await asyncio.gather(*self._closing)
+
+    # ---- inside ----
+
+    def _owe(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
+        """A worker that is dead needs no telling; should it live, it has to hear that nothing will follow."""
+        if self._gone.is_last(peer):
+            self._owed.setdefault(peer, deque(maxlen=MOST_WAITING)).extend(leases)
+
+    def _connection(self, peer: PeerRef, address: str) -> _Connection:
+        if peer in self._gone:
+            raise Unavailable(f"worker {peer.worker_id} is gone; choose another")
+        connection = self._connections.get(peer)
+        if connection is None:
+            connection = self._connections[peer] = _Connection(address, self._token)
+        return connection
+
+    async def _introduced(self, peer: PeerRef, address: str) -> PeerDescription:
+        connection = self._connection(peer, address)
+        if connection.introduced is None:
+            connection.introduced = asyncio.ensure_future(self._introduce(connection, peer))
+            connection.introduced.add_done_callback(partial(self._drop_unless_introduced, peer, connection))
+        # Shielded: many requests wait for one introduction, and one of them may be cancelled.
+        return await asyncio.shield(connection.introduced)
+
+    async def _introduce(self, connection: _Connection, peer: PeerRef) -> PeerDescription:
+        request = conversion.handshake_to_proto(self._mine)
+        try:
+            reply = await _call(connection.stub.ConnectPeer(request, timeout=self._timeout_s), peer)
+        except FailedPrecondition as error:
+            self._incompatible.add(peer, error.message.removeprefix(f"worker {peer.worker_id}: "))
+            raise
+        self._incompatible.discard(peer)
+        theirs = conversion.description_from_proto(reply.peer)
+        if theirs.peer != peer:
+            raise StaleEpoch(
+                f"{peer.worker_id} has restarted (incarnation {theirs.peer.incarnation}, not {peer.incarnation});"
+                " reserve anew"
+            )
+        if peer in self._gone:
+            raise Unavailable(f"worker {peer.worker_id} is gone; choose another")
+        self._sender.add_peer(theirs)
+        log.info("introduced to %s (incarnation %d)", peer.worker_id, peer.incarnation)
+        return theirs
+
+    def _drop_unless_introduced(
+        self, peer: PeerRef, connection: _Connection, introduced: "asyncio.Task[PeerDescription]"
+    ) -> None:
+        """Not left to those who wait: all may have been cancelled, and the next one must not hear of an old failure."""
+        if introduced.cancelled() or introduced.exception() is not None:
+            self._drop(peer, connection)
+
+    def _drop(self, peer: PeerRef, connection: _Connection) -> None:
+        if self._connections.get(peer) is connection:
+            del self._connections[peer]
+            closing = asyncio.ensure_future(connection.channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+
+async def _call(call: Awaitable[Reply], peer: PeerRef) -> Reply:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise rpc.error_of(error, f"worker {peer.worker_id}") from error
+    except asyncio.CancelledError as error:
+        # gRPC says the same of a caller that was cancelled and of a channel that was closed under the call.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Unavailable(f"the connection to worker {peer.worker_id} was dropped; prefill again elsewhere") from error

@@ -1,0 +1,71 @@
+"""Connections that are made before a user's prompt needs one: from who prefills to everybody who decodes."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from tandem.protocol.messages import PeerRef, WorkerInfo
+from tandem.worker.peers.peers import Peers
+
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+"""The seconds between two attempts to warm the same connection; the wait doubles."""
+
+
+class WarmUps:
+    """Follows the other workers as the controller names them. `close` it before the peers."""
+
+    def __init__(self, peers: Peers, prefills: Callable[[], bool]) -> None:
+        """`prefills`: whether this worker's own prefill half is open now."""
+        self._peers = peers
+        self._prefills = prefills
+        self._others: dict[str, WorkerInfo] = {}
+        self._running: dict[PeerRef, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def see(self, info: WorkerInfo) -> None:
+        """Another worker serves, or has opened other halves."""
+        self._others[info.peer.worker_id] = info
+        self.look()
+
+    def forget(self, peer: PeerRef) -> None:
+        """This run and its earlier ones are believed dead."""
+        known = self._others.get(peer.worker_id)
+        if known is not None and known.peer.incarnation <= peer.incarnation:
+            del self._others[peer.worker_id]
+        for other in list(self._running):
+            if other.worker_id == peer.worker_id and other.incarnation <= peer.incarnation:
+                self._running.pop(other).cancel()
+
+    def look(self) -> None:
+        """Connect to whoever may get prompts from here and is not connected; one that is costs next to nothing."""
+        for info in self._others.values():
+            if self._wanted(info.peer) and info.peer not in self._running:
+                task = asyncio.ensure_future(self._warm_up(info.peer, info.address))
+                self._running[info.peer] = task
+                self._tasks.add(task)
+                task.add_done_callback(partial(self._ended, info.peer))
+
+    async def _warm_up(self, peer: PeerRef, address: str) -> None:
+        """Until the way is warm or not wanted any more: what was lost once may have been a packet."""
+        wait_s = FIRST_RETRY_S
+        while not await self._peers.warm_up(peer, address):
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LAST_RETRY_S)
+            if not self._wanted(peer):
+                return
+
+    def _wanted(self, peer: PeerRef) -> bool:
+        """True if this worker may send KV to this run."""
+        info = self._others.get(peer.worker_id)
+        return info is not None and info.peer == peer and info.takes_answers and self._prefills()
+
+    def _ended(self, peer: PeerRef, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if self._running.get(peer) is task:
+            del self._running[peer]
+
+    async def close(self) -> None:
+        """Nothing is waited for."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

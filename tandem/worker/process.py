@@ -1,0 +1,282 @@
+"""A worker process from start to end: engine, transfer, gRPC server, controller.
+
+The caller's thread starts and stops it; the event loop and the engine have threads of their own, and the transfer its.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from kv_transfer.backends import open_transport
+from kv_transfer.layout import KVLayout
+from tandem.engine.cache.paged_cache import PagedCache
+from tandem.engine.model_runner import ModelRunner
+from tandem.metrics.exposition import Exposition
+from tandem.metrics.metrics_server import METRICS_PATH, MetricsServer, metrics_page
+from tandem.net import rpc
+from tandem.net.address import address_of, is_loopback
+from tandem.net.security.credentials import reading_keys
+from tandem.net.turns import take_short_turns
+from tandem.protocol.errors import Internal, TandemError, Unavailable
+from tandem.protocol.generated.tandem.v1 import worker_pb2_grpc
+from tandem.protocol.messages import Assignment, PeerRef, WorkerInfo
+from tandem.worker.assignment import decode_batch, prompt_step_tokens
+from tandem.worker.config import WorkerConfig
+from tandem.worker.controller_link import ControllerLink
+from tandem.worker.reporting.metrics import engine_facts, worker_facts
+from tandem.worker.servicer import WorkerServicer
+from tandem.worker.worker import Worker, first_line
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""Hears the stage of the start in words and the fraction of it that is done."""
+
+Result = TypeVar("Result")
+
+STOP_S = 30.0
+
+
+class WorkerProcess:
+    """One incarnation of a worker: `start` once, `stop` once; after it no thread, port or memory is left."""
+
+    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
+        self._config = config
+        self._me = PeerRef(config.worker_id, incarnation)
+        self._started_unix_nanos = time.time_ns()
+        self._ended: Future[None] = Future()
+        self._events = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._events.run_forever, name="events", daemon=True)
+        self._engine: ModelRunner | None = None
+        self._worker: Worker | None = None
+        self._server: grpc.aio.Server | None = None
+        self._controller: ControllerLink | None = None
+        self._metrics: MetricsServer | None = None
+        self._registered = False
+        self.metrics_address = ""
+        """host:port of the metrics' HTTP server, once it serves."""
+        self._stopping = threading.Lock()
+
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
+        """Load, listen, step, register; returns once requests are welcome. What fails to start leaves nothing behind.
+
+        ModelError, InvalidArgument, FailedPrecondition or Unavailable say in words what to change.
+        """
+        take_short_turns()
+        report = progress or (lambda _stage, _fraction: None)
+        self._thread.start()
+        try:
+            self._engine = ModelRunner.load(self._config.engine, progress, name=self._config.model_name or None)
+            report("measuring the device", 0.0)
+            if self._config.ceilings is None:
+                self._engine.measure_ceilings(self._config.engine.threads)
+            report("opening the transfer", 0.0)
+            info = self._call(self._open(self._engine))
+        except BaseException as error:
+            # Before it stops: whoever waits for the end must hear why, too.
+            self._end(self._why_not(error))
+            self.stop()
+            raise
+        report("serving", 1.0)
+        log.info("%s (incarnation %d) serves on %s", self._me.worker_id, self._me.incarnation, info.address)
+        return info
+
+    def wait(self) -> None:
+        """Return when the process was stopped. What `start` raises, or Internal or StaleEpoch when it had to end."""
+        self._ended.result()
+
+    @property
+    def serves(self) -> bool:
+        """True if the worker takes requests: it has started, does not drain and has not ended."""
+        worker = self._worker
+        return worker is not None and self._registered and not worker.assignment.draining and not self._ended.done()
+
+    @property
+    def assignment(self) -> Assignment:
+        """The worker's current assignment."""
+        return self._config.assignment if self._worker is None else self._worker.assignment.assignment
+
+    @property
+    def silent_s(self) -> float:
+        """For how long no controller has been heard, in seconds; infinite before the first."""
+        return math.inf if self._controller is None else self._controller.silent_s
+
+    async def works(self) -> None:
+        """Returns when the worker's event loop has checked that the device makes progress.
+
+        The check ends a worker whose device hangs. Returns at once if the worker has ended. It may be called from any
+        event loop but the worker's own.
+        """
+        if not self._ended.done():
+            with contextlib.suppress(RuntimeError):  # it has closed its event loop in this moment
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._look(), self._events))
+
+    def follow(self, controller_address: str) -> None:
+        """See `ControllerLink.follow`. Unavailable for a worker that does not serve."""
+        if self._controller is None or not self.serves:
+            raise Unavailable(f"worker {self._me.worker_id} does not serve; start it again")
+        self._call(self._controller.follow(controller_address))
+
+    def drain(self, grace_s: float) -> int:
+        """Take nothing new, let what runs finish, leave the cluster; returns how many requests others have to finish.
+
+        Then `wait` returns: a drained worker has left for good, and whoever keeps it stops it.
+        """
+        return self._call(self._drain(grace_s))
+
+    def stop(self) -> None:
+        """End now; requests that run are aborted. Idempotent, from any thread but the event loop's."""
+        with self._stopping:
+            if self._thread.is_alive():
+                self._call(self._close(), STOP_S)
+                self._events.call_soon_threadsafe(self._events.stop)
+                self._thread.join()
+                self._events.close()
+        self._end(None)
+
+    # ---- on the event loop ----
+
+    async def _open(self, engine: ModelRunner) -> WorkerInfo:
+        layout = layout_of(engine.cache)
+        settings = self._config
+        open_here = partial(
+            open_transport,
+            settings.transfer_backend,
+            layout,
+            self._me,
+            trusted_network=settings.trusted_network,
+        )
+        self._worker = Worker(self._config, self._me, engine, layout, open_here)
+        self._worker.died.add_done_callback(lambda died: self._die(died.result()))
+        self._server = rpc.open_server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._worker, self._drain), self._server)
+        port = self._listen(self._server)
+        await self._server.start()
+        self._worker.start()
+        await self._open_metrics(self._worker, engine)
+        describe = partial(self._info, engine, self._worker, address_of(self._config.host, port))
+        if self._config.controller_address is not None:
+            self._controller = ControllerLink(
+                self._config.controller_address,
+                self._config.token,
+                describe,
+                self._config.rpc_timeout_s,
+                on_peer_joined=self._worker.peer_joined,
+                on_peer_gone=self._worker.peer_gone,
+                on_superseded=self._end,
+            )
+            self._worker.assignment.on_change = self._worker.adapters.on_change = self._controller.refresh
+            await self._controller.register()
+        self._registered = True
+        return describe()
+
+    async def _open_metrics(self, worker: Worker, engine: ModelRunner) -> None:
+        config, registry = self._config, worker.metrics.registry
+        registry.read(partial(worker_facts, worker.report, worker.transport))
+        registry.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
+        keys = reading_keys(config.metrics_key, config.token, guarded=False, loopback=is_loopback(config.host))
+        self._metrics = MetricsServer({METRICS_PATH: metrics_page(Exposition(registry))}, keys)
+        self.metrics_address = await self._metrics.open(config.host, config.metrics_port)
+
+    def _listen(self, server: grpc.aio.Server) -> int:
+        address = address_of(self._config.host, self._config.port)
+        try:
+            return rpc.listen(server, address, self._config.token)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"worker {self._me.worker_id} cannot listen on {address}; free it or use port 0"
+            ) from error
+
+    def _info(self, engine: ModelRunner, worker: Worker, address: str) -> WorkerInfo:
+        assignment, sizes = worker.assignment, self._config.engine
+        return WorkerInfo(
+            peer=self._me,
+            role=assignment.role,
+            address=address,
+            model=replace(engine.facts, adapters=worker.adapters.facts),
+            pages_total=engine.cache.pages,
+            page_tokens=engine.page_tokens,
+            max_batch_requests=decode_batch(assignment.role, sizes),
+            max_step_tokens=prompt_step_tokens(assignment.assignment, sizes),
+            device=engine.device_name,
+            transport=worker.transport.transport_name(),
+            not_ready=worker.report.not_ready,
+            warnings=worker.transport.warnings() + worker.peers.warnings(),
+            assignment=assignment.assignment,
+            closing=assignment.closing,
+            started_unix_nanos=self._started_unix_nanos,
+            kv_ports=worker.transport.open_ports(),
+        )
+
+    async def _look(self) -> None:
+        if self._worker is not None:
+            self._worker.look_for_stuck()
+
+    async def _drain(self, grace_s: float) -> int:
+        left = await self._worker.drain(grace_s) if self._worker is not None else 0
+        if self._controller is not None:
+            await self._controller.unregister()
+        self._end(None)
+        return left
+
+    async def _close(self) -> None:
+        if self._controller is not None:
+            await self._controller.unregister()
+            await self._controller.close()
+        if self._worker is not None:
+            await self._worker.close()
+        if self._server is not None:
+            await self._server.stop(None)
+        if self._metrics is not None:
+            await self._metrics.close()
+        self._controller = self._worker = self._server = self._engine = None
+        await self._events.shutdown_default_executor()
+
+    def _why_not(self, error: BaseException) -> TandemError:
+        """Why it did not start."""
+        if isinstance(error, TandemError):
+            return error
+        return Internal(f"worker {self._me.worker_id} failed to start: {first_line(error)}")
+
+    def _die(self, error: BaseException) -> None:
+        self._end(Internal(f"worker {self._me.worker_id} failed in a step: {first_line(error)}"))
+
+    def _end(self, error: TandemError | None) -> None:
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def _call(self, work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._events).result(timeout_s)
+
+
+def layout_of(cache: PagedCache) -> KVLayout:
+    """Returns the layout of the whole cache, with the spare page after the pool's: see `Peers.warm_up`."""
+    return KVLayout(
+        base_address=cache.base_address,
+        pages=cache.pages + 1,
+        layers=cache.layers,
+        kv_heads=cache.kv_heads,
+        page_tokens=cache.page_tokens,
+        head_dim=cache.head_dim,
+        item_bytes=cache.item_bytes,
+        dtype=cache.dtype,
+        memory=cache.memory,
+        device_id=cache.device_id,
+        parts=cache.parts,
+        windows=cache.kv_pages.windows,
+        scale_bytes=cache.scale_bytes,
+    )

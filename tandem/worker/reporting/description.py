@@ -1,0 +1,69 @@
+"""The description of a worker for a controller that did not start it, and the comparison of settings."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tandem.protocol.messages import Assignment, PeerRef
+from tandem.worker.config import WorkerConfig
+
+Settings = tuple[tuple[str, str], ...]
+"""Names of settings, and what they are, in words that can be compared."""
+
+_SERVED = (
+    *("model", "model_name", "random_weights", "device", "dtype", "page_tokens", "max_model_len", "tokenizer"),
+    "adapters",
+    *("token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
+)
+"""The settings that decide what a worker serves and which workers it is compatible with."""
+_PASSING = (
+    *("worker_id", "role", "engine", "step_policy", "step_budget", "itl_target_s"),
+    *("controller_address", "host", "port", "metrics_port", "outlive_s"),
+)
+"""The settings that another controller sets anew, or that are never compared."""
+_SECRETS = ("token", "metrics_key")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """One run of a worker as it is now."""
+
+    peer: PeerRef
+    assignment: Assignment
+    """The last assignment that it received."""
+    serves: bool
+    """True if it takes requests; else it starts, drains or has ended."""
+    served: Settings
+    """The settings that must be equal for the worker to be taken over."""
+    tuning: Settings
+    """The settings that may differ when it is taken over; they apply until it is restarted."""
+
+
+def served_of(config: WorkerConfig) -> Settings:
+    """Returns the settings of `config` that must be equal for a worker to be taken over."""
+    return _settings(config, lambda name: name in _SERVED)
+
+
+def tuning_of(config: WorkerConfig) -> Settings:
+    """Returns the settings of `config` that may differ when a worker is taken over."""
+    return _settings(config, lambda name: name not in _SERVED and name not in _PASSING)
+
+
+def differences(ours: Settings, theirs: Settings) -> tuple[str, ...]:
+    """The names of settings that are not the same; a setting that only one side knows is one of them."""
+    mine, others = dict(ours), dict(theirs)
+    return tuple(name for name in {**mine, **others} if mine.get(name) != others.get(name))
+
+
+def _settings(config: WorkerConfig, wanted: Callable[[str], bool]) -> Settings:
+    named = [*_values(config.engine), *_values(config)]
+    return tuple((name, _told(name, value)) for name, value in named if wanted(name))
+
+
+def _values(config: Any) -> Iterable[tuple[str, object]]:
+    return ((each.name, getattr(config, each.name)) for each in fields(config))
+
+
+def _told(name: str, value: object) -> str:
+    return hashlib.sha256(str(value).encode()).hexdigest() if name in _SECRETS else str(value)

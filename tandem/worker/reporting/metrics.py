@@ -1,0 +1,249 @@
+"""The metrics of a worker: steps as they end, hand-overs as they are reported, and facts read at a scrape.
+
+The engine's thread reports each step between steps; that costs it a few additions. All else belongs to the event loop.
+Any thread may read the numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prefill_worker.page_writes import WritingTime
+from tandem.cost_model.roofline import Ceilings, Roofline
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.speculation.proposer import DRAFTS_MAX, LAST_CLASS
+from tandem.metrics import families as f
+from tandem.metrics.registry import Facts, Reading, Registry
+from tandem.protocol.cost_parameters import SECONDS, CostParameters
+from tandem.protocol.lifecycle.timeline import TransferStats
+from tandem.protocol.messages import FinishReason, RoutedEvent, WorkerInspection
+
+if TYPE_CHECKING:
+    from decode_worker.speculation import SpeculationCounts
+    from kv_transfer.base import Transport
+    from tandem.engine.model_runner import ModelRunner
+    from tandem.worker.reporting.report import WorkerReport
+
+_WINDOW_MARKS, _MARK_S = 20, 0.5
+"""Utilization is of so many stretches of steps, each about so many seconds long: the last ten seconds of computing."""
+_NANOS = 1e9
+
+Emit = Callable[[RoutedEvent], None]
+
+
+class Utilization:
+    """The share of the device's ceilings that the newest steps needed.
+
+    A ceiling below what steps have reached was measured under load, and rises, unless an operator gave it.
+    """
+
+    def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
+        self._sizes = roofline.sizes
+        self._given = given is not None
+        self.ceilings = given or roofline.ceilings
+        self.busy_s = self.bytes = self.flops = 0.0
+        """The sums over all steps."""
+        self._marks: deque[tuple[float, float, float]] = deque([(0.0, 0.0, 0.0)], maxlen=_WINDOW_MARKS)
+
+    def step(self, work: StepWork, seconds: float) -> None:
+        """Add a step that has ended."""
+        self.busy_s += seconds
+        self.bytes += self._sizes.step_bytes(work)
+        self.flops += self._sizes.step_flops(work)
+        if self.busy_s - self._marks[-1][0] >= _MARK_S:
+            self._mark()
+
+    @property
+    def bandwidth(self) -> float:
+        """Part of the device's memory bandwidth, 0 before the first step."""
+        busy_s, read, _ = self._lately()
+        return read / (busy_s * self.ceilings.bytes_per_s) if busy_s else 0.0
+
+    @property
+    def compute(self) -> float:
+        """Part of its peak of operations a second."""
+        busy_s, _, done = self._lately()
+        return done / (busy_s * self.ceilings.flops) if busy_s else 0.0
+
+    def _mark(self) -> None:
+        busy_s, read, done = self._marks[-1]
+        self._marks.append((self.busy_s, self.bytes, self.flops))
+        if not self._given:
+            seconds, now = self.busy_s - busy_s, self.ceilings
+            flops, bandwidth = (self.flops - done) / seconds, (self.bytes - read) / seconds
+            self.ceilings = Ceilings(max(now.flops, flops), max(now.bytes_per_s, bandwidth), now.launch_s)
+
+    def _lately(self) -> tuple[float, float, float]:
+        busy_s, read, done = self._marks[0]
+        return self.busy_s - busy_s, self.bytes - read, self.flops - done
+
+
+class WorkerMetrics:
+    """Owns the worker's registry."""
+
+    def __init__(self, model: str, worker: str, utilization: Utilization) -> None:
+        self.registry = registry = Registry({"model": model, "worker": worker})
+        self.utilization = utilization
+        self.writing = WritingTime()
+        """The time of hand-overs' writes."""
+        self._decode_steps = registry.histogram(f.STEP_SECONDS, "decode")
+        self._prefill_steps = registry.histogram(f.STEP_SECONDS, "prefill")
+        self._mixed_steps = registry.histogram(f.STEP_SECONDS, "mixed")
+        self._decode_over = registry.histogram(f.STEP_OVER_PREDICTED, "decode")
+        self._prefill_over = registry.histogram(f.STEP_OVER_PREDICTED, "prefill")
+        self._mixed_over = registry.histogram(f.STEP_OVER_PREDICTED, "mixed")
+        self._rows = registry.histogram(f.STEP_DECODE_ROWS)
+        self._prompts = registry.histogram(f.STEP_PREFILL_TOKENS)
+        self._decode_tokens = registry.counter(f.STEP_TOKENS, "decode")
+        self._prefill_tokens = registry.counter(f.STEP_TOKENS, "prefill")
+        self._transfers = registry.histogram(f.TRANSFER_SECONDS)
+        self._bandwidth = registry.histogram(f.TRANSFER_BANDWIDTH)
+        self._transferred = registry.counter(f.TRANSFER_BYTES)
+        self._failures = registry.counter(f.TRANSFER_FAILURES)
+        self._refusals = registry.counter(f.KV_REFUSALS)
+        registry.read(self._engine_facts)
+        registry.read(lambda: {f.TRANSFER_WRITING: self.writing.seconds})
+
+    def step(self, work: StepWork, seconds: float, predicted_s: float) -> None:
+        """Count a step that has ended; the engine thread calls it."""
+        rows, tokens = work.decode_rows, work.prefill_tokens
+        if not tokens:
+            times, over = self._decode_steps, self._decode_over
+        elif rows:
+            times, over = self._mixed_steps, self._mixed_over
+        else:
+            times, over = self._prefill_steps, self._prefill_over
+        times.observe(seconds)
+        if predicted_s > 0.0:
+            over.observe(seconds / predicted_s)
+        if rows:
+            self._rows.observe(rows - work.draft_rows)
+            self._decode_tokens.value += rows
+        if tokens:
+            self._prompts.observe(tokens)
+            self._prefill_tokens.value += tokens
+        self.utilization.step(work, seconds)
+
+    def refused(self) -> None:
+        """Count a request that found no pages."""
+        self._refusals.add()
+
+    def hearing(self, emit: Emit) -> Emit:
+        """`emit` for hand-overs, which tells here as well how each has ended."""
+
+        def heard(routed: RoutedEvent) -> None:
+            event = routed.event
+            if event.transfer is not None:
+                self._transfer(event.transfer)
+            elif event.finish_reason is FinishReason.ERROR:
+                self._failures.add()
+            emit(routed)
+
+        return heard
+
+    def _engine_facts(self) -> Facts:
+        used = self.utilization
+        return {
+            f.STEP_BUSY: used.busy_s,
+            f.STEP_BYTES: used.bytes,
+            f.STEP_FLOPS: used.flops,
+            f.BANDWIDTH_UTILIZATION: used.bandwidth,
+            f.FLOPS_UTILIZATION: used.compute,
+            f.DEVICE_BANDWIDTH: used.ceilings.bytes_per_s,
+            f.DEVICE_FLOPS: used.ceilings.flops,
+        }
+
+    def _transfer(self, stats: TransferStats) -> None:
+        seconds = stats.duration_nanos / _NANOS
+        self._transfers.observe(seconds)
+        self._transferred.add(stats.bytes)
+        if seconds > 0:
+            self._bandwidth.observe(stats.bytes / seconds)
+
+
+def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
+    """Return facts that an engine keeps; `role` is read at each scrape, as it may change."""
+    graphs = engine.graph_use
+    return {
+        f.WORKER_INFO: {(role(), engine.device_name, engine.facts.dtype): 1.0},
+        f.MODEL_INFO: {("; ".join(engine.facts.summary),): 1.0},
+        f.GRAPH_STEPS: {("hit",): graphs.hits, ("miss",): graphs.misses},
+        f.GRAPH_PADDED_TOKENS: graphs.padded_tokens,
+        f.EXPERT_TOKENS: engine.expert_tokens.read(),
+    }
+
+
+def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
+    """Return facts that a worker keeps."""
+    load, found = report.load(), report.inspect()
+    stored, removed = report.prefix_events
+    return {
+        f.REQUESTS_RUNNING: load.decode_requests,
+        f.REQUESTS_WAITING: load.prefill_requests,
+        f.KV_USAGE: load.pages_used / load.pages_total if load.pages_total else 0.0,
+        f.KV_PAGES: _pages(found),
+        f.BATCH_LIMIT: report.batch_limit,
+        f.PREFIX_QUERIES: load.prefix_query_tokens,
+        f.PREFIX_HITS: load.prefix_hit_tokens,
+        f.PREFIX_EVENTS: {("stored",): stored, ("removed",): removed},
+        f.PREEMPTIONS: load.preemptions,
+        f.STEP_COST_ERROR: load.cost.error,
+        **step_costs(load.cost),
+        f.OPEN_LEASES: found.leases,
+        f.PENDING_TRANSFER_PAGES: report.pending_transfer_pages,
+        f.EXPIRED_LEASES: report.expired_leases,
+        f.CHECKSUM_FAILURES: found.checksum_failures,
+        f.FENCED: found.fenced,
+        f.TRANSPORT: {(transport.transport_kinds(),): 1.0},
+        f.TRANSPORT_WARNINGS: len(transport.warnings()),
+        f.POOL_SOUND: not found.integrity_error,
+        f.WORKER_READY: not report.not_ready,
+        **speculation_facts(report.speculation, load.decode_speedup),
+    }
+
+
+def speculation_facts(counts: SpeculationCounts | None, speedup: float) -> Facts:
+    """Return what speculative decoding did; nothing without it."""
+    if counts is None:
+        return {}
+    return {
+        f.DRAFTED: _by(1, counts.drafted, range(DRAFTS_MAX)),
+        f.DRAFTS_ACCEPTED: _by(1, counts.accepted, range(DRAFTS_MAX)),
+        f.DRAFTED_BY_MATCH: _by(0, counts.drafted, range(1, LAST_CLASS + 1)),
+        f.ACCEPTED_BY_MATCH: _by(0, counts.accepted, range(1, LAST_CLASS + 1)),
+        f.SPECULATION_SAVED: counts.saved_s,
+        f.SPECULATION_LOST: counts.lost_s,
+        f.SPECULATION_DRAFTING: counts.drafting_s,
+        f.SPECULATION_MODEL_BYTES: {(kind,): size for kind, size in counts.model_bytes.items()},
+        f.SPECULATION_SPEEDUP: speedup,
+    }
+
+
+def _by(part: int, counts: Counter[tuple[int, int]], labels: range) -> Reading:
+    """Return sums by one part of the keys, of all labels from the beginning: no client creates a series."""
+    sums = dict.fromkeys(labels, 0)
+    for key, count in list(counts.items()):
+        sums[key[part]] += count
+    return {(str(label),): total for label, total in sums.items()}
+
+
+def step_costs(cost: CostParameters) -> Facts:
+    """Return the fitted costs of steps; nothing before the first step."""
+    if not cost.observed:
+        return {}
+    parts: Reading = {(name.removesuffix("_s"),): getattr(cost, name) for name in SECONDS}
+    return {f.STEP_COST: parts, f.STEP_FREE_TOKENS: cost.free_tokens, f.STEP_MIXED_NOISE: cost.mixed_noise}
+
+
+def _pages(found: WorkerInspection) -> Reading:
+    return {
+        ("free",): found.pages_free,
+        ("owned",): found.pages_owned,
+        ("shared",): found.pages_shared,
+        ("cached",): found.pages_cached,
+        ("advertised",): found.pages_advertised,
+        ("quarantined",): found.pages_quarantined,
+        ("reserved",): found.pages_promised,
+    }

@@ -1,0 +1,117 @@
+"""The report of a worker: its load, by which routers place, and its inspection."""
+
+from decode_worker.speculation import SpeculationCounts
+from tandem.cost_model.step_cost import CostParameters
+from tandem.cost_model.step_work import StepWork
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.protocol.messages import PeerRef, WorkerInspection, WorkerLoad
+from tandem.protocol.prefixes import PrefixList
+from tandem.worker.assignment import WorkerAssignment
+from tandem.worker.halves import Halves
+from tandem.worker.loop import StepLoop, StepMeter
+from tandem.worker.reporting.watchdog import Watchdog
+
+
+def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
+    """Return the load of a worker, real or simulated, from its newest decode rows and its cost parameters."""
+    pool, speculation = cache.pool, halves.decode.speculation
+    return WorkerLoad(
+        prefill_requests=halves.prefill.queue.length,
+        prefill_tokens=halves.prefill.waiting_tokens(),
+        decode_requests=halves.decode.running_requests(),
+        pages_used=pool.total - pool.room,
+        pages_total=pool.total,
+        prefix_query_tokens=cache.query_tokens,
+        prefix_hit_tokens=cache.hit_tokens,
+        decode_context_tokens=decoding.decode_context_tokens,
+        cost=cost,
+        preemptions=halves.admission.requests.preemptions,
+        decode_speedup=1.0 if speculation is None else speculation.speedup,
+    )
+
+
+class WorkerReport:
+    """Looks at the parts of a worker and changes none; each answer takes microseconds."""
+
+    def __init__(
+        self,
+        me: PeerRef,
+        *,
+        cache: PrefixCache,
+        halves: Halves,
+        loop: StepLoop,
+        meter: StepMeter,
+        assignment: WorkerAssignment,
+        watchdog: Watchdog,
+    ) -> None:
+        self._me = me
+        self._cache = cache
+        self._halves = halves
+        self._loop = loop
+        self._meter = meter
+        self._assignment = assignment
+        self._watchdog = watchdog
+
+    def load(self) -> WorkerLoad:
+        """Load now."""
+        return load_of(self._halves, self._cache, self._loop.decoding, self._meter.parameters)
+
+    @property
+    def not_ready(self) -> str:
+        """Why it takes nothing for now, in words; empty = it does."""
+        return self._halves.not_ready
+
+    @property
+    def batch_limit(self) -> int:
+        """Most requests that decode in one step, in its present role."""
+        return self._halves.batch_limit(self._assignment.role)
+
+    @property
+    def expired_leases(self) -> int:
+        """Leases that ended because nobody renewed them."""
+        return self._halves.admission.expired_leases
+
+    @property
+    def pending_transfer_pages(self) -> int:
+        """KV pages of prompts that are over, which writes still read."""
+        return self._halves.prefill.pending_transfer_pages()
+
+    @property
+    def prefix_events(self) -> tuple[int, int]:
+        """Pages that ever became known to the prefix cache, and that were forgotten."""
+        return self._cache.events
+
+    @property
+    def speculation(self) -> SpeculationCounts | None:
+        """Drafts since the worker started; None without speculative decoding."""
+        speculation = self._halves.decode.speculation
+        return None if speculation is None else speculation.counts
+
+    def known_prefixes(self) -> PrefixList:
+        """The names of all pages that can be used again."""
+        return self._cache.known()
+
+    def inspect(self) -> WorkerInspection:
+        """Page counts, open work, and whether the pool was sound whenever this worker was idle."""
+        counts, admission = self._cache.pool.counts(), self._halves.admission
+        return WorkerInspection(
+            peer=self._me,
+            pages_total=counts.total,
+            pages_free=counts.free,
+            pages_owned=counts.owned,
+            pages_shared=counts.shared,
+            pages_advertised=counts.advertised,
+            pages_quarantined=counts.quarantined,
+            pages_promised=counts.promised,
+            requests=self._halves.open_requests(),
+            leases=admission.open_leases,
+            integrity_error=self._watchdog.integrity_error,
+            fenced=admission.fenced + self._halves.prefill.fenced,
+            checksums_equal=admission.arrival.checksums_equal,
+            checksum_failures=admission.arrival.checksum_failures,
+            pages_cached=counts.cached,
+            prefix_query_tokens=self._cache.query_tokens,
+            prefix_hit_tokens=self._cache.hit_tokens,
+            step_cost_error=self._meter.parameters.error,
+            adapters_in_use=tuple(sorted(self._halves.adapters() - {""})),
+        )

@@ -1,0 +1,110 @@
+"""The watchdog of a worker: it ends leases that expired, a device that is stuck, and checks the page pool."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from kv_transfer.checksums import PageChecks
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.protocol.errors import DeadlineExceeded, Internal
+from tandem.worker.config import WorkerConfig
+from tandem.worker.halves import Halves
+from tandem.worker.loop import StepLoop
+
+log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """A timer on the event loop.
+
+    Leases, quarantines and stuck steps end at most a tenth of their time late; the pool is checked after each busy
+    time.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        loop: StepLoop,
+        halves: Halves,
+        cache: PrefixCache,
+        checks: PageChecks,
+        on_stuck: Callable[[BaseException], None],
+    ) -> None:
+        self._step_deadline_s = config.step_deadline
+        self._period_s = max(0.01, min(config.lease_s, config.quarantine_s, config.step_deadline) / 10)
+        self._loop = loop
+        self._halves = halves
+        self._cache = cache
+        self._checks = checks
+        self._on_stuck = on_stuck
+        self._steps_checked = 0
+        self._timer: asyncio.Task[None] | None = None
+        self._check: asyncio.Future[None] | None = None
+        self._checking_since = 0.0
+        """The time at which the check of the pool began, by the monotonic clock; 0 if none runs."""
+        self.integrity_error = ""
+        """The error that was found in the pool, in words; it is never cleared."""
+
+    def start(self) -> None:
+        """Starts the periodic checks on the event loop."""
+        self._timer = asyncio.ensure_future(self._run())
+
+    def stop(self) -> None:
+        """Idempotent."""
+        for task in (self._timer, self._check):
+            if task is not None:
+                task.cancel()
+
+    def check_device(self) -> bool:
+        """End the worker if its device hangs; returns whether it does.
+
+        Nothing that is waited for here may keep this from being called.
+        """
+        stuck = self._stuck()
+        if stuck:
+            self._on_stuck(DeadlineExceeded(f"{stuck} did not end within {self._step_deadline_s:g} s"))
+        return bool(stuck)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._period_s)
+            try:
+                if self.check_device():
+                    return
+                self._halves.admission.expire()
+                self._check_when_idle()
+            except Exception:
+                log.exception("the watchdog continues after an error")
+
+    def _stuck(self) -> str:
+        """The operation that the device hangs in; empty if it hangs in none."""
+        if self._loop.give_up_stuck():
+            return "a step"
+        if self._checks.busy_s > self._step_deadline_s:
+            return "a checksum"
+        since = self._checking_since
+        return "a check of the pool" if since and time.monotonic() - since > self._step_deadline_s else ""
+
+    def _check_when_idle(self) -> None:
+        """Check the pool off the event loop and never while the engine needs it.
+
+        The timer goes on meanwhile: a check that hangs must not hide a device that does.
+        """
+        steps = self._loop.steps
+        if steps == self._steps_checked or self._halves.open_requests() or self._checking_since:
+            return
+        self._steps_checked, self._checking_since = steps, time.monotonic()
+        self._check = asyncio.ensure_future(self._check_pool())
+
+    async def _check_pool(self) -> None:
+        try:
+            await asyncio.to_thread(self._cache.check_integrity)
+        except Internal as error:
+            log.error("%s", error.message)
+            self.integrity_error = error.message
+        except Exception:
+            log.exception("the pool could not be checked")
+        finally:
+            self._checking_since = 0.0

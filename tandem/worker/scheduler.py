@@ -1,0 +1,160 @@
+"""Plans the next step over both halves and hands its results back to them, without a clock or a device.
+
+The owner of an engine, real or simulated, asks for a plan, runs it and gives back what was drawn, or plans ahead.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from decode_worker.batch_snapshot import CompletedStep
+from decode_worker.draft_choice import StepBounds
+from decode_worker.half import NO_ROWS, DecodeHalf
+from prefill_worker.half import PrefillHalf
+from tandem.cost_model.chunks import tightest_kept
+from tandem.cost_model.step_cost import StepCost
+from tandem.cost_model.step_work import NOTHING, StepWork, chunk_pairs
+from tandem.engine.steps.batch import StepBatch, StepResult, StepRow, TokenRows
+from tandem.protocol.messages import Assignment, RoutedEvent, RoutedTokens
+from tandem.worker.step_policy import StepPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step's rows, at least one; the first `work.decode_rows` belong to the decode half."""
+
+    batch: StepBatch
+    work: StepWork
+    drafting_s: float = 0.0
+    """Seconds that proposing drafts took while it was planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The output of a step for the routers; it names a request at most once."""
+
+    events: Sequence[RoutedEvent]
+    completed: CompletedStep | None
+    """The step with the tokens of all requests without an event; None if no request decoded in it."""
+
+    @property
+    def tokens(self) -> Sequence[RoutedTokens]:
+        """Tokens of requests without an event, by router, to be read once."""
+        return () if self.completed is None else self.completed.plain_tokens()
+
+
+class StepScheduler:
+    """Fills steps from both halves.
+
+    `StepPolicy` limits the prompt tokens of a step, `BatchGrowth` the decode rows. One thread uses it.
+    """
+
+    def __init__(
+        self,
+        *,
+        decode: DecodeHalf,
+        prefill: PrefillHalf,
+        max_step_tokens: int,
+        cost: Callable[[], StepCost],
+        assignment: Assignment,
+    ) -> None:
+        """`cost` returns the newest fit of the cost model."""
+        self._decode = decode
+        self._prefill = prefill
+        self._max_step_tokens = max_step_tokens
+        self._cost = cost
+        self.decoding = NOTHING
+        """The decode rows of the newest step."""
+        self.set_assignment(assignment)
+
+    def set_assignment(self, assignment: Assignment) -> None:
+        """Follow this assignment from the next plan on. Any thread may call it."""
+        self._policy = StepPolicy(assignment, self._cost, self._max_step_tokens)
+        self._growth = BatchGrowth(self._cost, assignment.itl_target_s)
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step over both halves' rows; None without any, or if all wait for the step in flight."""
+        targets, decode_rows, drafting_s = self._decode.gap_targets, NO_ROWS, 0.0
+        if not self._decode.idle:
+            budget = self._growth.rows(self.decoding, self._max_step_tokens, targets)
+            scheduled = self._decode.schedule(budget, self._bounds(targets))
+            if scheduled is None:
+                return None
+            decode_rows = scheduled
+            drafting_s = self._decode.speculation.drafting_s if self._decode.speculation else 0.0
+        elif not self.decoding.decode_rows and not self._prefill.queue.length:
+            return None
+        self.decoding = step_work(decode_rows.newest)
+        prefill_rows: Sequence[StepRow] = ()
+        if self._prefill.queue.length:
+            waiting = self._prefill.waiting()
+            prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
+            if waiting.prompts:
+                prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
+        else:
+            self._policy.steps_without_prompts += 1
+        if not decode_rows and not prefill_rows:
+            return None
+        return StepPlan(StepBatch(prefill_rows, decode_rows), step_work(decode_rows, prefill_rows), drafting_s)
+
+    def _bounds(self, targets: Sequence[float]) -> StepBounds | None:
+        """Return the bounds of a step with drafts; None where prompts wait, which take the rest of the step."""
+        if self._decode.speculation is None or self._prefill.queue.length:
+            return None
+        cost = self._cost()
+        seconds = tightest_kept(targets, cost.seconds(self.decoding), self._growth.target_s)
+        return StepBounds(cost, seconds, self._max_step_tokens)
+
+    def apply(self, work: StepWork, result: StepResult) -> StepOutput:
+        """Give both halves the results of the oldest plan that was not applied; returns the output for the routers.
+
+        The caller delivers `PrefillHalf.take_updates` after that output.
+        """
+        decoded, prefilled = result.split(work.decode_rows)
+        completed = self._decode.apply(decoded.token_ids, decoded.logprobs) if work.decode_rows else None
+        events = [] if completed is None else completed.events
+        if work.prefill_tokens:
+            events = [*events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)]
+        return StepOutput(events, completed)
+
+
+class BatchGrowth:
+    """Limits the decode batch to what keeps the inter-token targets of all requests in it.
+
+    Requests beyond the limit wait with their KV until others end, oldest first. Routers place by the same costs and
+    should not have sent them: this is the last line of defense.
+    """
+
+    def __init__(self, cost: Callable[[], StepCost], itl_target_s: float | None) -> None:
+        """`cost` returns the newest fit. Without a target here or of a request there is no limit."""
+        self._cost = cost
+        self.target_s = itl_target_s
+        self._context = 0.0
+        """Mean context tokens of a row in the newest step that had rows."""
+
+    def rows(self, running: StepWork, most: int, targets: Sequence[float] = ()) -> int:
+        """Return the rows that the next step may have: at least those that run already, at most `most`.
+
+        `targets` are those of the running requests, in seconds, ascending, infinite for none. A request that joins is
+        assumed to have the mean context of the rows that run or ran last. A target that a batch of one would miss
+        limits nothing: it could not be met by making all requests wait.
+        """
+        if running.decode_rows:
+            self._context = running.decode_context_tokens / running.decode_rows
+        if self.target_s is None and (not targets or targets[0] == math.inf):
+            return most
+        cost = self._cost()
+        decoding_s = cost.decode_step_seconds(running.decode_rows, running.decode_context_tokens)
+        rows = cost.rows_within(tightest_kept(targets, decoding_s, self.target_s), self._context)
+        return min(most, max(running.decode_rows, int(min(most, rows)))) if rows >= 1.0 else most
+
+
+def step_work(rows: TokenRows, prompts: Sequence[StepRow] = ()) -> StepWork:
+    """Return the work of decode rows and of chunks of prompts."""
+    return StepWork(
+        sum(len(row.token_ids) for row in prompts),
+        sum(chunk_pairs(len(row.token_ids), row.start) for row in prompts),
+        len(rows),
+        rows.context_tokens,
+        len(rows) - len(rows.newest),
+    )

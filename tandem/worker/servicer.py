@@ -1,0 +1,137 @@
+"""The worker's gRPC listener: translates and calls; every decision is made elsewhere."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import grpc.aio
+
+from tandem.protocol import conversion
+from tandem.protocol.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.protocol.messages import PeerRef
+from tandem.worker.worker import Worker
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """`tandem.v1.Worker` over a worker; `drain` also takes the process out of the cluster."""
+
+    def __init__(self, worker: Worker, drain: Callable[[float], Awaitable[int]]) -> None:
+        self._worker = worker
+        self._drain = drain
+
+    # ---- routers ----
+
+    async def Attach(
+        self, request: worker_pb2.AttachRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.StepEvents]:
+        """Streams the router's step events until the call is cancelled."""
+        stream = self._worker.attach(request.router_id, prefixes=request.prefixes)
+        # Not a `finally`: a generator that waits to be read is not told that its call was cancelled.
+        context.add_done_callback(cast(Any, lambda _: self._worker.detach(stream)))
+        async for step in stream.messages():
+            yield conversion.step_events_to_proto(step)
+
+    async def Reserve(self, request: worker_pb2.ReserveRequest, _context: _Context) -> worker_pb2.ReserveResponse:
+        """Makes a reservation for a request and returns what was granted."""
+        reservation = conversion.reservation_from_proto(request)
+        await self._worker.begin_answer(reservation)
+        return conversion.granted_to_proto(self._worker.reserve(reservation))
+
+    async def Prefill(self, request: worker_pb2.PrefillRequest, _context: _Context) -> worker_pb2.PrefillResponse:
+        """Queues a prompt for prefill."""
+        task = conversion.prefill_task_from_proto(request)
+        self._worker.prefill(task, await self._worker.begin_answer(task))
+        return worker_pb2.PrefillResponse()
+
+    async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:
+        """Aborts requests of a router."""
+        self._worker.abort(request.router_id, [conversion.ref_from_proto(ref) for ref in request.requests])
+        return worker_pb2.AbortWorkResponse()
+
+    async def Heartbeat(self, request: worker_pb2.HeartbeatRequest, _context: _Context) -> worker_pb2.HeartbeatResponse:
+        """Extends leases; returns those that the worker does not know."""
+        unknown = self._worker.admission.heartbeat([conversion.lease_from_proto(lease) for lease in request.leases])
+        return worker_pb2.HeartbeatResponse(unknown=[conversion.lease_to_proto(lease) for lease in unknown])
+
+    async def Drain(self, request: worker_pb2.DrainRequest, _context: _Context) -> worker_pb2.DrainResponse:
+        """Drains the worker; returns the number of requests that remain."""
+        return worker_pb2.DrainResponse(remaining=await self._drain(request.grace_s))
+
+    async def SetAssignment(
+        self, request: worker_pb2.SetAssignmentRequest, _context: _Context
+    ) -> worker_pb2.SetAssignmentResponse:
+        """Sets the assignment of this run of the worker."""
+        meant = PeerRef(request.worker_id, request.incarnation)
+        self._worker.assume(meant, conversion.assignment_from_proto(request.assignment), request.grace_s)
+        return worker_pb2.SetAssignmentResponse()
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadWorkerAdapterRequest, _context: _Context
+    ) -> worker_pb2.LoadWorkerAdapterResponse:
+        """Loads an adapter; returns when requests may have it."""
+        meant = PeerRef(request.worker_id, request.incarnation)
+        wanted = conversion.adapter_from_proto(request.adapter)
+        loaded = await self._worker.adapters.load(meant, wanted, request.in_use)
+        return worker_pb2.LoadWorkerAdapterResponse(adapter=conversion.adapter_to_proto(loaded))
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadWorkerAdapterRequest, _context: _Context
+    ) -> worker_pb2.UnloadWorkerAdapterResponse:
+        """Lists an adapter no more."""
+        self._worker.adapters.unload(PeerRef(request.worker_id, request.incarnation), request.name)
+        return worker_pb2.UnloadWorkerAdapterResponse()
+
+    async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
+        """Returns the identity and state of the worker."""
+        return conversion.inspection_to_proto(self._worker.report.inspect())
+
+    async def ListPrefixes(
+        self, _request: worker_pb2.ListPrefixesRequest, _context: _Context
+    ) -> worker_pb2.ListPrefixesResponse:
+        """Returns the names of all cached pages that can be reused."""
+        return conversion.prefix_list_to_proto(self._worker.report.known_prefixes())
+
+    # ---- other workers ----
+
+    async def ConnectPeer(
+        self, request: worker_pb2.ConnectPeerRequest, _context: _Context
+    ) -> worker_pb2.ConnectPeerResponse:
+        """Accepts the handshake of a prefill worker and returns this worker's description."""
+        mine = self._worker.peers.accept(conversion.handshake_from_proto(request))
+        return worker_pb2.ConnectPeerResponse(peer=conversion.description_to_proto(mine))
+
+    async def AllotPages(
+        self, request: worker_pb2.AllotPagesRequest, _context: _Context
+    ) -> worker_pb2.AllotPagesResponse:
+        """Allots pages under a lease to a prefill worker, which may write to them for `write_for_s` seconds."""
+        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
+        page_ids = self._worker.admission.allot(conversion.lease_from_proto(request.lease), request.pages, writer)
+        return worker_pb2.AllotPagesResponse(page_ids=page_ids, write_for_s=self._worker.admission.write_window_s)
+
+    async def RenewPermissions(
+        self, request: worker_pb2.RenewPermissionsRequest, _context: _Context
+    ) -> worker_pb2.RenewPermissionsResponse:
+        """Renews the permission to write under leases; returns those that are over."""
+        writer, admission = PeerRef(request.prefill_worker_id, request.prefill_incarnation), self._worker.admission
+        over = admission.prolong([conversion.lease_from_proto(lease) for lease in request.leases], writer)
+        return worker_pb2.RenewPermissionsResponse(
+            over=[conversion.lease_to_proto(lease) for lease in over], write_for_s=admission.write_window_s
+        )
+
+    async def ReleaseLease(
+        self, request: worker_pb2.ReleaseLeaseRequest, _context: _Context
+    ) -> worker_pb2.ReleaseLeaseResponse:
+        """Releases a lease under which no write is in flight and none will follow."""
+        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
+        lease = conversion.lease_from_proto(request.lease)
+        self._worker.admission.release(lease, writer, in_doubt=request.in_doubt)
+        return worker_pb2.ReleaseLeaseResponse()
+
+    async def NameDeliveries(
+        self, request: worker_pb2.NameDeliveriesRequest, _context: _Context
+    ) -> worker_pb2.NameDeliveriesResponse:
+        """Records the leases whose notices were sent."""
+        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
+        self._worker.admission.delivered([conversion.lease_from_proto(lease) for lease in request.leases], writer)
+        return worker_pb2.NameDeliveriesResponse()

@@ -1,0 +1,348 @@
+"""A worker: one engine, its two halves, the step loop between them and the way out, tied together.
+
+Whatever routers, other workers and the controller change here they change by a method of `Worker`, or of its
+`admission` and `peers`; what they may know is in its `report`. The servicer only translates. Lives on the event loop
+that runs while it is made; the engine has its own thread, the transfer another.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from decode_worker.admission import DecodeAdmission
+from decode_worker.half import DecodeHalf
+from kv_transfer.base import NoticeHandler, Transport
+from kv_transfer.checksums import PageChecks
+from kv_transfer.handshake import make_handshake
+from kv_transfer.layout import KVLayout
+from prefill_worker.half import PrefillHalf
+from tandem.engine.cache.prefix_cache import PrefixCache
+from tandem.engine.speculation.methods import make_proposer
+from tandem.engine.steps.draws import History
+from tandem.protocol.errors import Internal, ResourceExhausted, StaleEpoch
+from tandem.protocol.messages import (
+    Assignment,
+    GrantedLease,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    WorkerInfo,
+    WorkerLoad,
+)
+from tandem.worker.adapters import WorkerAdapters
+from tandem.worker.assignment import WorkerAssignment, decode_batch
+from tandem.worker.config import WorkerConfig
+from tandem.worker.halves import Halves
+from tandem.worker.handovers import Handovers
+from tandem.worker.loaded_engine import LoadedEngine, engine_facts
+from tandem.worker.loop import StepLoop, StepMeter
+from tandem.worker.outbox import Outbox
+from tandem.worker.peers.peers import Peers
+from tandem.worker.peers.warm_ups import WarmUps
+from tandem.worker.reporting.metrics import Utilization, WorkerMetrics
+from tandem.worker.reporting.report import WorkerReport
+from tandem.worker.reporting.watchdog import Watchdog
+from tandem.worker.router_stream import RouterStream
+from tandem.worker.step_publisher import StepPublisher
+from tandem.worker.validation import check_prefill, check_reservation
+
+log = logging.getLogger(__name__)
+
+_GRAMMAR_THREADS = 2
+"""Threads that compile the grammars of new requests; routers admit only those that compile within seconds."""
+
+
+class Worker:
+    """Owns both halves, the loop and the outbox; `close` ends them. Engine and transport are used, not owned."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        me: PeerRef,
+        engine: LoadedEngine,
+        layout: KVLayout,
+        open_transport: Callable[[NoticeHandler], Transport],
+    ) -> None:
+        self.me = me
+        self.facts = engine.facts
+        self._begin_answer = engine.begin_answer
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="grammars")
+        self._config = config
+        self._events = asyncio.get_running_loop()
+        self.died: asyncio.Future[BaseException] = self._events.create_future()
+        """Set when a step failed: the process must end."""
+        used = Utilization(engine.roofline, given=config.ceilings)
+        self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, used)
+        """The metrics of this worker; export `worker_facts` with them."""
+        self._cache = PrefixCache(engine.pool, engine.kv_pages, enabled=config.prefix_cache)
+        self._outbox = Outbox(self._events, self._load, self._router_gone, config.attach_grace_s, self._cache.changes)
+        self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.kv_pages)
+        self.admission = self._make_admission()
+        self.transport = open_transport(self.admission.notice)
+        self.peers = self._make_peers(engine, layout)
+        self._handovers = self._make_handovers(engine)
+        self._halves = self._make_halves(engine)
+        self._meter = StepMeter(engine.cost_guess, on_step=self.metrics.step)
+        self._loop = self._make_loop(engine)
+        halves, loop, post = self._halves, self._loop, self._outbox.post
+        self.assignment = WorkerAssignment(
+            me,
+            config.assignment,
+            halves.half_controls(),
+            resize=halves.resize,
+            set_steps=loop.set_assignment,
+            emit=post,
+        )
+        """The assignment of this worker."""
+        self.adapters = WorkerAdapters(me, engine.adapters, halves.adapters)
+        """The adapters of this worker."""
+        self._warm_ups = WarmUps(
+            self.peers, lambda: self.assignment.assignment.role.prefills and not self.assignment.draining
+        )
+        self._watchdog = Watchdog(
+            config, loop=loop, halves=halves, cache=self._cache, checks=self._checks, on_stuck=self._die
+        )
+        self.report = WorkerReport(
+            me,
+            cache=self._cache,
+            halves=halves,
+            loop=loop,
+            meter=self._meter,
+            assignment=self.assignment,
+            watchdog=self._watchdog,
+        )
+        """The report of this worker."""
+
+    def start(self) -> None:
+        """Begin to step, and to end what is due."""
+        self._loop.start()
+        self._watchdog.start()
+
+    # ---- routers ----
+
+    def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
+        """The stream of a router's events, with the prefix cache's if it wants them; give it back to `detach`."""
+        return self._outbox.attach(router_id, prefixes=prefixes)
+
+    def detach(self, stream: RouterStream) -> None:
+        """The stream ended: its router's requests are over."""
+        self._outbox.detach(stream)
+
+    async def begin_answer(self, work: Reservation | PrefillTask) -> History | None:
+        """Return the history of an answer that needs one, its grammar followed so far, before a step needs it.
+
+        Raises InvalidArgument if that fails.
+        """
+        if not work.sampling.needs_history:
+            return None
+        history, grammar = History(work.question, work.answer), work.sampling.grammar
+        if grammar:
+            await self._events.run_in_executor(self._grammar_threads, self._begin_answer, history, grammar)
+        return history
+
+    def reserve(self, reservation: Reservation) -> GrantedLease:
+        """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take, NotFound for its adapter."""
+        check_reservation(reservation, self.facts)
+        adapter = self.adapters.number(reservation.adapter)
+        try:
+            granted = self.admission.reserve(reservation, adapter)
+        except ResourceExhausted:
+            self.metrics.refused()
+            raise
+        self._outbox.expect(reservation.router_id)
+        return granted
+
+    def prefill(self, task: PrefillTask, history: History | None = None) -> None:
+        """See `PrefillHalf.submit`; InvalidArgument for what no worker would take, NotFound for its adapter.
+
+        `history` is what `begin_answer` returned for the task.
+        """
+        check_prefill(task, self.facts)
+        self._halves.prefill.submit(task, self.adapters.number(task.adapter), history)
+        self._outbox.expect(task.router_id)
+
+    def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
+        """Forget these requests in both halves; unknown ones are ignored."""
+        self._halves.abort(router_id, refs)
+
+    # ---- other workers ----
+
+    def peer_joined(self, info: WorkerInfo) -> None:
+        """Another worker serves, perhaps one that was believed dead, or has opened other halves.
+
+        Who will hand prompts over to it gets ready for that now, not with a user's prompt.
+        """
+        self.admission.peer_back(info.peer)
+        self.peers.welcome(info.peer)
+        self._warm_ups.see(info)
+
+    def peer_gone(self, peer: PeerRef) -> None:
+        """Take that run of another worker, and its earlier ones, for dead."""
+        log.info("%s is gone up to incarnation %d", peer.worker_id, peer.incarnation)
+        self.admission.peer_gone(peer)
+        self.peers.forget(peer)
+        self._warm_ups.forget(peer)
+
+    # ---- the controller ----
+
+    def assume(self, meant: PeerRef, assignment: Assignment, grace_s: float) -> None:
+        """See `WorkerAssignment.assume`; StaleEpoch if another run of a worker is meant."""
+        if meant != self.me:
+            raise StaleEpoch(f"{meant.worker_id}, incarnation {meant.incarnation}, is not here; look who serves now")
+        self.assignment.assume(assignment, grace_s)
+        self._warm_ups.look()
+        self._wake()
+
+    def look_for_stuck(self) -> None:
+        """See `Watchdog.check_device`."""
+        self._watchdog.check_device()
+
+    # ---- the end ----
+
+    async def drain(self, grace_s: float) -> int:
+        """See `WorkerAssignment.drain`."""
+        return await self.assignment.drain(grace_s)
+
+    async def close(self) -> None:
+        """Abort everything, end the loop, the handoffs and the connections, close the transport. Idempotent."""
+        self._watchdog.stop()
+        self.assignment.stop()
+        await self._warm_ups.close()
+        self._halves.abort_all()
+        await asyncio.to_thread(self._loop.stop)
+        self._halves.abandon()
+        await asyncio.to_thread(self.transport.close)
+        self._checks.close()
+        await self._handovers.settle()
+        self._outbox.close()
+        await self.peers.close()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- inside ----
+
+    def _make_admission(self) -> DecodeAdmission:
+        return DecodeAdmission(
+            config=self._config.decode,
+            me=self.me,
+            cache=self._cache,
+            model=self.facts,
+            clock=time.monotonic,
+            expect=self._expect,
+            emit=lambda routed: self._post_threadsafe(self._outbox.post, routed),
+            wake=self._wake,
+            listened_s=self._listened_s,
+            is_near=self._is_near,
+            lives=self._lives,
+            checks=self._checks,
+        )
+
+    def _make_peers(self, engine: LoadedEngine, layout: KVLayout) -> Peers:
+        facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
+        mine = make_handshake(self.transport.describe(), facts, layout)
+        return Peers(mine, self.transport, self._config.token, self._config.rpc_timeout_s)
+
+    def _make_handovers(self, engine: LoadedEngine) -> Handovers:
+        return Handovers(
+            self.me,
+            engine.kv_pages,
+            self.transport,
+            self.peers,
+            self.admission,
+            self._checks,
+            self.metrics.hearing(self._outbox.post),
+            self._config.transfer_deadline_s,
+            self.metrics.writing,
+        )
+
+    def _make_halves(self, engine: LoadedEngine) -> Halves:
+        config, cache, model, admission = self._config, self._cache, self.facts, self.admission
+        prefill = PrefillHalf(
+            config=config.prefill,
+            me=self.me,
+            cache=cache,
+            model=model,
+            local=admission,
+            hand_over=self._handovers.begin,
+            wake=self._wake,
+            events=self._events,
+        )
+        decode = DecodeHalf(
+            requests=admission.requests,
+            lock=admission.lock,
+            model=model,
+            kv=cache.kv,
+            max_batch_requests=decode_batch(config.role, config.engine),
+            proposer=make_proposer(config.speculate, asynchronous=engine.asynchronous, trained=engine.draft_proposer),
+            allowed_drafts=engine.allowed_drafts,
+        )
+        if decode.speculation is not None and config.engine.draft_graphs and engine.asynchronous:
+            decode.speculation.read_kv_once()
+        return Halves(config, cache, model, prefill=prefill, decode=decode, admission=admission)
+
+    def _make_loop(self, engine: LoadedEngine) -> StepLoop:
+        config = self._config
+        return StepLoop(
+            engine,
+            decode=self._halves.decode,
+            prefill=self._halves.prefill,
+            max_step_tokens=config.engine.max_step_tokens,
+            assignment=config.assignment,
+            meter=self._meter,
+            deadline_s=config.step_deadline,
+            gather_s=config.gather_s,
+            publish=StepPublisher(self._events, self._outbox).publish,
+            on_death=lambda error: self._post_threadsafe(self._die, error),
+        )
+
+    # The parts know each other in circles: what one hears of another that is made later goes through here.
+
+    def _expect(self, leases: int) -> None:
+        self.transport.expect(leases)
+
+    def _listened_s(self) -> float:
+        return self.transport.listened_s()
+
+    def _is_near(self, peer: PeerRef) -> bool:
+        return self.peers.is_near(peer)
+
+    def _lives(self, peer: PeerRef) -> bool | None:
+        return self.peers.lives(peer)
+
+    def _load(self) -> WorkerLoad:
+        return self.report.load()
+
+    def _router_gone(self, router_id: str) -> list[RequestEvent]:
+        return self._halves.router_gone(router_id)
+
+    def _wake(self) -> None:
+        self._loop.wake()
+
+    def _post_threadsafe(self, call: Callable[[Any], None], value: object) -> None:
+        self._events.call_soon_threadsafe(call, value)
+
+    def _die(self, error: BaseException) -> None:
+        """The engine is lost: nothing that runs here can end well, and nothing new may come.
+
+        Requests that it was computing fail with Internal. Of the others routers hear by the end of their streams: they
+        know which of them need this worker still.
+        """
+        if self.died.done():
+            return
+        log.critical("a step failed; this worker ends", exc_info=error)
+        reason = Internal(
+            f"worker {self.me.worker_id} failed in a step ({first_line(error)}) and restarts; send it again"
+        )
+        for event in self._halves.engine_gone(reason):
+            self._outbox.post(event)
+        self._outbox.close()
+        self.died.set_result(error)
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its words: CUDA's are a page."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

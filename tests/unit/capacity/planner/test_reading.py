@@ -1,0 +1,150 @@
+"""Windows from two scrapes: the planner sees the metrics that the processes export."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from router.config import RouterConfig
+from router.refusal import Refusal, Refused
+from router.requests.metrics import RouterMetrics
+from tandem.capacity.planner.demand import Promise
+from tandem.capacity.planner.reading import fitted, observe
+from tandem.metrics import families as f
+from tandem.metrics.exposition import Exposition, merge
+from tandem.metrics.family import Family
+from tandem.metrics.registry import Registry
+from tandem.metrics.scrape import Scrape, ScrapeInterval
+from tandem.protocol.cost_parameters import UNMEASURED, CostParameters
+from tandem.protocol.errors import InvalidArgument
+from tandem.protocol.lifecycle.spans import Phase
+from tandem.protocol.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
+from tandem.worker.reporting.metrics import step_costs
+
+FACTS = ModelFacts("m", 10, 4096, (), "float32")
+COST = CostParameters(1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150, 0.01, 99)
+PROMISES = {"strict": Promise(2.0, 0.02), "quick": Promise(0.3, 0.06)}
+
+
+def info(name: str, role: Role, assignment: Role | None = None, closing: Role | None = None) -> WorkerInfo:
+    told = None if assignment is None else Assignment(assignment)
+    return WorkerInfo(
+        PeerRef(name, 1), role, "a:1", FACTS, 100, 16, 64, 2048, "cpu", "fake", assignment=told, closing=closing
+    )
+
+
+class Cluster:
+    """A router and two workers that export metrics, except those in `untold`."""
+
+    def __init__(self, untold: Collection[Family] = ()) -> None:
+        self.untold = untold
+        self.router = RouterMetrics(RouterConfig("r", Path(), "m", ""))
+        self.running = {"prefill-0": 0.0, "decode-0": 0.0}
+        self.boards = [self._registry(name) for name in self.running]
+        self.cost = COST
+        self.router.watch(lambda: 0, lambda: 3)
+
+    def _registry(self, name: str) -> Registry:
+        registry = Registry({"model": "m", "worker": name})
+        registry.read(lambda: {f.REQUESTS_RUNNING: self.running[name], f.REQUESTS_WAITING: 2.0})
+        registry.read(lambda: {f.WORKER_INFO: {(name.partition("-")[0], "cpu", "float32"): 1.0}})
+        registry.read(
+            lambda: {family: fact for family, fact in step_costs(self.cost).items() if family not in self.untold}
+        )
+        return registry
+
+    def scrape(self, at_s: float) -> Scrape:
+        boards = [self.router.registry, *self.boards]
+        return Scrape(merge([Exposition(registry).render()[0].decode() for registry in boards]), at_s)
+
+
+WORKERS = [info("prefill-0", Role.PREFILL, Role.PREFILL), info("decode-0", Role.DECODE, Role.DECODE)]
+
+
+def test_a_window_is_what_was_counted_in_it() -> None:
+    cluster = Cluster()
+    cluster.router.offered(1, 999, 7.0)  # before it
+    before = cluster.scrape(100.0)
+    for _ in range(4):
+        cluster.router.offered(2, 600, 50.0)
+    cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "met").add(6)
+    cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "missed_itl").add(2)
+    cluster.router.registry.counter(f.SLO_MISSED, "strict", Phase.DECODE).add(2)
+    cluster.running["decode-0"] = 5.0
+    seen = observe(ScrapeInterval(before, cluster.scrape(110.0)), WORKERS, lambda _: PROMISES)
+    assert seen.seconds == 10.0
+    assert (seen.offered.per_s, seen.offered.prompt_tokens, seen.offered.answer_tokens) == (0.8, 300.0, 50.0)
+    assert (seen.prefill, seen.decode, seen.shared) == (1, 1, 0)
+    assert (seen.waiting_requests, seen.waiting_tokens, seen.running_requests) == (3.0, 2 * 2 * 300.0, 5.0)
+    assert (seen.kept.met, seen.kept.missed[Phase.DECODE], seen.kept.total) == (6.0, 2.0, 8.0)
+    assert seen.promise == PROMISES["strict"]
+    assert seen.answers is not None
+    assert (seen.answers.kv_tokens, seen.answers.longest_tokens) == (1600, 4096)
+    assert seen.answers.decode_speedup == 1.0
+    got = seen.answers.cost
+    assert (got.base_s, got.prompt_base_s, got.token_s, got.pair_s, got.row_s, got.context_s, got.free_tokens) == (
+        pytest.approx((1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150))
+    )
+
+
+def test_tokens_of_steps_with_drafts_count() -> None:
+    cluster = Cluster()
+    cluster.boards[1].read(lambda: {f.SPECULATION_SPEEDUP: 1.7})
+    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(10.0)), WORKERS, lambda _: PROMISES)
+    assert seen.answers is not None
+    assert seen.prompts is not None
+    assert (seen.answers.decode_speedup, seen.prompts.decode_speedup) == (1.7, 1.0)
+
+
+def test_who_was_turned_away() -> None:
+    cluster = Cluster()
+    before = cluster.scrape(0.0)
+    for reason in Refusal:
+        cluster.router.refused("strict", Refused(reason, "no"))
+        cluster.router.offered(1, 100, 10.0)
+    cluster.router.refused("strict", InvalidArgument("prompt", "is wrong"))
+    seen = observe(ScrapeInterval(before, cluster.scrape(10.0)), WORKERS, lambda _: PROMISES)
+    assert seen.offered.refused_per_s == pytest.approx(0.4), "nobody there, or a wrong request: these were not offered"
+    assert seen.offered.crowded_per_s == pytest.approx(0.1)
+
+
+def test_classes_that_hardly_anybody_asks_for_bind_nobody() -> None:
+    cluster = Cluster()
+    before = cluster.scrape(0.0)
+    cluster.router.registry.counter(f.SLO_REQUESTS, "strict", "met").add(2)
+    cluster.router.registry.counter(f.SLO_REQUESTS, "quick", "met").add(98)
+    seen = observe(ScrapeInterval(before, cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
+    assert seen.promise == PROMISES["quick"]
+
+
+def test_a_worker_counts_as_what_it_was_told_to_be() -> None:
+    changing = [info("prefill-0", Role.BOTH, Role.PREFILL, Role.DECODE), info("decode-0", Role.DECODE, Role.DECODE)]
+    leaving = info("decode-1", Role.DECODE, Role.DECODE, Role.DECODE)
+    cluster = Cluster()
+    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(1.0)), [*changing, leaving], lambda _: {})
+    assert (seen.prefill, seen.decode) == (1, 1)
+
+
+def test_the_costs_of_a_cluster_are_as_noisy_as_its_workers_found_them() -> None:
+    cluster = Cluster()
+    cluster.cost = replace(COST, mixed_noise=1.27)
+    found = fitted(cluster.scrape(0.0))
+    assert found is not None
+    assert found.mixed_noise == pytest.approx(1.27)
+
+
+def test_a_worker_that_tells_no_noise_has_the_usual_one() -> None:
+    """For instance a worker of an older release."""
+    cluster = Cluster(untold=(f.STEP_MIXED_NOISE,))
+    found = fitted(cluster.scrape(0.0))
+    assert found is not None
+    assert found.mixed_noise == UNMEASURED.mixed_noise
+
+
+def test_a_guess_is_no_measurement() -> None:
+    cluster = Cluster()
+    cluster.cost = CostParameters()
+    seen = observe(ScrapeInterval(cluster.scrape(0.0), cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
+    assert seen.prompts is None
+    assert seen.answers is None
