@@ -52,8 +52,8 @@ def choose(
     parts = tl.arange(0, SPLITS)
     masses = tl.load(masses_ptr + row * SPLITS + parts)
     total = tl.sum(masses, axis=0)
-    # Without any mass, as where the best logit is not finite, the best stays.
-    if (tl.load(params_ptr + TEMPERATURE) > 0) & (total > 0):
+    # A row without a finite logit has no token: its weights are NaN, of which devices make any mass.
+    if (tl.load(params_ptr + TEMPERATURE) > 0) & (total > 0) & (token >= 0):
         weights_ptr += row * room
         if is_filtered(params_ptr):
             token = _draw_filtered(
